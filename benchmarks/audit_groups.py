@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
     AttemptReduce,
@@ -23,12 +23,12 @@ from spare_megatron.core.actions import (
     ComputeStep,
     UpdateModel,
 )
-from spare_megatron.core.audits import AuditPolicy, AuditWord, word_of
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Commit, Fence, Retry
-from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, word_of
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Commit, Fence, Retry
+from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.mcore.corruption import DRIFT, flip_bit
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, Member

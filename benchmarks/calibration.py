@@ -15,9 +15,9 @@ from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.simulator.calibrate import calibrate
-from spare_megatron.simulator.replay import Replay, replay
-from spare_megatron.simulator.scenario import CostModel
+from spare_megatron.tools.simulate.calibrate import calibrate
+from spare_megatron.tools.simulate.run_replay import Replay, replay
+from spare_megatron.tools.simulate.scenario import CostModel
 
 LEAST_STEPS = 5
 """Medians over fewer steps are left out of the figures."""

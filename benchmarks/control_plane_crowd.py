@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
-from spare_megatron.core.entries import Entry, decode_entry
-from spare_megatron.core.votes import encode_vote
-from spare_megatron.process.piece_wire import Address
-from spare_megatron.process.vote_wire import Inbox, Kind, Message, pack, send
+from spare_megatron.core.log.entries import Entry, decode_entry
+from spare_megatron.core.log.votes import encode_vote
+from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.vote_frames import Inbox, Kind, Message, pack, send
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store

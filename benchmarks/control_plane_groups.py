@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.control_plane_crowd import Crowd
 from benchmarks.control_plane_leader import LOST, TIMEOUT_S, EpochChange, Leader, Roster
-from spare_megatron.core.entries import Fence, encode_entry
+from spare_megatron.core.log.entries import Fence, encode_entry
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec

@@ -10,10 +10,10 @@ from typing import cast
 import torch.distributed as dist
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig, RunConfig
-from spare_megatron.core.entries import Commit, Entry, Fence, Retry
-from spare_megatron.core.events import VotesRead
-from spare_megatron.core.relays import Blocks
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry
+from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.log.relays import Blocks
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.actions import FinishRun
-from spare_megatron.core.entries import Commit, encode_entry
+from spare_megatron.core.log.actions import FinishRun
+from spare_megatron.core.log.entries import Commit, encode_entry
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import psutil
 
-from spare_megatron.core.entries import Commit, encode_entry
-from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.core.log.entries import Commit, encode_entry
+from spare_megatron.core.log.votes import Vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import ComputeStep, ReportEvaluation
+from spare_megatron.core.log.actions import ComputeStep, ReportEvaluation
 from spare_megatron.driver.run import start_run
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank

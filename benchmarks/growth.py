@@ -32,7 +32,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EntryRecord, UpdateRecord, VoteRecord
-from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 
 MODEL = ["model.num_layers=2", "model.hidden_size=64", "model.seq_length=64", "layout.pipeline_parallel=1"]

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from benchmarks.power_law import fit_if_any
 from benchmarks.reorder import NUM_MICROBATCHES, loss_order, survivors_of
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.world import Result
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.world import Result
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
@@ -156,7 +156,7 @@ def measure_runs(curve: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every point with every seed."""
     found: dict[float, list[dict[str, float]]] = {}
     context = get_context("forkserver")
-    context.set_forkserver_preload(["spare_megatron.simulator.engine", "benchmarks.reorder"])
+    context.set_forkserver_preload(["spare_megatron.tools.simulate.engine", "benchmarks.reorder"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for number, scenario in scenarios_of(curve, options).items():
             found[number] = list(pool.map(partial(run_figures, scenario), range(options.seeds)))

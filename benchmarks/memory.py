@@ -30,8 +30,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
-from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.tools.bench.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.process.processes import end_child, fork_server, start_child, start_embedded_store
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.store.open_store import open_store

@@ -9,10 +9,10 @@ from math import floor, gamma, sqrt
 
 import numpy as np
 
-from spare_megatron.planner.endurance import FloatArray, coverage_probabilities, lost_counts
-from spare_megatron.planner.facts import CheckpointTimes
-from spare_megatron.planner.overhead import StepTimes, least_makespans
-from spare_megatron.planner.plan import closed_form_redundancy
+from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
+from spare_megatron.tools.plan.facts import CheckpointTimes
+from spare_megatron.tools.plan.overhead import StepTimes, least_makespans
+from spare_megatron.tools.plan.plan import closed_form_redundancy
 
 
 def asymptotic_endured_losses(num_groups: int, redundancy: int) -> float:

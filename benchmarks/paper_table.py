@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.quantities import parse_redundancies
-from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
-from spare_megatron.process.interrupts import INTERRUPTED
-from spare_megatron.simulator.presets import PUBLISHED, PublishedPoint, load_scenario
-from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.sweep import Estimate, Figures, cases_of, given_up, summarize
-from spare_megatron.simulator.world import CAUSES
+from spare_megatron.formats.parsed_quantities import parse_redundancies
+from spare_megatron.tools.simulate.simulate_jobs import ResultFile, default_jobs, simulate_all
+from spare_megatron.machine.interrupts import INTERRUPTED
+from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.sweep import Estimate, Figures, cases_of, given_up, summarize
+from spare_megatron.tools.simulate.world import CAUSES
 
 SIZES = (200, 600, 1000)
 REJOIN = {"repair_s": 600.0, "costs.join_s": 30.0}

@@ -27,8 +27,8 @@ from benchmarks.paper_model import (
     paper_redundancy,
     paper_time_to_train,
 )
-from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.planner.domains import (
+from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.tools.plan.domains import (
     LossIntervals,
     consecutive_domains,
     coverage_over_time,
@@ -36,12 +36,18 @@ from spare_megatron.planner.domains import (
     equivalent_domain_repair,
     hosts_per_domain,
 )
-from spare_megatron.planner.endurance import FloatArray, endured_losses
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, Policy
-from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
-from spare_megatron.planner.plan import availability, best_availability, closed_form_redundancy, optimize, predict
-from spare_megatron.planner.readmission import RejoinTimes, absence, equivalent_repair, num_down_with_spares
-from spare_megatron.planner.repair import RepairTimes, survival
+from spare_megatron.core.saves.endurance import FloatArray, endured_losses
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts, Policy
+from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, patch_stacks
+from spare_megatron.tools.plan.plan import (
+    availability,
+    best_availability,
+    closed_form_redundancy,
+    optimize,
+    predict,
+)
+from spare_megatron.tools.plan.readmission import RejoinTimes, absence, equivalent_repair, num_down_with_spares
+from spare_megatron.tools.plan.repair import RepairTimes, survival
 from spare_megatron.stacking.placement import IntArray, make_placement
 from tests.oracle import monte_carlo
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.state.recoveries import Recovery
 
 PHASES = ("forward", "in_reduce", "after_reduce")
 STAGES = ("detect_s", "agree_s", "rebuild_s", "patch_s", "reduce_s", "total_s")

@@ -28,7 +28,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import ParamsRecord, PlacesRecord, StartRecord, UpdateRecord
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupRejoined, RankKey, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.stacking.layout import GroupId
 

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.core.actions import CheckpointCandidate
+from spare_megatron.core.log.actions import CheckpointCandidate
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint, Manifest, StoredFile
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader

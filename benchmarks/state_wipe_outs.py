@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.world import Stalled
+from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.world import Stalled
 
 REJOIN_S = 600.0
 """From a loss until the group can be taken in again."""

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.cli.bench_throughput import (
+from spare_megatron.tools.bench.bench_throughput import (
     NUM_WARMUP,
     measure,
     problems_of,
@@ -24,7 +24,7 @@ from spare_megatron.cli.bench_throughput import (
 )
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate import on_device
+from spare_megatron.config.checks.validate import on_device
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord

@@ -15,7 +15,7 @@ from typing import Any
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.journal.records import FaultRecord
 
 STEPS, LEAST_STEPS = 48, 8
@@ -180,7 +180,7 @@ def transformers_loss(run_dir: Path, weights: Path) -> float:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from spare_megatron.mcore.data import ValidationWindows
+    from spare_megatron.mcore.model.training_samples import ValidationWindows
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32, local_files_only=True).eval()

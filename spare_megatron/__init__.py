@@ -10,15 +10,15 @@ from spare_megatron.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from spare_megatron.cli.pretrain import pretrain as pretrain
-    from spare_megatron.config.program import LossTerm as LossTerm
+    from spare_megatron.config.program_file import LossTerm as LossTerm
     from spare_megatron.config.schema import RunConfig as RunConfig
-    from spare_megatron.mcore.data import corpus_dataset as corpus_dataset
-    from spare_megatron.mcore.model import ModelContext as ModelContext
-    from spare_megatron.mcore.model import gpt_model as gpt_model
-    from spare_megatron.mcore.program import Batch as Batch
-    from spare_megatron.mcore.program import StepContext as StepContext
-    from spare_megatron.mcore.program import Terms as Terms
-    from spare_megatron.mcore.program import gpt_forward_step as gpt_forward_step
+    from spare_megatron.mcore.model.training_samples import corpus_dataset as corpus_dataset
+    from spare_megatron.mcore.model.model import ModelContext as ModelContext
+    from spare_megatron.mcore.model.model import gpt_model as gpt_model
+    from spare_megatron.mcore.model.program import Batch as Batch
+    from spare_megatron.mcore.model.program import StepContext as StepContext
+    from spare_megatron.mcore.model.program import Terms as Terms
+    from spare_megatron.mcore.model.program import gpt_forward_step as gpt_forward_step
 
 _HOMES = {
     "Batch": "mcore.program",

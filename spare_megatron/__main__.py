@@ -1,6 +1,6 @@
 """Entry point of `spare`: opens closed streams, makes Ctrl-C exit without a traceback, then imports the commands."""
 
-from spare_megatron.process import interrupts, standard_streams
+from spare_megatron.machine import interrupts, standard_streams
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from spare_megatron.process.gpus import visible_gpus
+from spare_megatron.machine.gpus import visible_gpus
 from tests.integration.etcd_cluster import find_etcd
 from tests.search_path import put_checkout_first
 

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu_check.scene import ROOT, SPARE, NotRun, Scene, mib, seconds
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.state.summary import Summary
 
 BUCKETS_MIB = (128, 32, 256)
 _WITHOUT_TE = "not gpu-te and not transformer_engine"

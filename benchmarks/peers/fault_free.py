@@ -27,8 +27,8 @@ from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import Event, events_of_journal, spread
 from benchmarks.peers.peer_run import run_peer
 from benchmarks.peers.processor_time import ProcessorTime
-from spare_megatron.cli.bench_plain import run_plain
-from spare_megatron.cli.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
+from spare_megatron.tools.bench.bench_plain import run_plain
+from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 
 _LOOPBACK = "127.0.0.1"
 _UP_TIMEOUT_S = 120.0

@@ -21,7 +21,7 @@ from torchft.checkpointing import HTTPTransport
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.store.tcp_store import listen
 
 _LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.audits import AuditHistory, Spoiled
+    from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
 
 
 def audit(
@@ -25,9 +25,9 @@ def audit(
 
     Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
     """
-    from spare_megatron.config.run_terms import terms_in
-    from spare_megatron.journal.audits import audit_history
-    from spare_megatron.journal.check import fold_view
+    from spare_megatron.config.training.run_terms import terms_in
+    from spare_megatron.journal.proofs.audit_history import audit_history
+    from spare_megatron.journal.proofs.proof import fold_view
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.run_record import RunRecord
 
@@ -45,8 +45,8 @@ def audit(
 
 
 def _print(history: "AuditHistory", run_dir: Path) -> None:
-    from spare_megatron.journal.audits import text_of_spoiled
-    from spare_megatron.journal.events import text_of_audited
+    from spare_megatron.journal.proofs.audit_history import text_of_spoiled
+    from spare_megatron.journal.event_texts import text_of_audited
 
     if not history.steps:
         every = history.every_steps
@@ -84,7 +84,7 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
 def way_back(spoiled: "Spoiled", run_dir: Path) -> str:
     """Says how another run can start from before the spoiled steps, with what this run has saved."""
     from spare_megatron.config.loader import ConfigError, load_run_config
-    from spare_megatron.config.terms import step_of
+    from spare_megatron.config.training.terms import step_of
     from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
     from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
     from spare_megatron.state.checkpoint.verification import refusal_of

@@ -10,7 +10,7 @@ import typer
 from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import message, say, say_json
-from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.formats.quantities import format_bytes
 
 if TYPE_CHECKING:
     from spare_megatron.state.checkpoint.checkpoint_folder import Manifest
@@ -142,7 +142,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
 
 def _unfinished(path: Path) -> str:
     """What is to be done with a save that is no checkpoint: nothing, while a run may be at it."""
-    from spare_megatron.process.lock import is_held
+    from spare_megatron.machine.lock import is_held
 
     if is_held(path.parent) or is_held(path.parent.parent):  # a folder of checkpoints, or the run's directory
         return "an unfinished save, which a run that goes on may be writing"

@@ -16,7 +16,7 @@ from spare_megatron.cli.terms import explained
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.validate import Machine
+    from spare_megatron.config.checks.validate import Machine
 
 
 app = typer.Typer(help="List presets; show or check a configuration.", no_args_is_help=True)
@@ -57,8 +57,8 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = F
     """
     from spare_megatron.cli.config_table import print_config
     from spare_megatron.config.resolved import settings
-    from spare_megatron.config.run_sizes import run_sizes
-    from spare_megatron.config.validate import on_device
+    from spare_megatron.config.training.run_sizes import run_sizes
+    from spare_megatron.config.checks.validate import on_device
 
     with explained_errors("config show"):
         _, loaded = load_without_problems(preset, overrides or (), fitting_machine, restrict=_with_some_corpus)
@@ -88,7 +88,7 @@ def check(
     Prints every problem, and warnings about settings that may be mistakes. Exit codes: 0 it can run, 2 it cannot.
     """
     from spare_megatron.config.loader import load_and_judge
-    from spare_megatron.config.validate import beyond_limits, problems, warnings
+    from spare_megatron.config.checks.validate import beyond_limits, problems, warnings
 
     machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
     with explained_errors("config check"):
@@ -109,7 +109,7 @@ def check(
 
 def _endured_losses(config: "RunConfig") -> float:
     """Expected losses before a wipe-out of shards; where every group reads all data, the last group is enough."""
-    from spare_megatron.planner.endurance import endured_losses
+    from spare_megatron.core.saves.endurance import endured_losses
 
     if config.data.access == "shared":
         return config.layout.num_groups - 1
@@ -129,8 +129,8 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
         return []
     import torch
 
-    from spare_megatron.config.validate import resolve_device
-    from spare_megatron.mcore.transformer import transformer_config
+    from spare_megatron.config.checks.validate import resolve_device
+    from spare_megatron.mcore.model.transformer import transformer_config
 
     device = torch.device("cuda" if resolve_device(config, machine) == "gpu" else "cpu")
     try:
@@ -142,8 +142,8 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
 
 def fitting_machine(config: "RunConfig") -> "Machine":
     """A machine of which only the configuration itself can ask too much."""
-    from spare_megatron.config.program import judge_program
-    from spare_megatron.config.validate import Machine
+    from spare_megatron.config.program_file import judge_program
+    from spare_megatron.config.checks.validate import Machine
 
     num_ranks = config.parallel.num_ranks
     program, failure = judge_program(config.program)

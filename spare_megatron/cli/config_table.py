@@ -6,8 +6,8 @@ from typing import Any
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
-from spare_megatron.config.run_sizes import RunSizes
-from spare_megatron.journal.quantities import format_bytes, format_count, format_large
+from spare_megatron.config.training.run_sizes import RunSizes
+from spare_megatron.formats.quantities import format_bytes, format_count, format_large
 
 
 def print_presets(presets: Mapping[str, Mapping[str, str]]) -> None:

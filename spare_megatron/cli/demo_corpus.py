@@ -6,7 +6,7 @@ import sysconfig
 from typing import TYPE_CHECKING
 
 from spare_megatron.cli.printing import message
-from spare_megatron.process.interrupts import INTERRUPTED
+from spare_megatron.machine.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema_data import DataConfig
@@ -20,7 +20,7 @@ _EXCLUDED = ("site-packages", "dist-packages")
 
 def is_to_be_made(data: "DataConfig") -> bool:
     """Whether `make_demo_corpus` has yet to write this corpus."""
-    from spare_megatron.config.corpus import corpus_files
+    from spare_megatron.config.training.corpus import corpus_files
 
     return data.corpus == DEMO_CORPUS and not all(file.exists() for file in corpus_files(DEMO_CORPUS))
 

@@ -9,8 +9,8 @@ from typing import IO
 import typer
 
 from spare_megatron.cli.printing import message
-from spare_megatron.journal.output import real_paths
-from spare_megatron.process import interrupts
+from spare_megatron.formats.output import real_paths
+from spare_megatron.machine import interrupts
 
 
 @contextmanager

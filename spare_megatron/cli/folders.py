@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def is_run_dir(folder: Path) -> bool:
     """Whether the folder is a run's directory rather than a job's; raises ValueError if it is neither."""
-    from spare_megatron.driver.slurm.commands import JOB_FILE
+    from spare_megatron.driver.slurm.slurm_commands import JOB_FILE
 
     is_run = (folder / "journal").is_dir()
     if not folder.is_dir():

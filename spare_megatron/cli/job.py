@@ -42,8 +42,8 @@ def logs(
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
-    from spare_megatron.driver.slurm.commands import tasks_of
-    from spare_megatron.driver.slurm.job import LOG
+    from spare_megatron.driver.slurm.slurm_commands import tasks_of
+    from spare_megatron.driver.slurm.batch_script import LOG
 
     if tasks := tasks_of(folder):
         raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
@@ -72,8 +72,8 @@ def cancel(
     folder: Annotated[Path, typer.Argument(help="Folder of the job, as `spare submit` printed it.")],
 ) -> None:
     """Cancel a Slurm job. Its runs and checkpoints stay."""
-    from spare_megatron.driver.slurm.commands import cancel as end
-    from spare_megatron.driver.slurm.commands import job_of
+    from spare_megatron.driver.slurm.slurm_commands import cancel as end
+    from spare_megatron.driver.slurm.slurm_commands import job_of
 
     with explained_errors("cancel"):
         job_id = job_of(folder)
@@ -97,7 +97,7 @@ def supervise(
     import os
 
     with explained_errors("supervise"):
-        from spare_megatron.process import end_signal
+        from spare_megatron.machine import end_signal
 
         end_signal.block()
         from spare_megatron.driver.slurm.steps import end_orphaned_job

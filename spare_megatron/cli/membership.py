@@ -10,7 +10,7 @@ from spare_megatron.cli.printing import say
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.journal.run_state import RunState
+    from spare_megatron.journal.state.run_state import RunState
 
 RunDirArgument = Annotated[Path, typer.Argument(help="Directory of the run.")]
 WHICH = typer.Argument(metavar="WHICH...", help="Groups by their numbers, node:N or machine:N for those of one.")
@@ -27,7 +27,7 @@ def drain(run_dir: RunDirArgument, which: Annotated[list[str], WHICH]) -> None:
     have left: D. machine:N stands for the machine that began as node N, or its replacement, wherever it is now.
     """
     with explained_errors("drain"):
-        from spare_megatron.journal.events import groups_named
+        from spare_megatron.journal.event_texts import groups_named
         from spare_megatron.process.requests import asked_to_leave, groups_of, request, why_not_drained
 
         config, run_state = _running(run_dir)
@@ -53,7 +53,7 @@ def grow(
     admitted at the end of the step in which it is up. By number the lowest are asked.
     """
     with explained_errors("grow"):
-        from spare_megatron.journal.events import groups_named
+        from spare_megatron.journal.event_texts import groups_named
         from spare_megatron.process.requests import asked_to_leave, groups_of, groups_to_grow, request
 
         if bool(which) + (to is not None) + (by is not None) != 1:
@@ -74,7 +74,7 @@ def _running(run_dir: Path) -> tuple["RunConfig", "RunState"]:
     """A run's configuration and state; raises ValueError if it is none, or has ended."""
     from spare_megatron.cli.folders import is_run_dir
     from spare_megatron.config.loader import load_run_config
-    from spare_megatron.journal.follow import read_run_state
+    from spare_megatron.journal.state.follow import read_run_state
 
     if not is_run_dir(run_dir):
         raise ValueError(f"{run_dir} is the folder of a job: name the directory of its run, attempt-N in it")

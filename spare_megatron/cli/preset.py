@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.journal.printable import printable
+from spare_megatron.formats.printable import printable
 
 if TYPE_CHECKING:
     from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.validate import Machine
+    from spare_megatron.config.checks.validate import Machine
 
 HELP = "The run preset: a name of `spare config list`, or a TOML file."
 PresetArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)]
@@ -48,7 +48,7 @@ def load_without_problems(
     `where` is the place named in the error message. ValueError: it cannot run; the text lists every reason.
     """
     from spare_megatron.config.loader import load_and_judge
-    from spare_megatron.config.validate import problems
+    from spare_megatron.config.checks.validate import problems
 
     def judge(config: "RunConfig") -> list[str]:
         restricted = restrict(config)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spare_megatron.config.program import LOSS_TERMS, MODULE, ROLES, LossTerm, ProgramImported, read_program
+from spare_megatron.config.program_file import LOSS_TERMS, MODULE, ROLES, LossTerm, ProgramImported, read_program
 from spare_megatron.config.schema import ProgramConfig
-from spare_megatron.process.standard_streams import open_closed, outlasting
+from spare_megatron.machine.standard_streams import open_closed, outlasting
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.summary import Summary
+    from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
 
 
@@ -71,7 +71,7 @@ def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: 
         warn_of_no_checkpoints,
     )
     from spare_megatron.cli.train import elsewhere
-    from spare_megatron.process import end_signal, interrupts
+    from spare_megatron.machine import end_signal, interrupts
 
     console = RunConsole()
     with end_signal.blocked(), _not_imported_by_children(), interrupts.raising():

@@ -64,7 +64,7 @@ def _is_run(path: Path) -> bool:
 def _newest_folder(runs: list[Path]) -> Path:
     """The folder of checkpoints of the newest of these runs that holds any; of the newest if none does."""
     from spare_megatron.config.loader import load_run_config
-    from spare_megatron.process.lock import is_held
+    from spare_megatron.machine.lock import is_held
     from spare_megatron.state.checkpoint.checkpoint_folder import FOLDER, all_checkpoints
 
     for path in runs:
@@ -77,7 +77,7 @@ def _newest_folder(runs: list[Path]) -> Path:
 
 
 def _from_folder(config: "RunConfig", folder: Path, run_dir: Path | None) -> Resumption:
-    from spare_megatron.state.checkpoint.loading import last_checkpoint, resumed
+    from spare_megatron.state.checkpoint.start_checkpoint import last_checkpoint, resumed
 
     if finished := last_checkpoint(config, folder):
         return Resumption(config=config, run_dir=run_dir, finished=finished)
@@ -89,7 +89,7 @@ def _from_folder(config: "RunConfig", folder: Path, run_dir: Path | None) -> Res
 
 def go_back(config: "RunConfig", *, is_resumed: bool) -> None:
     """Refuses the checkpoints after the newest audited one in the run's folder, and says so."""
-    from spare_megatron.journal.events import text_of_audited
+    from spare_megatron.journal.event_texts import text_of_audited
     from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
 
     if not (is_resumed and config.checkpoint.folder):
@@ -110,7 +110,7 @@ def go_back(config: "RunConfig", *, is_resumed: bool) -> None:
 
 def report_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:
     """Reports that nothing is left to train; not an error, so a loop that repeats the command ends."""
-    from spare_megatron.journal.summary import NOT_RUN, Summary
+    from spare_megatron.journal.state.summary import NOT_RUN, Summary
 
     text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
     message("train", f"--resume: {text}")

@@ -15,12 +15,12 @@ from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.printing import message
 from spare_megatron.config.object_stores import refusal_of_address
-from spare_megatron.process import interrupts
+from spare_megatron.machine import interrupts
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.validate import Machine
-    from spare_megatron.journal.summary import Summary
+    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent
     from spare_megatron.supervisor.remote_supervisor import Launcher
@@ -40,7 +40,7 @@ def load_runnable(
     demo's corpus if it alone is missing. `restrict` removes what the command does not run, before validation. Raises
     ValueError with every reason if it cannot run.
     """
-    from spare_megatron.config.validate import warnings
+    from spare_megatron.config.checks.validate import warnings
     from spare_megatron.driver.run import resolved
 
     look = partial(this_machine, command)
@@ -134,9 +134,9 @@ def run_and_show(
 
 def plan_of(config: "RunConfig") -> str:
     """One line about the run to start and the faults to inject."""
-    from spare_megatron.faults.rates import draw_faults
-    from spare_megatron.faults.trace import resolve_trace
-    from spare_megatron.journal.events import fault_named
+    from spare_megatron.driver.fault_rates import draw_faults
+    from spare_megatron.driver.fault_trace import resolve_trace
+    from spare_megatron.journal.event_texts import fault_named
 
     layout = config.parallel
     faults = (*resolve_trace(config), *draw_faults(config))

@@ -15,11 +15,11 @@ from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.journal.quantities import format_duration
-from spare_megatron.process.interrupts import raising
+from spare_megatron.formats.quantities import format_duration
+from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.run_state import RunState, SavePlan
+    from spare_megatron.journal.state.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
 _NUM_EVENTS = 20
@@ -56,7 +56,7 @@ def status(
 def save_plan(run_dir: Path) -> "SavePlan":
     """When the run takes checkpoints, if its directory says so; that of a simulated run may not."""
     from spare_megatron.config.loader import ConfigError, load_run_config
-    from spare_megatron.journal.run_state import SavePlan
+    from spare_megatron.journal.state.run_state import SavePlan
 
     try:
         checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
@@ -76,7 +76,7 @@ def _newest_run(folder: Path) -> Path:
 
 def _print_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
-    from spare_megatron.journal.follow import read_run_state
+    from spare_megatron.journal.state.follow import read_run_state
 
     run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
     if as_json:
@@ -87,7 +87,7 @@ def _print_run(run_dir: Path, *, as_json: bool) -> None:
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
     from spare_megatron.cli.audit import way_back
-    from spare_megatron.config.store_space import usage
+    from spare_megatron.formats.store_space import usage
 
     found = store_bytes(run_dir)
     store = "" if found is None else f"etcd holds {usage(*found)}, as the run last read it"
@@ -114,7 +114,7 @@ def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
 
 def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
     """A sentence if an unfinished run has no driver; empty if it has one, or if that is unknown."""
-    from spare_megatron.process.lock import is_held
+    from spare_megatron.machine.lock import is_held
 
     silent_s = now_s - run_state.newest_at_s
     if run_state.run is None or run_state.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
@@ -126,7 +126,7 @@ def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
 
 
 def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: float) -> dict[str, Any]:
-    from spare_megatron.journal.events import describe_storage
+    from spare_megatron.journal.event_texts import describe_storage
 
     goodput, store = run_state.goodput(now_s), store_bytes(run_dir) or (None, None)
     return {
@@ -153,7 +153,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
 
 def _watch(run_dir: Path) -> None:
     from spare_megatron.cli.run_view import lines_of, view_of
-    from spare_megatron.journal.follow import Follower
+    from spare_megatron.journal.state.follow import Follower
 
     follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
     with contextlib.suppress(KeyboardInterrupt), raising():
@@ -189,7 +189,7 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
 
 
 def _print_job(folder: Path, *, as_json: bool) -> None:
-    from spare_megatron.driver.slurm.commands import job_of, tasks_of
+    from spare_megatron.driver.slurm.slurm_commands import job_of, tasks_of
 
     tasks = tasks_of(folder)
     jobs = {task: _job(folder / task) for task in tasks} if tasks else {"": _job(folder)}
@@ -205,8 +205,8 @@ def _print_job(folder: Path, *, as_json: bool) -> None:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    from spare_megatron.driver.slurm.commands import job_fields, job_of
-    from spare_megatron.journal.follow import read_run_state
+    from spare_megatron.driver.slurm.slurm_commands import job_fields, job_of
+    from spare_megatron.journal.state.follow import read_run_state
 
     job_id = job_of(folder)
     fields = job_fields(job_id)

@@ -16,12 +16,12 @@ from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
 from spare_megatron.cli.running import choose_run_dir
-from spare_megatron.process.interrupts import deferred
+from spare_megatron.machine.interrupts import deferred
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.validate import Machine
-    from spare_megatron.driver.slurm.commands import JobId
+    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.driver.slurm.slurm_commands import JobId
 
 
 def submit(
@@ -52,7 +52,7 @@ def submit(
 
     Exit codes: 0 submitted, 2 not submitted; with --wait those of `spare train`.
     """
-    from spare_megatron.driver.slurm.commands import wait_for
+    from spare_megatron.driver.slurm.slurm_commands import wait_for
 
     with explained_errors("submit"):
         varied = _varied(array)
@@ -82,7 +82,7 @@ def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
 
 
 def _homes(folder: Path, num_tasks: int) -> list[Path]:
-    from spare_megatron.driver.slurm.job import task_folders
+    from spare_megatron.driver.slurm.batch_script import task_folders
 
     return [folder / task for task in task_folders(num_tasks)] or [folder]
 
@@ -110,7 +110,7 @@ def _load_all(path: Path, cluster: Path | None, overrides: Sequence[str], varied
 
 
 def _script_of_all(configs: "Sequence[RunConfig]", folder: Path, *, is_array: bool) -> str:
-    from spare_megatron.driver.slurm.job import job_script
+    from spare_megatron.driver.slurm.batch_script import job_script
 
     num_tasks = len(configs) if is_array else 0
     python = Path(sys.executable)
@@ -130,7 +130,7 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     """The configuration as the job will have it; prints warnings. ValueError: it cannot run on the cluster; the text
     has every reason that can be seen from here.
     """
-    from spare_megatron.config.validate import warnings
+    from spare_megatron.config.checks.validate import warnings
 
     config, _ = load_without_problems(
         path, overrides, _cluster_for, cluster=cluster, restrict=_by_srun, where=" as a job"
@@ -146,9 +146,9 @@ def _by_srun(config: "RunConfig") -> "RunConfig":
 
 def _cluster_for(config: "RunConfig") -> "Machine":
     """As much as it asks for; the corpus is seen from here."""
-    from spare_megatron.config.corpus import judge_corpus
-    from spare_megatron.config.program import judge_program
-    from spare_megatron.config.validate import Machine
+    from spare_megatron.config.training.corpus import judge_corpus
+    from spare_megatron.config.program_file import judge_program
+    from spare_megatron.config.checks.validate import Machine
 
     corpus, failure = judge_corpus(config.data, lambda what: message("submit", what))
     program, program_failure = judge_program(config.program)
@@ -168,8 +168,8 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
     """Refuses what the job would only find when it runs, and warns of what may delay it. ValueError: A folder cannot be
     written, or is that of a job. FileExistsError: the job's folder holds something.
     """
-    from spare_megatron.driver.slurm.commands import JOB_FILE, job_fields, job_of
-    from spare_megatron.process.lock import LOCK, Locked, locked
+    from spare_megatron.driver.slurm.slurm_commands import JOB_FILE, job_fields, job_of
+    from spare_megatron.machine.lock import LOCK, Locked, locked
 
     if (folder / JOB_FILE).exists():
         job_id = job_of(folder)
@@ -194,7 +194,7 @@ def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
     ValueError: the partition has too few nodes.
     """
-    from spare_megatron.driver.slurm.partitions import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.slurm_partitions import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []
@@ -209,9 +209,9 @@ def _check_partition(config: "RunConfig") -> None:
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
     from spare_megatron.config.resolved import write_with_exports
-    from spare_megatron.driver.slurm.commands import Unanswered, note_job, require, submit
-    from spare_megatron.driver.slurm.job import SCRIPT
-    from spare_megatron.journal.output import named_errors
+    from spare_megatron.driver.slurm.slurm_commands import Unanswered, note_job, require, submit
+    from spare_megatron.driver.slurm.batch_script import SCRIPT
+    from spare_megatron.formats.output import named_errors
 
     require("sbatch")
     _check_folders(configs, folder)
@@ -242,7 +242,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
 def _write_config(config: "RunConfig", home: Path) -> None:
     from spare_megatron.config.resolved import dump_run_config, write_with_exports
-    from spare_megatron.driver.slurm.job import CHECKPOINTS, CONFIG
+    from spare_megatron.driver.slurm.batch_script import CHECKPOINTS, CONFIG
 
     if not config.checkpoint.folder:  # one for all runs of the job
         checkpoint = dataclasses.replace(config.checkpoint, folder=str(home / CHECKPOINTS))

@@ -26,11 +26,11 @@ from spare_megatron.cli.running import (
     warn_of_no_checkpoints,
 )
 from spare_megatron.journal.outcomes import MEANINGS, exit_code
-from spare_megatron.process.standard_streams import outlasting
+from spare_megatron.machine.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.journal.summary import Summary
+    from spare_megatron.journal.state.summary import Summary
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
 
@@ -75,7 +75,7 @@ def train(
 
     EXIT_CODES
     """
-    from spare_megatron.process import end_signal
+    from spare_megatron.machine import end_signal
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     console = RunConsole(stderr=as_json)
@@ -120,7 +120,7 @@ def _report(summary: "Summary", config: "RunConfig", folder: Path, console: RunC
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.config.terms import step_of
+    from spare_megatron.config.training.terms import step_of
     from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
     from spare_megatron.state.checkpoint.verification import is_usable
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.core.actions import AttemptReduce
-from spare_megatron.mcore.gradients import GradientSums
+from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.mcore.gradients.gradients import GradientSums
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, recipients

@@ -16,7 +16,7 @@ from spare_megatron.config.model_fields import contradictions
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.whole_files import parsed_toml
+from spare_megatron.formats.whole_files import parsed_toml
 
 INCLUDE = "include"
 

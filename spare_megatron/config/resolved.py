@@ -12,7 +12,7 @@ import tomli_w
 
 from spare_megatron.config.model_fields import replaced_settings
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.whole_files import parsed_toml
+from spare_megatron.formats.whole_files import parsed_toml
 
 _EXPORT = re.compile(r"(\bexport\s+[^\s=]+=).*", re.DOTALL)
 

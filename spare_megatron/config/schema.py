@@ -13,7 +13,7 @@ from spare_megatron.config.limits import (
     ShareBelowOne,
 )
 from spare_megatron.config.schema_data import DataConfig, EvalConfig
-from spare_megatron.core.fault_points import FaultKind, FaultPoint
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.paces import Rounds

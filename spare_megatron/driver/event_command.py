@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.journal.output import real_paths
+from spare_megatron.formats.output import real_paths
 from spare_megatron.process.reports import (
     CulpritChanged,
     EventCommandFailed,

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import sequences_before
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.journal.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
-from spare_megatron.journal.output import named_errors
+from spare_megatron.config.training.terms import sequences_before
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
+from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.observe.metrics import (

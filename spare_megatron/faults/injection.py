@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_OF_A_MICROBATCH, Fault, FaultPoint
+from spare_megatron.faults.points import PHASES_BETWEEN_STEPS, PHASES_OF_A_MICROBATCH, Fault, FaultPoint
 
 _FOR_GOOD_S = 1e6
 _LONGEST_SLEEP_S = 0.05

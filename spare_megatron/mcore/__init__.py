@@ -5,8 +5,8 @@ Imports `stacking`, `core` and `config`. Start with `trainer`; `versions` says w
 
 import warnings
 
-from spare_megatron.mcore.quick_import import import_megatron
-from spare_megatron.mcore.versions import check_version, installed_version
+from spare_megatron.mcore.model.quick_import import import_megatron
+from spare_megatron.mcore.model.versions import check_version, installed_version
 
 
 def _hide_irrelevant_warnings() -> None:

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spare_megatron.core.audits import Boundary
-from spare_megatron.mcore.flat_gradients import flat_parameters
-from spare_megatron.mcore.gradients import GradientSums
-from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.pipeline import Item
-from spare_megatron.mcore.process_groups import GroupCollection
+from spare_megatron.core.audits.audits import Boundary
+from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
+from spare_megatron.mcore.gradients.gradients import GradientSums
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.pipeline import Item
+from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.stacking.plans import Microbatch
 
 _BLOCK_WORDS = 1 << 14

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
-from spare_megatron.core.fault_points import FaultKind
+from spare_megatron.faults.points import FaultKind
 from spare_megatron.mcore.trainer import GroupTrainer
 
 CORRUPTIONS: frozenset[FaultKind] = frozenset(

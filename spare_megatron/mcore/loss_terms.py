@@ -8,11 +8,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from spare_megatron.config.program import LossTerm
+from spare_megatron.config.program_file import LossTerm
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.mcore.gradients import GradientSums, counts_tokens
-from spare_megatron.mcore.program import LOSS, Terms
+from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.mcore.gradients.gradients import GradientSums, counts_tokens
+from spare_megatron.mcore.model.program import LOSS, Terms
 
 
 class LossTerms:

@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from spare_megatron.config.model_tensors import ModelTensor
-from spare_megatron.mcore.checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
+from spare_megatron.config.model.model_tensors import ModelTensor
+from spare_megatron.mcore.group_checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
 from spare_megatron.mcore.inert_pickle import named_damage, read_metadata
-from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.model.model import Chunk
 
 
 class StoredWeights:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 from spare_megatron.version import code_digest
 
 _PR_SET_PDEATHSIG = 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 
-from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
+from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
 from spare_megatron.process.span_ring import PassTimes, Ring, SpanRecorder
 
 _DECAY = 0.98

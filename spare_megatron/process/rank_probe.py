@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.places import Assignment, Holding, Places
+from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.stacking.placement import make_placement
 

@@ -5,7 +5,7 @@ an abstract name instead of a file, so nothing is left behind; the key authentic
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from spare_megatron.core.events import Held, HeldPartition
+from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.stacking.layout import PartitionId
 
 

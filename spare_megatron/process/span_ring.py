@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Generic, Protocol, TypeVar
 
-from spare_megatron.core.failure_detector import OPERATIONS, Operation
+from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
 from spare_megatron.journal.spans import RECOVERY_NAMES, RecoveryStage, Span
 from spare_megatron.stacking.plans import Microbatch
 

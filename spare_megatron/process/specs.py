@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Fault
+from spare_megatron.faults.points import Fault
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.snapshot_wire import SnapshotServerAddress
 from spare_megatron.stacking.layout import GroupId, Member

@@ -2,13 +2,13 @@
 
 import time
 
-from spare_megatron.core.actions import AppendEntry, AttemptFinish, AwaitHosts, ChangePaces, ReadVotes
-from spare_megatron.core.entries import Fence, Resume, entry_fields
-from spare_megatron.core.events import EntryRead, Event, HostsRead
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.log.actions import AppendEntry, AttemptFinish, AwaitHosts, ChangePaces, ReadVotes
+from spare_megatron.core.log.entries import Fence, Resume, entry_fields
+from spare_megatron.core.log.events import EntryRead, Event, HostsRead
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import EntryRecord, PacesRecord
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.transfer.state_digests import StateDigests

@@ -2,14 +2,14 @@
 
 from dataclasses import asdict
 
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
-from spare_megatron.core.entries import SaveEnd
-from spare_megatron.journal.output import real_paths
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
+from spare_megatron.core.log.entries import SaveEnd
+from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver

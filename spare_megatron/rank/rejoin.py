@@ -7,11 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.actions import Action, AdmitGroups, AwaitHosts, LoadCheckpoint, RefuseCheckpoint, StopWipeOut
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.entries import Commit, Entry, Fence, Restart, entry_fields
-from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.log.actions import (
+    Action,
+    AdmitGroups,
+    AwaitHosts,
+    LoadCheckpoint,
+    RefuseCheckpoint,
+    StopWipeOut,
+)
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, entry_fields
+from spare_megatron.core.log.events import EntryRead, RunStarted
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.rank_probe import RankProbe

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, sequences_before, step_of
-from spare_megatron.core.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
-from spare_megatron.core.events import Held, HeldPartition
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.config.training.terms import differences, sequences_before, step_of
+from spare_megatron.core.log.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
+from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe

@@ -4,8 +4,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from spare_megatron.config.schema import ProfileConfig
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.journal.output import whole_file
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.formats.output import whole_file
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec

@@ -1,8 +1,8 @@
 """Judges the losses of the microbatches that one rank has computed, and journals those that are suspect."""
 
-from spare_megatron.core.suspicion import LossWatch
+from spare_megatron.core.audits.suspicion import LossWatch
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from spare_megatron.config.store_space import FULL, REMEDY, StoreSpace, gib
-from spare_megatron.store.addresses import address_towards, hosts_of, is_loopback
+from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace, gib
+from spare_megatron.machine.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec
 

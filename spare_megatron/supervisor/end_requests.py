@@ -3,9 +3,9 @@
 import signal
 from collections.abc import Callable
 
-from spare_megatron.process import end_signal
+from spare_megatron.machine import end_signal
 from spare_megatron.process.reports import EndAsked
-from spare_megatron.process.timers import Timers
+from spare_megatron.machine.timers import Timers
 
 SHARE_OF_STEP = 0.6
 """Share of the grace period after which ranks give the step under way up and save alone."""

@@ -12,14 +12,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import FinishRun, StopHalted
-from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.core.log.actions import FinishRun, StopHalted
+from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.output import real_paths
-from spare_megatron.journal.summary import UNKNOWN, Summary, conclude
-from spare_megatron.process import end_signal
-from spare_megatron.process.lock import held_path
-from spare_megatron.process.network import NodeNetwork
+from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
+from spare_megatron.machine import end_signal
+from spare_megatron.machine.lock import held_path
+from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import (
     close_or_report,
@@ -38,9 +38,9 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.examination import Examiner
-from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming, PlaceTaken
-from spare_megatron.supervisor.quarantine import Examinations
+from spare_megatron.slow_machines.examination import Examiner
+from spare_megatron.supervisor.places.group_reforming import AssignmentList, GroupReforming, PlaceTaken
+from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
 from spare_megatron.supervisor.supervisor import Supervisor
 from spare_megatron.version import code_mismatch

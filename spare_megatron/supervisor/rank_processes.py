@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
-from spare_megatron.core.failure_detector import Pulse
-from spare_megatron.core.fault_points import Fault
+from spare_megatron.core.machines.failure_detector import Pulse
+from spare_megatron.faults.points import Fault
 from spare_megatron.journal.files import faults_struck
-from spare_megatron.journal.output import real_paths
+from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
@@ -31,7 +31,7 @@ from spare_megatron.process.processes import (
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, device_of
-from spare_megatron.process.starvation import Starvation
+from spare_megatron.machine.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 

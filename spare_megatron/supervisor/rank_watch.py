@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from spare_megatron.core.failure_detector import (
+from spare_megatron.core.machines.failure_detector import (
     HOLDING_UP,
     FailureDetector,
     ProcessState,

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from spare_megatron.core.rejoin import restart_delay_s
-from spare_megatron.journal.output import real_paths
-from spare_megatron.process import end_signal
+from spare_megatron.core.machines.group_starts import restart_delay_s
+from spare_megatron.formats.output import real_paths
+from spare_megatron.machine import end_signal
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
 from spare_megatron.process.reports import (

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from spare_megatron.core.rejoin import RestartBudget
-from spare_megatron.process.timers import Timers
+from spare_megatron.core.machines.group_starts import RestartBudget
+from spare_megatron.machine.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Collection, Mapping
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.core.log.actions import FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.outcomes import Outcome
 from spare_megatron.journal.records import EndRecord

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.actions import CheckpointCandidate, Reading
-from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
-from spare_megatron.core.events import Held, HeldPartition, RestartState, VotesRead
-from spare_megatron.core.gradient_guard import GradientFinding
-from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.core.relays import Blocks
-from spare_megatron.core.votes import decode_vote
+from spare_megatron.core.log.actions import CheckpointCandidate, Reading
+from spare_megatron.core.log.entries import Entry, Fence, decode_entry, encode_entry
+from spare_megatron.core.log.events import Held, HeldPartition, RestartState, VotesRead
+from spare_megatron.core.log.gradient_guard import GradientFinding
+from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.relays import Blocks
+from spare_megatron.core.log.votes import decode_vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.fencing import fence

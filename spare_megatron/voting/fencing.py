@@ -7,7 +7,7 @@ reset socket between groups does not identify the lost group and only fails the 
 import re
 from collections.abc import Callable
 
-from spare_megatron.core.entries import Fence, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Fence, decode_entry, encode_entry
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
 

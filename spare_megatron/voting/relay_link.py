@@ -5,8 +5,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from spare_megatron.process.piece_wire import Address
-from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, pack, send
+from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.vote_frames import Inbox, Kind, Message, RelayBroken, pack, send
 from spare_megatron.stacking.layout import Member
 
 RETRY_ATTEMPTS = 100

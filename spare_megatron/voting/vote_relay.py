@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from spare_megatron.core.relays import BlockVotes
-from spare_megatron.process.piece_wire import Address
-from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, pack, send
+from spare_megatron.core.log.relays import BlockVotes
+from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.vote_frames import Inbox, Kind, Message, RelayBroken, pack, send
 from spare_megatron.stacking.layout import GroupId, Member
 
 _POLL_S = 0.02

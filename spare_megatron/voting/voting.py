@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.core.decision import fence_silent_voters
-from spare_megatron.core.entries import Entry, decode_entry
-from spare_megatron.core.events import VotesRead
-from spare_megatron.core.relays import BlockVotes, Reliance
-from spare_megatron.core.votes import Vote, encode_vote
-from spare_megatron.process.piece_wire import Address
+from spare_megatron.core.controller.decision import fence_silent_voters
+from spare_megatron.core.log.entries import Entry, decode_entry
+from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.log.relays import BlockVotes, Reliance
+from spare_megatron.core.log.votes import Vote, encode_vote
+from spare_megatron.formats.piece_frames import Address
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreTimeout

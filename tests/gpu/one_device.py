@@ -25,16 +25,18 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.pieces import pieces_of
-from spare_megatron.mcore import host_copies, parameters, state
-from spare_megatron.mcore.digests import TensorsDigest
-from spare_megatron.mcore.model import choose_deterministic_kernels
+from spare_megatron.formats.pieces import pieces_of
+from spare_megatron.mcore.gradients import host_copies
+from spare_megatron.mcore.optimizer import parameters
+from spare_megatron.mcore import state
+from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.served_state import StateSource
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
 from tests.integration.mcore_state_group import hand_over
 from tests.search_path import put_checkout_first

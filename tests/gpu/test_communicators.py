@@ -17,7 +17,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.tcp_store import TcpControlStore, listen
 from tests.gpu.one_device import DEVICES, GPU, run_on

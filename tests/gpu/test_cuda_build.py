@@ -14,7 +14,7 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.driver.node_facts import examine_node
+from spare_megatron.tools.doctor.node_survey import examine_node
 
 pytestmark = [
     pytest.mark.cuda_build,

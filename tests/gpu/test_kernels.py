@@ -37,7 +37,7 @@ def test_kernels_compute_what_the_cpu_computes(device: str) -> None:
 
 def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason=NOT_HERE)
-    from spare_megatron.mcore import fixed_point_kernel
+    from spare_megatron.mcore.gradients import fixed_point_kernel
 
     def fails(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -51,7 +51,7 @@ def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monk
 
 def compare_digests(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore import digest_kernel, digests
+    from spare_megatron.mcore.gradients import digest_kernel, digests
 
     generator, here = torch.Generator().manual_seed(7), torch.device("cpu")
     multipliers = digests.multipliers_on(here)
@@ -66,7 +66,7 @@ def compare_digests(device: str) -> int:
 
 def compare(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore import fixed_point, fixed_point_kernel
+    from spare_megatron.mcore.gradients import fixed_point, fixed_point_kernel
 
     generator = torch.Generator().manual_seed(7)
     num_compared = 0

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.audits import Boundary
+from spare_megatron.core.audits.audits import Boundary
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, staged, work_of

@@ -12,9 +12,9 @@ import torch
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.model import Chunk
-from spare_megatron.mcore.pipeline import Item
-from spare_megatron.mcore.program import program_of
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.pipeline import Item
+from spare_megatron.mcore.model.program import program_of
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import agreed_loss, all_work, reduce_alone
 

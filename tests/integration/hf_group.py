@@ -10,8 +10,8 @@ from megatron.core import dist_checkpointing
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import terms_of
-from spare_megatron.mcore.checkpoint import model_state
+from spare_megatron.config.training.terms import terms_of
+from spare_megatron.mcore.group_checkpoint import model_state
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.state.checkpoint.checkpoint_folder import Manifest, StoredFile, publish
 from spare_megatron.version import __version__

@@ -7,9 +7,9 @@ from typing import Any
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore import stacked_optimizer
-from spare_megatron.mcore.parameters import named_parameters
-from spare_megatron.mcore.plain_megatron import train_steps
+from spare_megatron.mcore.optimizer import stacked_optimizer
+from spare_megatron.mcore.optimizer.parameters import named_parameters
+from spare_megatron.tools.bench.plain_megatron import train_steps
 from tests.integration.mcore_group import CPU, Arrays
 from tests.integration.stacked_groups import (
     build_groups,

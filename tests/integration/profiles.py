@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import ContributionRecord
 from tests.integration.whole_run import Run
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spare_megatron.config.program import LossTerm, import_program
+from spare_megatron.config.program_file import LossTerm, import_program
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, all_work

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 

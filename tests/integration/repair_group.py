@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.pieces import Piece
+from spare_megatron.core.log.actions import StartRepairs
+from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore import trainer as trainer_module
-from spare_megatron.mcore.partitions import StatePartitions
-from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.gradients.partitions import StatePartitions
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.piece_wire import NotOffered
+from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
-from spare_megatron.state.transfer.partition_copier import PartitionRepairs
+from spare_megatron.state.stacked.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer, Source
-from spare_megatron.state.transfer.state_source import StateSource, partition_contents
+from spare_megatron.state.transfer.served_state import StateSource, partition_contents
 from tests.integration.mcore_group import CPU
 from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated

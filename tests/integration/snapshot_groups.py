@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import TakeSnapshot
-from spare_megatron.core.events import Held, HeldPartition
+from spare_megatron.core.log.actions import TakeSnapshot
+from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe

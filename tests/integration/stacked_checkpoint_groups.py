@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.checkpoint import join_partitions
+from spare_megatron.mcore.group_checkpoint import join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from tests.integration import stacked_groups as groups

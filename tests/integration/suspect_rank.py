@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spare_megatron.mcore.pipeline import Item
+from spare_megatron.mcore.model.pipeline import Item
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank

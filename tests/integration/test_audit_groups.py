@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.audit_groups import Case, Played, PlayedGroups
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration.mcore_group import run_ranks
 from tests.integration.whole_run import tiny_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.check_program import ADVICE, _alone, findings_of, run_trials
+from spare_megatron.tools.doctor.check_program import ADVICE, _alone, findings_of, run_trials
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import (
@@ -22,7 +22,7 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.program_trial import work_of
+from spare_megatron.tools.doctor.program_trial import work_of
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -174,7 +174,7 @@ def test_the_command_prints_the_verdict_and_what_to_do(
         assert [(config.layout.num_groups, config.program.file) for config in configs] == [(4, words[0])]
         return [trials]
 
-    monkeypatch.setattr("spare_megatron.cli.check_program.run_trials", run)
+    monkeypatch.setattr("spare_megatron.tools.doctor.check_program.run_trials", run)
     assert checked(*words) == (0, {"verdict": "valid", "findings": []})
     what = "it changes buffers of the model"
     trials = [observation(faults=[["state", "forward_step", what]])] * 3

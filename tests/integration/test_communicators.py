@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId
 
 pytestmark = pytest.mark.timeout(120)

@@ -19,7 +19,7 @@ import torch
 
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.core.entries import Commit, Fence, encode_entry
+from spare_megatron.core.log.entries import Commit, Fence, encode_entry
 from spare_megatron.process.processes import Child, end_child, fork_server, start_embedded_store
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog

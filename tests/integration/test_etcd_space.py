@@ -16,7 +16,7 @@ from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.driver import driver
 from spare_megatron.process.reports import RunEvent, StepCommitted, StoreMeasured
-from spare_megatron.state.checkpoint.loading import resumed
+from spare_megatron.state.checkpoint.start_checkpoint import resumed
 from spare_megatron.store.etcd_gateway import StoreFull, encoded, etcd_space
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.spec import EtcdStoreSpec

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.config.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model_tensors import model_tensors
-from spare_megatron.config.parameter_rules import parameter_names
+from spare_megatron.config.model.model_shape import flops_per_token, model_shape
+from spare_megatron.config.model.model_tensors import model_tensors
+from spare_megatron.config.model.parameter_rules import parameter_names
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.weights import StoredWeights
-from spare_megatron.state.checkpoint import hf_folder
+from spare_megatron.tools.weights import hf_folder
 from tests.integration import stacked_checkpoint_groups as checkpoints
 from tests.integration.hf_group import outputs_of, save_random, save_state, write_run
 from tests.integration.mcore_group import run_group

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration.checkpoint_group import load_and_train, train_and_save
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config

@@ -19,19 +19,19 @@ from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.megatron_fields import COUNTED_WITH
-from spare_megatron.config.model_shape import padded_vocab_size
+from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
-from spare_megatron.config.validate import Machine, problems
-from spare_megatron.mcore import model as model_module
-from spare_megatron.mcore import rng
-from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.fixed_point import fixed_point
-from spare_megatron.mcore.model import choose_deterministic_kernels, kernels_of, layer_spec
-from spare_megatron.mcore.plain_megatron import transfers
-from spare_megatron.mcore.transformer import fits, transformer_config
-from spare_megatron.mcore.versions import SUPPORTED, check_version
+from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
+from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.mcore.model import model as model_module
+from spare_megatron.mcore.model import rng
+from spare_megatron.mcore.model.attention import TorchCoreAttention
+from spare_megatron.mcore.gradients.fixed_point import fixed_point
+from spare_megatron.mcore.model.model import choose_deterministic_kernels, kernels_of, layer_spec
+from spare_megatron.tools.bench.plain_megatron import transfers
+from spare_megatron.mcore.model.transformer import fits, transformer_config
+from spare_megatron.mcore.model.versions import SUPPORTED, check_version
 from spare_megatron.rank.bootstrap import choose_device
 
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device:
 def test_layers_that_are_not_given_masks_of_documents_are_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     config, gpu = RunConfig(data=DataConfig(reset_attention_mask=True, end_of_document=0)), torch.device("cuda")
     layer_spec(config, transformer_config(config, gpu), gpu)
-    monkeypatch.setattr("spare_megatron.mcore.model.uses_transformer_engine", lambda *_: True)
+    monkeypatch.setattr("spare_megatron.mcore.model.model.uses_transformer_engine", lambda *_: True)
     with pytest.raises(ValueError, match=r"data\.reset_attention_mask=true needs model\.transformer_impl=local"):
         layer_spec(config, transformer_config(config, gpu), gpu)
 

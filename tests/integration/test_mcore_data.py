@@ -15,11 +15,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from spare_megatron.config.corpus_writer import CorpusCounts, write_corpus
-from spare_megatron.config.sample_index import NUM_KEPT, epoch_seed, leased
+from spare_megatron.tools.text.corpus_writer import CorpusCounts, write_corpus
+from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
-from spare_megatron.mcore.data import Corpus, ValidationWindows, prepare_index, validation_sets
+from spare_megatron.mcore.model.training_samples import Corpus, ValidationWindows, prepare_index, validation_sets
 from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
@@ -111,7 +111,7 @@ def test_an_index_that_memory_has_no_room_for_names_the_setting(
     def fail(*_: object) -> None:
         raise MemoryError("Unable to allocate 9 GiB")
 
-    monkeypatch.setattr("spare_megatron.mcore.data.GPTDataset.__init__", fail)
+    monkeypatch.setattr("spare_megatron.mcore.model.training_samples.GPTDataset.__init__", fail)
     with pytest.raises(ValueError, match=r"sample index of /.*text, 337 sequences in an epoch: Unable .*"):
         prepare_index(config)
 
@@ -328,7 +328,7 @@ def corpora_of(samples: Sequence[bytes]) -> list[int]:
 def test_a_blend_takes_its_samples_from_the_corpora_that_megatrons_takes_them_from(
     blended: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spare_megatron.mcore.data._CHOICES", 500)
+    monkeypatch.setattr("spare_megatron.mcore.model.training_samples._CHOICES", 500)
 
     class Part:
         unique_identifiers: ClassVar = {}
@@ -349,7 +349,7 @@ def test_a_blend_takes_its_samples_from_the_corpora_that_megatrons_takes_them_fr
 
 def test_each_corpus_of_a_blend_is_read_in_its_own_epochs(blended: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples are each read once before one is read again, over the repetitions of the choices, too."""
-    monkeypatch.setattr("spare_megatron.mcore.data._CHOICES", 70)
+    monkeypatch.setattr("spare_megatron.mcore.model.training_samples._CHOICES", 70)
     per_epoch, samples = (60 * 90 - 1) // 16, reading(blended, range(1500))
     for corpus in range(3):
         taken = [sample for sample, of in zip(samples, corpora_of(samples), strict=True) if of == corpus]
@@ -419,7 +419,7 @@ def test_a_corpus_keeps_its_index_in_use(config: RunConfig, monkeypatch: pytest.
         os.utime(lease, (1, 1))
         corpus.microbatch(0, 0)
         assert lease.stat().st_mtime == 1
-        monkeypatch.setattr("spare_megatron.mcore.data.RENEWAL_S", -1.0)
+        monkeypatch.setattr("spare_megatron.mcore.model.training_samples.RENEWAL_S", -1.0)
         corpus.microbatch(0, 0)
         assert lease.stat().st_mtime > 1
 

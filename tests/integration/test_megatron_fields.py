@@ -22,9 +22,9 @@ from spare_megatron.config.megatron_fields import (
 )
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate import Machine, problems, warnings
-from spare_megatron.mcore.model import layer_spec
-from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.config.checks.validate import Machine, problems, warnings
+from spare_megatron.mcore.model.model import layer_spec
+from spare_megatron.mcore.model.transformer import transformer_config
 from tests.integration import field_effects
 from tests.integration.field_effects import CHUNKS, ON_CPUS, ON_GPUS, STAGES, Case, Effects, configured
 from tests.integration.mcore_group import CPU, run_group

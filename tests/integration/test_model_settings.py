@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.model.model_shape import model_shape
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.mcore.attention import window_mask
-from spare_megatron.mcore.data import Corpus, prepare_index
+from spare_megatron.mcore.model.attention import window_mask
+from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration import numpy_gpt
 from tests.integration.mcore_group import CPU, run_group

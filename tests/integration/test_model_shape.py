@@ -8,12 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model_shape import flops_per_token, model_shape
-from spare_megatron.config.parameter_rules import parameter_names
+from spare_megatron.config.model.model_shape import flops_per_token, model_shape
+from spare_megatron.config.model.parameter_rules import parameter_names
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.parameter_rates import names_for_rules
+from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.mcore.optimizer.parameter_rates import names_for_rules
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, run_group, work_of
 

@@ -10,7 +10,13 @@ from multiprocessing.connection import Connection, wait
 
 import pytest
 
-from spare_megatron.process.network import FULL_RATE_BITS_PER_S, HUB_ADDRESS, NodeNetwork, network_of, why_no_slow_link
+from spare_megatron.machine.network import (
+    FULL_RATE_BITS_PER_S,
+    HUB_ADDRESS,
+    NodeNetwork,
+    network_of,
+    why_no_slow_link,
+)
 from spare_megatron.process.processes import end_child, fork_server, start_child, start_embedded_store, start_hub
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec

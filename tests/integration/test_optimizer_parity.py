@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, ParameterRule
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import optimizer_group as group
 from tests.integration.mcore_group import run_group, update_several
 from tests.integration.whole_run import tiny_config

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from spare_megatron.cli.check_program import findings_of
+from spare_megatron.tools.doctor.check_program import findings_of
 from spare_megatron.commands import app
-from spare_megatron.config.corpus_writer import write_corpus
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -26,7 +26,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.schema_data import DataConfig, EvalConfig
 from spare_megatron.driver.run import start_run
-from spare_megatron.mcore.batches import (
+from spare_megatron.mcore.model.batches import (
     BadSample,
     RecordedBatch,
     UnreadMask,
@@ -34,8 +34,8 @@ from spare_megatron.mcore.batches import (
     masks_to_read,
     stacked,
 )
-from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.program import program_of
+from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.mcore.model.program import program_of
 from spare_megatron.mcore.program_check import check_program
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import ShardId
@@ -383,7 +383,7 @@ def test_the_command_finds_the_token_that_ends_documents_in_the_note(
         tried.extend(configs)
         return [answers]
 
-    monkeypatch.setattr("spare_megatron.cli.check_program.run_trials", run)
+    monkeypatch.setattr("spare_megatron.tools.doctor.check_program.run_trials", run)
     settings = (f"data.corpus={corpus}", "data.eod_mask_loss=true", "eval.every_steps=1", "data.split=9,1")
     words = ["check-program", config.program.file, *(word for one in settings for word in ("--set", one))]
     done = CliRunner().invoke(app, words)

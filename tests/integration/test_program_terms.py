@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer import MegatronModule
 
-from spare_megatron.config.program import LossTerm
+from spare_megatron.config.program_file import LossTerm
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -20,9 +20,9 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.core.loss_sum import LossSum
+from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.mcore.loss_terms import LossTerms
-from spare_megatron.mcore.model import checked
+from spare_megatron.mcore.model.model import checked
 from tests.integration.mcore_group import run_group
 from tests.integration.program_group import each_of, written
 

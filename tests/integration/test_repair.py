@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration.mcore_group import run_group
 from tests.integration.repair_group import repair_while_training
 from tests.integration.whole_run import tiny_config

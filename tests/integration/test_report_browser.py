@@ -13,14 +13,14 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, ViewportSize, sync_playwright
 from typer.testing import CliRunner
 
-from spare_megatron.cli.serve import open_server
+from spare_megatron.tools.report.serve_command import open_server
 from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
-from spare_megatron.observe import page as report_page
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.report import page as report_page
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from tests.integration.debian import fetch_with_dependencies, with_libraries
 from tests.unit.long_run import long_history
 from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal

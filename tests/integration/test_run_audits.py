@@ -15,10 +15,10 @@ from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import AuditRecord, ContributionRecord, DisputeRecord, FaultRecord
 from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
-from spare_megatron.state.checkpoint.loading import resumed
+from spare_megatron.state.checkpoint.start_checkpoint import resumed
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
 

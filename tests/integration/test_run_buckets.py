@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.bucket_window import MAX_STAGED
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.core.log.bucket_window import MAX_STAGED
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, VoteRecord
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.reference import assert_exact

@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import FaultKind
+from spare_megatron.faults.points import FaultKind
 from spare_megatron.journal.files import read_journal
 from tests.integration.whole_run import alert_config, entries_of, kill, tiny_config
 

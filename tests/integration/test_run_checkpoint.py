@@ -15,12 +15,12 @@ import pytest
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.process.lock import Locked
+from spare_megatron.machine.lock import Locked
 from spare_megatron.process.reports import RanksReady, RunEvent
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.stacking.layout import GroupId, Member

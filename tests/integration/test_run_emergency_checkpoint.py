@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.state.checkpoint.loading import resumed
+from spare_megatron.state.checkpoint.start_checkpoint import resumed
 from tests.integration.whole_run import REPLICATED, Run, complete_run, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, dump_file
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, retries_of, tiny_config

@@ -16,7 +16,7 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord, LossRecord
 from tests.integration.etcd_cluster import EtcdCluster

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RecoveryRecord, UpdateRecord

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
-from spare_megatron.config.validate import problems
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.journal.follow import read_run_state
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.records import (
     ContributionRecord,
     ExaminationRecord,

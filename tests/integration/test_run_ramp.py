@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import ContributionRecord, RestartRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost
 from tests.integration.reference import assert_exact

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.follow import read_run_state
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined, RanksStarted
 from spare_megatron.stacking.layout import GroupId, Member

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import FaultKind, FaultPoint
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost, GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.events import Event
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.log.events import Event
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer

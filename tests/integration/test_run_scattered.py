@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RepairRecord, UpdateRecord
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration.mcore_group import run_ranks
 from tests.integration.scattered_gradients import norms_both_ways
 from tests.integration.watched_rank import Watch

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
 from tests.integration.short_rank import short_ranks

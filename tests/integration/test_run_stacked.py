@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ParamsRecord, VoteRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from tests.integration.whole_run import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RestartRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
 from spare_megatron.state.checkpoint.verification import verify

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import FaultKind, FaultPoint
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.journal.records import FaultRecord
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, params_of, tiny_config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, UpdateRecord
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, tiny_config
 

@@ -13,10 +13,10 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.injection import Injector, fill_disk
-from spare_megatron.journal.check import check
+from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.outcomes import exit_code

@@ -18,7 +18,7 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.state.checkpoint.verification import verify

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.corpus import note_of, read_corpus
+from spare_megatron.config.training.corpus import note_of, read_corpus
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.mcore.data import prepare_index
-from spare_megatron.state.checkpoint.loading import weights_identity
+from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.state.checkpoint.start_checkpoint import weights_identity
 from spare_megatron.state.checkpoint.verification import read_manifest
 from tests.integration.hf_group import save_random
 from tests.integration.mcore_group import run_group

@@ -15,7 +15,7 @@ from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.process import end_signal
+from spare_megatron.machine import end_signal
 from spare_megatron.process.reports import GroupLost, RunEvent, RunStopped, Starting, StepCommitted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, ParameterRule, RunConfig
-from spare_megatron.mcore.checkpoint import boxes
-from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.group_checkpoint import boxes
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import stacked_checkpoint_groups as checkpoints
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config

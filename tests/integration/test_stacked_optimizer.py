@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.config.corpus_writer import write_corpus
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -21,8 +21,8 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.stacking.layout import PartitionId
 from tests.integration import plain_parity

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
-from spare_megatron.core.votes import Vote
-from spare_megatron.process.piece_wire import Address
+from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.formats.piece_frames import Address
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spare_megatron.core.relays import BlockVotes
-from spare_megatron.process.vote_wire import Kind, Message, pack
+from spare_megatron.core.log.relays import BlockVotes
+from spare_megatron.formats.vote_frames import Kind, Message, pack
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.voting.relay_link import RETRY_ATTEMPTS, RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay

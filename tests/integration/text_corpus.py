@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from spare_megatron.config.corpus_writer import write_corpus
+from spare_megatron.tools.text.corpus_writer import write_corpus
 
 _CORPUS_BYTES = 300_000
 

@@ -19,27 +19,27 @@ import psutil
 
 from spare_megatron.comm.bucket_sums import ScatteredBuckets
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import AttemptReduce, UpdateModel
-from spare_megatron.core.entries import Commit, Entry, decode_entry
-from spare_megatron.core.events import Event
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Fault, FaultPoint
-from spare_megatron.core.pieces import Piece
+from spare_megatron.core.log.actions import AttemptReduce, UpdateModel
+from spare_megatron.core.log.entries import Commit, Entry, decode_entry
+from spare_megatron.core.log.events import Event
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import Fault, FaultPoint
+from spare_megatron.formats.pieces import Piece
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer
-from spare_megatron.mcore.optimizer import Optimizer
-from spare_megatron.mcore.parameters import named_parameters
-from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.process.piece_wire import NotOffered
+from spare_megatron.mcore.optimizer.optimizer import Optimizer
+from spare_megatron.mcore.optimizer.parameters import named_parameters
+from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
+from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.bootstrap import wait_for_all_groups
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.state.transfer.partition_copier import GroupRepairs
-from spare_megatron.state.transfer.state_source import PartitionContent
+from spare_megatron.state.stacked.partition_copier import GroupRepairs
+from spare_megatron.state.transfer.served_state import PartitionContent
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store

@@ -23,10 +23,10 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.validate import problems
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import look_at_machine, start_run
-from spare_megatron.faults.trace import groups_hit, resolve_trace
+from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import (
     EntryRecord,
@@ -36,7 +36,7 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.supervisor.remote_supervisor import Launcher
 from tests.integration.watched_rank import Watch, watched_rank

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.fault_points import FaultKind, FaultPoint
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.journal.records import PlacesRecord
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, fenced_groups, retries_of
 from tests.matrix.cells import HOSTS, NUM_GROUPS, NUM_STAGES, STEP, PauseCell

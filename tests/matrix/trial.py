@@ -17,8 +17,8 @@ from spare_megatron.config.schema import (
     RunConfig,
 )
 from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.validate import problems
-from spare_megatron.core.fault_points import FaultKind, FaultPoint
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.supervisor.rank_exits import INJECTED

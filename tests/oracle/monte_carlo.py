@@ -9,12 +9,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spare_megatron.planner.domains import IntArray, LossIntervals
-from spare_megatron.planner.endurance import FloatArray
-from spare_megatron.planner.facts import CheckpointTimes
-from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.readmission import RejoinTimes
-from spare_megatron.planner.repair import RepairTimes
+from spare_megatron.tools.plan.domains import IntArray, LossIntervals
+from spare_megatron.core.saves.endurance import FloatArray
+from spare_megatron.tools.plan.facts import CheckpointTimes
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.readmission import RejoinTimes
+from spare_megatron.tools.plan.repair import RepairTimes
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch

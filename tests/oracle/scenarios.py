@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 
 WAYS: dict[str, dict[str, Any]] = {

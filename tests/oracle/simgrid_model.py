@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.order import Order, initial_order
 from spare_megatron.stacking.placement import make_placement

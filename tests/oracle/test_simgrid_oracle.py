@@ -6,8 +6,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario import Scenario
 from tests.oracle.scenarios import WAYS, jitter_factors, paper_scenario, random_scenario
 from tests.oracle.simgrid_model import Run, run_in_simgrid
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from random import Random
 
-from spare_megatron.core.audits import AuditWord
-from spare_megatron.core.entries import Entry, Retry
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.audits.audits import AuditWord
+from spare_megatron.core.log.entries import Entry, Retry
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from tests.protocol.suspects import CountedLosses
 from tests.protocol.violation import Violation

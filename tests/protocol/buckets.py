@@ -6,8 +6,8 @@ It holds what `mcore.gradients` and `rank.reduction` hold, and notices when one 
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
-from spare_megatron.core.actions import AttemptReduce
-from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.core.log.bucket_window import BucketWindow
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import recipients

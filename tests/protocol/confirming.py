@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from spare_megatron.core.votes import PartitionDigest, Vote
+from spare_megatron.core.log.votes import PartitionDigest, Vote
 
 Voter = TypeVar("Voter")
 

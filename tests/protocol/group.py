@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from random import Random
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
@@ -38,10 +38,10 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.entries import Fence
-from spare_megatron.core.events import EntryRead, Event, HostsRead, RestartState, RunStarted, WaitingRead
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.entries import Fence
+from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RestartState, RunStarted, WaitingRead
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import StepPlan
 from spare_megatron.stacking.state_partitions import Repair

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
@@ -41,7 +41,7 @@ from spare_megatron.core.actions import (
     StopHalted,
     StopWipeOut,
 )
-from spare_megatron.core.entries import (
+from spare_megatron.core.log.entries import (
     Commit,
     Entry,
     Evaluated,
@@ -54,8 +54,8 @@ from spare_megatron.core.entries import (
     Retry,
     decode_entry,
 )
-from spare_megatron.core.evaluation import EvaluationPolicy, SetSum
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.log.evaluation_sums import EvaluationPolicy, SetSum
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.audits import AuditObserver

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.entries import Fence, decode_entry
-from spare_megatron.core.events import EntryRead, VotesRead
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.entries import Fence, decode_entry
+from spare_megatron.core.log.events import EntryRead, VotesRead
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from spare_megatron.core.actions import Action
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.entries import Fence
-from spare_megatron.core.events import VotesRead
-from spare_megatron.core.pace_evidence import exceptions
+from spare_megatron.core.log.actions import Action
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.entries import Fence
+from spare_megatron.core.log.events import VotesRead
+from spare_megatron.stacking.pace_evidence import exceptions
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import StepPlan, make_plan
 from tests.protocol.mutations import Protocol

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
-from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.votes import PartitionDigest, Vote
+from spare_megatron.core.log.actions import StartRepairs
+from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, Repair, first_ownership
 from tests.protocol.violation import Violation

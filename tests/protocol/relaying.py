@@ -6,9 +6,9 @@ may go on without it.
 
 from collections.abc import Callable, Collection
 
-from spare_megatron.core.actions import AttemptFinish, AttemptReduce, ReadVotes
-from spare_megatron.core.relays import Blocks
-from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.core.log.actions import AttemptFinish, AttemptReduce, ReadVotes
+from spare_megatron.core.log.relays import Blocks
+from spare_megatron.core.log.votes import Vote, encode_vote
 from spare_megatron.stacking.layout import Member
 from tests.protocol.links import Links
 from tests.protocol.surroundings import Steps, Surroundings

@@ -1,6 +1,6 @@
 """How a simulated group writes checkpoints, beside everything else that it does."""
 
-from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.stacking.layout import Member
 from tests.protocol.saved import Content
 from tests.protocol.store import conversation

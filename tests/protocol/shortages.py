@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from spare_megatron.core.entries import Retry
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.log.entries import Retry
+from spare_megatron.core.log.votes import Vote
 from tests.protocol.incarnations import Incarnation
 from tests.protocol.violation import Violation
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from spare_megatron.core.comparison import NO_DIGEST, majority_holds
+from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.protocol.saved import Content
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.bucket_window import BucketWindow
-from spare_megatron.core.relays import BlockVotes, Reliance
+from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.core.log.bucket_window import BucketWindow
+from spare_megatron.core.log.relays import BlockVotes, Reliance
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
-from spare_megatron.core.audits import AuditWord, Dispute
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.audits.audits import AuditWord, Dispute
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.violation import Violation
 

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spare_megatron.core.entries import Commit, Finish
+from spare_megatron.core.log.entries import Commit, Finish
 from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from spare_megatron.core.audits import AuditPolicy
-from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Fence, encode_entry
-from spare_megatron.core.evaluation import EvaluationPolicy
-from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.audits.audits import AuditPolicy
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Fence, encode_entry
+from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, SlurmConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import FaultRecord, PlacesRecord
 from tests.integration.whole_run import entries_of, patched_in

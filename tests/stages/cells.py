@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig
-from spare_megatron.core.fault_points import (
+from spare_megatron.faults.points import (
     PHASES_AFTER_A_WIPE_OUT,
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,

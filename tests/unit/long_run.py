@@ -7,8 +7,8 @@ import numpy as np
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe.history import CommittedSteps, GroupLoss, History, history_of
+from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.tools.report.history import CommittedSteps, GroupLoss, History, history_of
 
 HIGHEST_LOSS = 99.0
 

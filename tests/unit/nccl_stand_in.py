@@ -12,7 +12,7 @@ import torch
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.warm_up import WarmUp, no_warm_up
-from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId
 
 PATIENCE = timedelta(seconds=30)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from spare_megatron.process.piece_wire import NONCE_BYTES, Address
+from spare_megatron.formats.piece_frames import NONCE_BYTES, Address
 
 Point = Literal["connection", "greeting", "answer"]
 POINTS: tuple[Point, ...] = ("connection", "greeting", "answer")

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from spare_megatron.store import addresses
-from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.machine import addresses
+from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
 from spare_megatron.store.etcd_gateway import EtcdGateway
 from spare_megatron.store.spec import EtcdStoreSpec
 

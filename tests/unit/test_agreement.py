@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
+from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement

@@ -11,10 +11,10 @@ from spare_megatron.cli.resuming import go_back
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig
-from spare_megatron.process.lock import locked
+from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in, go_back_to_audited
 from spare_megatron.state.checkpoint.checkpoint_folder import MANIFEST, all_checkpoints, digest_of
-from spare_megatron.state.checkpoint.loading import resolve_load
+from spare_megatron.state.checkpoint.start_checkpoint import resolve_load
 from spare_megatron.state.checkpoint.verification import mark_refused, read_manifest, refusal_of
 from tests.unit.test_checkpoints import CONFIG, cut_short, save
 

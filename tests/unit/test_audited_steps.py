@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from spare_megatron.stacking.audited_steps import AuditedSteps
+from spare_megatron.core.audits.clean_prefix import AuditedSteps
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch
 

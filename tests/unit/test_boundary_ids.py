@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.text.documents import TextFiles
-from spare_megatron.text.tokenization import tokenize
-from spare_megatron.text.tokenizer import TokenizerSource, build
+from spare_megatron.tools.text.documents import TextFiles
+from spare_megatron.tools.text.tokenization import tokenize
+from spare_megatron.tools.text.tokenizer import TokenizerSource, build
 
 END = "<|end|>"
 OTHER = "<|pad|>"

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from spare_megatron.config.model_shape import model_shape
-from spare_megatron.config.rank_memory import rank_memory
+from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.rank_memory import rank_memory
 from spare_megatron.config.schema import ClusterConfig, ModelConfig, ReduceConfig, RunConfig
-from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
+from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 
 
 def test_buckets_are_the_whole_space_in_order_and_equal_but_for_the_last() -> None:

@@ -1,6 +1,6 @@
 """What a journal must say of audits."""
 
-from spare_megatron.journal.check_audits import _missing
+from spare_megatron.journal.proofs.check_audits import _missing
 from spare_megatron.journal.records import AuditRecord, ContributionRecord
 
 

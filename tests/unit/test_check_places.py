@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.places import Assignment, Holding, Places, decode_assignment, encode_assignment
-from spare_megatron.journal.check_places import check_places
+from spare_megatron.core.machines.places import Assignment, Holding, Places, decode_assignment, encode_assignment
+from spare_megatron.journal.proofs.check_places import check_places
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
-from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe.history import history_of
-from spare_megatron.observe.page import _figures_of
-from spare_megatron.observe.trace import _moves
+from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.tools.report.history import history_of
+from spare_megatron.tools.report.page import _figures_of
+from spare_megatron.tools.report.trace import _moves
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from tests.unit.journal_in_memory import run_record
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.core.actions import Reading
+from spare_megatron.core.log.actions import Reading
 from spare_megatron.state.checkpoint import checkpoint_reader
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance

@@ -11,11 +11,11 @@ from unittest.mock import Mock
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, other_corpus, sequences_before, step_of, terms_of
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.entries import Fence, Retry, encode_entry
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.process.lock import locked
+from spare_megatron.config.training.terms import differences, other_corpus, sequences_before, step_of, terms_of
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.log.entries import Fence, Retry, encode_entry
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.machine.lock import locked
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     MANIFEST,
@@ -29,7 +29,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     require_folder,
     visible_steps,
 )
-from spare_megatron.state.checkpoint.loading import last_checkpoint, resolve_load, resumed
+from spare_megatron.state.checkpoint.start_checkpoint import last_checkpoint, resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import (
     REFUSAL,
     DamagedCheckpoint,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spare_megatron.mcore.checksums import COLUMNS, PRIME, ROWS, SumChecks, checksum, differ, weights_on
+from spare_megatron.mcore.gradients.checksums import COLUMNS, PRIME, ROWS, SumChecks, checksum, differ, weights_on
 from tests.unit.test_staged_gradients import LAST, add, make_sums
 
 CPU = torch.device("cpu")
@@ -60,9 +60,9 @@ def test_a_checksum_is_what_integers_without_limit_give(length: int) -> None:
 
 def test_a_checksum_of_several_blocks_is_what_integers_without_limit_give(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("COLUMNS", 8), ("ROWS", 32)):
-        monkeypatch.setattr(f"spare_megatron.mcore.checksums.{name}", value)
+        monkeypatch.setattr(f"spare_megatron.mcore.gradients.checksums.{name}", value)
         monkeypatch.setitem(globals(), name, value)
-    monkeypatch.setattr("spare_megatron.mcore.checksums._CPU_PIECE_ROWS", 4)
+    monkeypatch.setattr("spare_megatron.mcore.gradients.checksums._CPU_PIECE_ROWS", 4)
     parts = [drawn(8 * 77 + 3, 3), drawn(5, 4)]
     assert sums_of(checksum(parts)) == expected(parts)
 

@@ -17,12 +17,12 @@ from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver import run
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.process.lock import LOCK, is_held, locked
+from spare_megatron.machine.lock import LOCK, is_held, locked
 from spare_megatron.process.reports import StoreAway, StoreBack
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.state.checkpoint import loading
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.state.checkpoint import start_checkpoint as loading
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
@@ -86,7 +86,7 @@ def test_an_interrupted_check_has_found_nothing(run_dir: Path, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("spare_megatron.journal.check.check", interrupt)
+    monkeypatch.setattr("spare_megatron.journal.proofs.proof.check", interrupt)
     assert spare("check", run_dir, expected=130) == "spare check: interrupted\n"
 
 

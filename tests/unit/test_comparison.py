@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from spare_megatron.core.comparison import NO_DIGEST, majority_holds, objection
-from spare_megatron.core.entries import Fence, Halt, Retry
-from spare_megatron.core.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
+from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds, objection
+from spare_megatron.core.log.entries import Fence, Halt, Retry
+from spare_megatron.core.log.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.journal import summary
+from spare_megatron.journal.state import summary
 from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.outcomes import exit_code
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.summary import conclude
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.journal.state.summary import conclude
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 
 NUM_STEPS = 40
 

@@ -7,7 +7,7 @@ import pytest
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.faults.points import FaultPoint
 
 
 def write(path: Path, text: str) -> Path:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.corpus import CorpusFacts
+from spare_megatron.config.training.corpus import CorpusFacts
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
-from spare_megatron.supervisor.group_reforming import reform_after_s
+from spare_megatron.config.checks.validate import Machine, problems, resolve_device, warnings
+from spare_megatron.supervisor.places.group_reforming import reform_after_s
 from tests.unit.configured import CPU, configured
 
 NO_RETURNS = ("spare.rejoins=0", "checkpoint.max_restarts=0")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from spare_megatron.config.validate import warnings
+from spare_megatron.config.checks.validate import warnings
 from tests.unit.configured import CPU, GOLOMB, configured
 
 

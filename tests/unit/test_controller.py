@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     AdmitGroups,
     AppendEntry,
     AttemptFinish,
@@ -21,11 +21,11 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.decision import fence_silent_voters
-from spare_megatron.core.entries import (
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.decision import fence_silent_voters
+from spare_megatron.core.log.entries import (
     Commit,
     Entry,
     Fence,
@@ -37,8 +37,8 @@ from spare_megatron.core.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.placement import make_placement

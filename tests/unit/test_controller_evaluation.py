@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
@@ -20,13 +20,22 @@ from spare_megatron.core.actions import (
     SaveCheckpoint,
     StopWipeOut,
 )
-from spare_megatron.core.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Evaluated, Fence, Restart, Retry, decode_entry, encode_entry
-from spare_megatron.core.evaluation import FRACTION_BITS, EvaluationPolicy, SetSum
-from spare_megatron.core.events import RunStarted, VotesRead
-from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import (
+    Commit,
+    Entry,
+    Evaluated,
+    Fence,
+    Restart,
+    Retry,
+    decode_entry,
+    encode_entry,
+)
+from spare_megatron.core.log.evaluation_sums import FRACTION_BITS, EvaluationPolicy, SetSum
+from spare_megatron.core.log.events import RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.journal import losses
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.stacking.layout import GroupId, Member

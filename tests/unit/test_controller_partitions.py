@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
@@ -21,11 +21,20 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Restart, Retry, decode_entry, encode_entry
-from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import (
+    Commit,
+    Entry,
+    Fence,
+    Finish,
+    Restart,
+    Retry,
+    decode_entry,
+    encode_entry,
+)
+from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     AdmitGroups,
     AppendEntry,
     AttemptEvaluation,
@@ -16,9 +16,9 @@ from spare_megatron.core.actions import (
     GatherParams,
     StopWipeOut,
 )
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import (
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import (
     VERSION,
     Commit,
     Entry,
@@ -30,10 +30,10 @@ from spare_megatron.core.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.evaluation import EvaluationPolicy
-from spare_megatron.core.events import EndRequested, EntryRead, HostsRead, RunStarted
-from spare_megatron.core.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
-from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.log.events import EndRequested, EntryRead, HostsRead, RunStarted
+from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
+from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch

@@ -1,6 +1,6 @@
 """The controller where votes report partition digests: which groups are fenced, which copies count."""
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     AttemptFinish,
     AttemptReduce,
     ComputeStep,
@@ -10,8 +10,8 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.entries import Commit, Fence, Finish, Retry
-from spare_megatron.core.votes import PartitionDigest, Vote
+from spare_megatron.core.log.entries import Commit, Fence, Finish, Retry
+from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionCopy
 from tests.unit.test_controller_partitions import decided, fold, kinds, last_attempt, make_controller

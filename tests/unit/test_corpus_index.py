@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from spare_megatron.config.corpus import judge_corpus
+from spare_megatron.config.training.corpus import judge_corpus
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
 from tests.unit.tiny_corpus import DTYPE_CODES
@@ -123,7 +123,7 @@ def megatrons_refusal(prefix: Path) -> str:
 
 def train(prefix: Path, num_tokens: int) -> None:
     """Reads every sample of an epoch of a run; raises as the run would."""
-    from spare_megatron.mcore.data import Corpus, prepare_index
+    from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 
     config = RunConfig(
         model=ModelConfig(seq_length=2),

@@ -6,7 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spare_megatron.core.culprit import Cause, Culprit, CulpritWatch, MachineSigns, RankTimes, Window, find_culprit
+from spare_megatron.core.slow_machines.culprit import (
+    Cause,
+    Culprit,
+    CulpritWatch,
+    MachineSigns,
+    RankTimes,
+    Window,
+    find_culprit,
+)
 from spare_megatron.stacking.layout import GroupId, MachineId
 
 NUM_GROUPS, NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 6, 2, 8, 10

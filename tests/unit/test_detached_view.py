@@ -22,7 +22,7 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.process.reports import Starting
-from spare_megatron.process.standard_streams import outlast
+from spare_megatron.machine.standard_streams import outlast
 
 
 class ListView:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spare_megatron.mcore import digests, parameters
-from spare_megatron.mcore.digests import BLOCK_WORDS, TensorsDigest, block_sums
+from spare_megatron.mcore.gradients import digests
+from spare_megatron.mcore.optimizer import parameters
+from spare_megatron.mcore.gradients.digests import BLOCK_WORDS, TensorsDigest, block_sums
 
 MASK = (1 << 64) - 1
 SMALL = 8

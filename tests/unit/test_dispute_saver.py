@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import SaveDispute
+from spare_megatron.core.log.actions import SaveDispute
 from spare_megatron.journal.records import DisputeRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, WEIGHTS_ALONE, visible_steps

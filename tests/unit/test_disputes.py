@@ -10,23 +10,23 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.audit import way_back
-from spare_megatron.cli.replay import lines_of
+from spare_megatron.tools.replay.replay_command import lines_of
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.core.audits import AuditPolicy, Boundary, word_of
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
-from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.driver.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
-from spare_megatron.journal.audits import Spoiled, audit_history, find_spoiled, text_of_spoiled
-from spare_megatron.journal.disputes import DisputedStep, Place, Stated, disputed_step
+from spare_megatron.core.audits.audits import AuditPolicy, Boundary, word_of
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
+from spare_megatron.core.log.events import EntryRead, RunStarted
+from spare_megatron.tools.replay.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
+from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, find_spoiled, text_of_spoiled
+from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
-from spare_megatron.journal.run_state import RunState
+from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import JournalInMemory, run_record
@@ -326,7 +326,7 @@ def test_parameters_that_are_damaged_and_devices_that_are_not_here_are_refused(
     assert f"{tmp_path} is no run's directory" in refusal()
     config = RunConfig(cluster=ClusterConfig(device="gpu"), layout=LayoutConfig(pipeline_parallel=4))
     (tmp_path / "config.toml").write_text(dump_run_config(config))
-    monkeypatch.setattr("spare_megatron.driver.replay_ranks.visible_gpus", lambda: ("one", "two"))
+    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: ("one", "two"))
     assert "CPUs give other bits: a group needs 4, and this machine shows 2; use a machine of the run" in refusal()
     cut_short(saved / "0.distcp")
     assert "its parameters in" in refusal()

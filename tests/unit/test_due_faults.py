@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import is_due
+from spare_megatron.journal.proofs.proof import is_due
 from spare_megatron.journal.fold import Fold, fold_log
 from tests.unit.journal_in_memory import run_record
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ParameterRule, RunConfig
-from spare_megatron.config.terms import step_of
-from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.entries import Commit, Restart, entry_fields
+from spare_megatron.config.training.terms import step_of
+from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.core.log.entries import Commit, Restart, entry_fields
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.process.lock import locked
+from spare_megatron.machine.lock import locked
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, manifest_of
 from spare_megatron.state.checkpoint.emergency_checkpoint import (
@@ -24,7 +24,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import (
     file_of,
     files_for,
 )
-from spare_megatron.state.checkpoint.loading import resolve_load, resumed
+from spare_megatron.state.checkpoint.start_checkpoint import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
 from tests.unit.journal_in_memory import run_record
 from tests.unit.test_checkpoint_cli import invoke

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from spare_megatron.process import interrupts
-from spare_megatron.process.end_signal import WITHOUT_LIMIT
-from spare_megatron.process.interrupts import deferred, raising
+from spare_megatron.machine import interrupts
+from spare_megatron.machine.end_signal import WITHOUT_LIMIT
+from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.process.reports import EndAsked
 from spare_megatron.supervisor import end_requests
 from spare_megatron.supervisor.end_requests import EndRequests

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
-from spare_megatron.process import end_signal
+from spare_megatron.machine import end_signal
 from spare_megatron.process.processes import end_child, start_child
 
 

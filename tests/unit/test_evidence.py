@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import check
+from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ParamsRecord
-from spare_megatron.journal.summary import sum_up
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.journal.state.summary import sum_up
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from tests.unit.journal_in_memory import JournalInMemory
 
 SCENARIO = Scenario(

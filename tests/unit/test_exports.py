@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.report import config_of
+from spare_megatron.tools.report.report_command import config_of
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config, without_exports, write_with_exports

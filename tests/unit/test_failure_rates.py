@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simpy
 
-from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 from spare_megatron.stacking.layout import GroupId
 
 Process = Generator[Any, Any, Any]

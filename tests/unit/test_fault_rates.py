@@ -14,9 +14,9 @@ from scipy import stats
 import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_faults import rate_problems
-from spare_megatron.core.failure_detector import SHORT_STOP_S
-from spare_megatron.core.fault_points import (
+from spare_megatron.config.checks.validate_faults import rate_problems
+from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
+from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
@@ -24,9 +24,9 @@ from spare_megatron.core.fault_points import (
     Fault,
     FaultPoint,
 )
-from spare_megatron.faults.mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
-from spare_megatron.faults.rates import FIRST_STEP, draw_faults
-from spare_megatron.faults.trace import groups_hit
+from spare_megatron.driver.fault_mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
+from spare_megatron.driver.fault_rates import FIRST_STEP, draw_faults
+from spare_megatron.driver.fault_trace import groups_hit
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 

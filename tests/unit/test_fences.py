@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.actions import StopWipeOut
-from spare_megatron.core.entries import Commit, Entry, Fence, Retry, encode_entry
+from spare_megatron.core.log.actions import StopWipeOut
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, encode_entry
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.supervisor.group_rendezvous import publish_fence
+from spare_megatron.supervisor.places.group_rendezvous import publish_fence
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
 from spare_megatron.voting.fencing import fence

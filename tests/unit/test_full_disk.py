@@ -19,7 +19,7 @@ from spare_megatron.journal import files
 from spare_megatron.journal.files import AppendingFile, BytesLost, JournalWriter, read_journal
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, EntryRecord, StorageRecord, UpdateRecord, VoteRecord
-from spare_megatron.journal.summary import conclude
+from spare_megatron.journal.state.summary import conclude
 from spare_megatron.process.reports import RecordsHeld, RecordsLost
 from tests.unit.journal_in_memory import run_record
 

@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.process.gpus import Gpu, reduced_clocks, visible_gpus
+from spare_megatron.machine.gpus import Gpu, reduced_clocks, visible_gpus
 
 GIB = 2**30
 NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED = 3, 6, 4, 9

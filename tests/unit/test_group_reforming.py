@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.places import Holding
+from spare_megatron.core.machines.places import Holding
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.store import keys
-from spare_megatron.supervisor.group_reforming import AssignmentList, GroupReforming
+from spare_megatron.supervisor.places.group_reforming import AssignmentList, GroupReforming
 from tests.protocol.machines import INTERVAL_S, TICK_S, World, clocked, config_of, found_in, settle
 from tests.unit.memory_store import MemoryStore
 

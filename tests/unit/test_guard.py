@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from spare_megatron.core.gradient_guard import LEAST_STEPS, WINDOW_STEPS, GradientFinding, GradientGuard
+from spare_megatron.core.log.gradient_guard import LEAST_STEPS, WINDOW_STEPS, GradientFinding, GradientGuard
 
 FACTOR = 10.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.building import build_run_config
-from spare_megatron.config.hf_config import architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json, settings_of
 from spare_megatron.config.schema import ModelConfig, RunConfig
 
 LLAMA3 = {

@@ -14,9 +14,9 @@ import pytest
 import transformers
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from spare_megatron.config.foreign_fields import require_kinds
-from spare_megatron.config.hf_config import Architecture, Model, architecture_in
-from spare_megatron.config.hf_fields import (
+from spare_megatron.tools.weights.foreign_fields import require_kinds
+from spare_megatron.tools.weights.hf_config import Architecture, Model, architecture_in
+from spare_megatron.tools.weights.hf_fields import (
     DEFAULT_ROPE_BASE,
     FIELDS,
     LLAMA3_CONSTANTS,
@@ -25,7 +25,7 @@ from spare_megatron.config.hf_fields import (
     WITHOUT_EFFECT,
     token_ids_in,
 )
-from spare_megatron.config.hf_gpt2 import Gpt2
+from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,

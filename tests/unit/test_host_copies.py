@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spare_megatron.core.pieces import Piece
-from spare_megatron.mcore import host_copies
-from spare_megatron.mcore.host_copies import (
+from spare_megatron.formats.pieces import Piece
+from spare_megatron.mcore.gradients import host_copies
+from spare_megatron.mcore.gradients.host_copies import (
     HostCopies,
     PieceWriter,
     PinnedBuffer,

@@ -16,11 +16,11 @@ import pytest
 
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import print_summary
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
-from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.journal.audits import Spoiled
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
+from spare_megatron.core.log.events import EntryRead, RunStarted
+from spare_megatron.journal.proofs.audit_history import Spoiled
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
@@ -34,9 +34,9 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     VoteRecord,
 )
-from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.run_state import RunState
+from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal, run_record, summarize

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.check import check
+from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import FORMAT

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check import Verdict
+from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from tests.unit.journal_in_memory import check_journal
 
 Lines = list[Line]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
+from spare_megatron.journal.proofs.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.journal_view import steps_of

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.run_view import lines_of
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import VERSION, decode_entry
-from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import VERSION, decode_entry
+from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.journal.fold import Fold, Folding, fold_log
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.journal.run_state import RunState, SavePlan
+from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import run_record
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.check_state import check_restored
+from spare_megatron.journal.proofs.check_state import check_restored
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import steps_of

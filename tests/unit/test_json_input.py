@@ -15,8 +15,8 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from spare_megatron.commands import app
-from spare_megatron.text import documents as documents_module
-from spare_megatron.text.documents import Skipped, batches_of, documents_in, json_among
+from spare_megatron.tools.text import documents as documents_module
+from spare_megatron.tools.text.documents import Skipped, batches_of, documents_in, json_among
 
 NUM_DRAWN = 2000
 NAMES = ("a.jsonl", "a.ndjson", "a.json", "a.json", "a.txt", "a", "a.md", "a.JSON", "a.jsonl.gz", "a.json.zst", "a.gz")

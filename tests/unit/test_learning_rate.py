@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from spare_megatron.config.schema import OptimizerConfig, RunConfig, TrainConfig
-from spare_megatron.mcore.optimizer import make_schedule
+from spare_megatron.mcore.optimizer.optimizer import make_schedule
 
 PEAK, LEAST, WEIGHT_DECAY, WARMUP, STEPS = 3e-3, 2e-4, 0.1, 7, 50
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.failure_detector import (
+from spare_megatron.core.machines.failure_detector import (
     SHORT_STOP_S,
     STOP_POLL_S,
     Absence,

@@ -18,12 +18,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.journal.files import JournalWriter, read_journal
-from spare_megatron.journal.output import real_paths
+from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import EndRecord
-from spare_megatron.process.lock import LOCK, Locked, held_path, locked
+from spare_megatron.machine.lock import LOCK, Locked, held_path, locked
 from spare_megatron.process.reports import RunDirectoryMoved
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
-from spare_megatron.state.checkpoint.loading import require_own_checkpoints
+from spare_megatron.state.checkpoint.start_checkpoint import require_own_checkpoints
 from spare_megatron.state.checkpoint.verification import read_manifest
 from tests.unit.test_checkpoints import save
 

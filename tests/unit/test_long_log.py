@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.actions import FinishRun
-from spare_megatron.core.entries import Commit, encode_entry
+from spare_megatron.core.log.actions import FinishRun
+from spare_megatron.core.log.entries import Commit, encode_entry
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.log_follower import LogFollower, controller_setup

@@ -10,9 +10,9 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 
 NUM_STEPS = 100
 

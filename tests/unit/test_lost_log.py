@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.entries import Fence, Retry, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Fence, Retry, decode_entry, encode_entry
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import decision_log, keys
 from spare_megatron.store.decision_log import DecisionLog

@@ -5,7 +5,7 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, UpdateRecord
-from spare_megatron.simulator.measured import JoinTime, LossTime, MeasuredStep, in_order, read_joins, read_losses
+from spare_megatron.tools.simulate.measured import JoinTime, LossTime, MeasuredStep, in_order, read_joins, read_losses
 from tests.unit.journal_in_memory import run_record
 
 RUN = run_record(2, name="hand-made", microbatches_per_shard=4, num_steps=30)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.megatron_args import args_of
-from spare_megatron.config.model_tensors import model_tensors
+from spare_megatron.tools.weights.megatron_args import args_of
+from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.schema import ModelConfig, ProgramConfig, RunConfig
 from spare_megatron.mcore.weights import StoredWeights
-from spare_megatron.state.checkpoint.megatron_folder import export_megatron, import_megatron
-from spare_megatron.state.checkpoint.weights_folder import ExportOptions
+from spare_megatron.tools.weights.megatron_folder import export_megatron, import_megatron
+from spare_megatron.tools.weights.weights_folder import ExportOptions
 
 CONFIG = RunConfig(model=ModelConfig(num_layers=2, hidden_size=16, vocab_size=20, activation="swiglu", qk_norm=True))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.model_shape import model_shape
-from spare_megatron.config.model_tensors import model_tensors
+from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.schema import ModelConfig, RunConfig
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.entries import Fence, decode_entry
+from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store import keys
-from spare_megatron.supervisor.group_rendezvous import fence_node
+from spare_megatron.supervisor.places.group_rendezvous import fence_node
 from spare_megatron.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 

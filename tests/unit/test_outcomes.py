@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.journal.outcomes import EXIT_CODES, MEANINGS, Outcome, exit_code
-from spare_megatron.process.interrupts import INTERRUPTED
+from spare_megatron.machine.interrupts import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal import output
-from spare_megatron.journal.output import NotWritten, named_errors, whole_file
+from spare_megatron.formats import output
+from spare_megatron.formats.output import NotWritten, named_errors, whole_file
 from spare_megatron.state.checkpoint.saver import with_folder
 from tests.unit.tiny_corpus import write_tiny_corpus
 

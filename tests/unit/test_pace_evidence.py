@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spare_megatron.core import pace_evidence
-from spare_megatron.core.pace_evidence import (
-    PROBE_STEPS,
-    REST_STEPS,
-    PaceEvidence,
-    PaceException,
-    exceptions,
-)
+from spare_megatron.stacking import pace_evidence
+from spare_megatron.stacking.pace_evidence import PROBE_STEPS, REST_STEPS, PaceEvidence, PaceException, exceptions
 from spare_megatron.stacking.layout import GroupId
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]

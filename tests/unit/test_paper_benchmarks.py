@@ -27,9 +27,9 @@ from benchmarks.paper_assumptions import (
     simulate_assumed,
 )
 from benchmarks.paper_table import ROWS, SIZES, scenarios_of, sweep_rows
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, make_process
-from spare_megatron.simulator.presets import PUBLISHED, load_scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, make_process
+from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, load_scenario
 
 ROOT = Path(__file__).parents[2]
 EVEN = FailureSpec(mean_s=100.0, shape=1e6)

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.sweep import VARIANTS, Variant, variant_name
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.sweep import VARIANTS, Variant, variant_name
 
 PRESETS = ("paper_n200", "paper_n600", "paper_n1000")
 DIGESTS = {

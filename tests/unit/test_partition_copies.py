@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.partition_copies import PartitionCopies, WholeCopy
-from spare_megatron.core.pieces import Piece, pieces_of
-from spare_megatron.mcore.host_copies import TensorBytes
-from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.core.log.actions import StartRepairs
+from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
+from spare_megatron.formats.pieces import Piece, pieces_of
+from spare_megatron.mcore.gradients.host_copies import TensorBytes
+from spare_megatron.mcore.model.probe import SilentProbe
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair, first_ownership
-from spare_megatron.state.transfer import partition_copier as repair_module
-from spare_megatron.state.transfer.partition_copier import PartitionRepairs
+from spare_megatron.state.stacked import partition_copier as repair_module
+from spare_megatron.state.stacked.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.served_state import StateSource
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.entries import Commit, Fence, encode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
+from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.core.log.entries import Commit, Fence, encode_entry
+from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
-from spare_megatron.process.piece_wire import (
+from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
+from spare_megatron.formats.piece_frames import (
     NONCE_BYTES,
     Address,
     NotOffered,
@@ -30,7 +30,7 @@ from spare_megatron.process.piece_wire import (
 from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.served_state import StateSource
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 pytestmark = pytest.mark.timeout(60)

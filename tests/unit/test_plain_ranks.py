@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.cli import bench_plain
+from spare_megatron.tools.bench import bench_plain
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 
 

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.paper_model import asymptotic_endured_losses
-from spare_megatron.planner.endurance import (
-    coverage_probabilities,
-    endured_losses,
-    wiped_probabilities,
-)
+from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses, wiped_probabilities
 from spare_megatron.stacking.placement import make_placement
 from tests.oracle.enumeration import covered_shares
 from tests.oracle.monte_carlo import endured_samples

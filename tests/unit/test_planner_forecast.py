@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from spare_megatron.planner.domains import (
+from spare_megatron.tools.plan.domains import (
     LossIntervals,
     consecutive_domains,
     domain_down_probabilities,
@@ -14,20 +14,20 @@ from spare_megatron.planner.domains import (
     hosts_per_domain,
     num_down_in_domains,
 )
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.plan import predict
-from spare_megatron.planner.readmission import (
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.plan import predict
+from spare_megatron.tools.plan.readmission import (
     RejoinTimes,
     absence,
     equivalent_repair,
     hardware_wait_s,
     num_down_with_spares,
 )
-from spare_megatron.planner.repair import RepairTimes, survival
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.plan.repair import RepairTimes, survival
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import make_placement
 from tests.oracle.monte_carlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 

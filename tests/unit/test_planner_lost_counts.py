@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from spare_megatron.planner import endurance as module
-from spare_megatron.planner.endurance import coverage_probabilities, endured_losses, lost_counts
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.forecast import Forecast, forecast, forecast_with_rejoin
-from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
-from spare_megatron.planner.readmission import RejoinTimes
+from spare_megatron.core.saves import endurance as module
+from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses, lost_counts
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.tools.plan.forecast import Forecast, forecast, forecast_with_rejoin
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
+from spare_megatron.tools.plan.readmission import RejoinTimes
 
 MANY = 12_000
 

@@ -14,10 +14,10 @@ from benchmarks.paper_model import (
     paper_redundancy,
     paper_time_to_train,
 )
-from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
-from spare_megatron.planner.plan import (
+from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
+from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, patch_stacks
+from spare_megatron.tools.plan.plan import (
     availability,
     best_availability,
     candidates,
@@ -25,7 +25,7 @@ from spare_megatron.planner.plan import (
     optimize,
     predict,
 )
-from spare_megatron.planner.readmission import RejoinTimes
+from spare_megatron.tools.plan.readmission import RejoinTimes
 from spare_megatron.stacking.placement import make_placement
 from tests.oracle.monte_carlo import (
     SimulatedRun,

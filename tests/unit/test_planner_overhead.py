@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
-from spare_megatron.planner.overhead import (
-    StepTimes,
-    least_makespans,
-    mean_step_s,
-    patch_stacks,
-)
+from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch

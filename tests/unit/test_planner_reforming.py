@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.plan import predict
-from spare_megatron.planner.reforming import ReformTimes, missing_groups, survival, time_without_machines_s
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.plan import predict
+from spare_megatron.tools.plan.reforming_costs import ReformTimes, missing_groups, survival, time_without_machines_s
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 

@@ -4,25 +4,21 @@ import numpy as np
 import pytest
 from scipy.integrate import trapezoid
 
-from spare_megatron.planner.domains import (
+from spare_megatron.tools.plan.domains import (
     LossIntervals,
     coverage_over_time,
     domain_coverage_probabilities,
     hosts_per_domain,
 )
-from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
-from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.plan import predict
-from spare_megatron.planner.readmission import RejoinTimes
-from spare_megatron.planner.repair import (
-    RepairTimes,
-    shard_time_to_wipe_out_s,
-    survival,
-)
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses
+from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.plan import predict
+from spare_megatron.tools.plan.readmission import RejoinTimes
+from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out_s, survival
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.placement import IntArray, Placement, make_placement
 from tests.oracle.enumeration import covered_domain_shares
 from tests.oracle.monte_carlo import (

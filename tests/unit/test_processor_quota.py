@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.process.processor_quota import CpuController, ProcessorQuota, find_controller, why_no_quota
+from spare_megatron.machine.processor_quota import CpuController, ProcessorQuota, find_controller, why_no_quota
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,10 +6,10 @@ from itertools import chain, combinations
 
 import pytest
 
-from spare_megatron.core.decision import decide
-from spare_megatron.core.entries import Commit, Entry, Fence
-from spare_megatron.core.events import VotesRead
-from spare_megatron.core.votes import Attempted, PartitionDigest, Vote
+from spare_megatron.core.controller.decision import decide
+from spare_megatron.core.log.entries import Commit, Entry, Fence
+from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.log.votes import Attempted, PartitionDigest, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
 

@@ -3,7 +3,7 @@
 import pytest
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.goodput import full_redundancy_s
+from spare_megatron.journal.state.goodput import full_redundancy_s
 from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
 from tests.unit.journal_in_memory import summarize

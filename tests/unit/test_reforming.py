@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from spare_megatron.core.reforming import Machine, Move, places_per_group, reform
+from spare_megatron.core.machines.reforming import Machine, Move, places_per_group, reform
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 
 Places = dict[PlaceId, MachineId | None]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.core.entries import Fence, Retry
-from spare_megatron.core.relays import Blocks, BlockVotes
+from spare_megatron.core.log.entries import Fence, Retry
+from spare_megatron.core.log.relays import Blocks, BlockVotes
 from spare_megatron.stacking.layout import GroupId, Member
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig, SlurmConfig
-from spare_megatron.core.entries import Commit, Entry, Fence, Halt, encode_entry
-from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, encode_entry
+from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal

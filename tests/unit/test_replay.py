@@ -8,15 +8,15 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, UpdateRecord
-from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.simulator.calibrate import calibrate
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order, read_joins, read_steps
-from spare_megatron.simulator.replay import Replay, replay
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.world import World
+from spare_megatron.tools.simulate.calibrate import calibrate
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, in_order, read_joins, read_steps
+from spare_megatron.tools.simulate.run_replay import Replay, replay
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.world import World
 from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.driver.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
-from spare_megatron.driver.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
+from spare_megatron.tools.replay.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
+from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.driver.slurm.allocation import Claims
-from spare_megatron.driver.slurm.commands import note_job
+from spare_megatron.driver.slurm.slurm_commands import note_job
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
@@ -152,7 +152,7 @@ FIT = MachineFacts(host="other", num_gpus=2, code=code_digest())
 def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[object], device: str, message: str
 ) -> None:
-    monkeypatch.setattr("spare_megatron.driver.replay_ranks.visible_gpus", lambda: ("one", "two"))
+    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: ("one", "two"))
     config = config_of(3, 6, device=device)
     requests: list[object] = []
     thread = attending(tmp_path, 3, answering(*answers, requests=requests))

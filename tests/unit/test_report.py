@@ -16,14 +16,22 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.run_state import RunState
-from spare_megatron.observe import figures
-from spare_megatron.observe.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink
-from spare_megatron.observe.history import History, history_of, presence
-from spare_megatron.observe.page import plots_of, report
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.tools.report import figures
+from spare_megatron.tools.report.figures import (
+    MOST_COLUMNS,
+    MOST_ROWS,
+    Unit,
+    extremes,
+    group_map,
+    presence_map,
+    shrink,
+)
+from spare_megatron.tools.report.history import History, history_of, presence
+from spare_megatron.tools.report.page import plots_of, report
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 from tests.unit.long_run import HIGHEST_LOSS, long_history
 

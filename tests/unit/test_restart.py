@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.actions import (
+from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
     CheckpointCandidate,
@@ -14,11 +14,11 @@ from spare_megatron.core.actions import (
     StopWipeOut,
     WithdrawCandidates,
 )
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.entries import Entry, Fence, GiveUp, Restart
-from spare_megatron.core.events import EntryRead, RestartState, RunStarted, WaitingRead
-from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Entry, Fence, GiveUp, Restart
+from spare_megatron.core.log.events import EntryRead, RestartState, RunStarted, WaitingRead
+from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spare_megatron.core.checkpoint_policy import superseded
+from spare_megatron.core.saves.checkpoint_policy import superseded
 
 STEPS = [10, 20, 30, 40, 50]
 

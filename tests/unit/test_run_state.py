@@ -17,11 +17,11 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.cli.run_view import NewLines, step_line, view_of
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.store_space import StoreSpace, shortage
-from spare_megatron.journal.check import fold_journal
+from spare_megatron.formats.store_space import StoreSpace, shortage
+from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.follow import Follower
-from spare_megatron.journal.goodput import find_goodput
+from spare_megatron.journal.state.follow import Follower
+from spare_megatron.journal.state.goodput import find_goodput
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import (
     LOST_A_PEER,
@@ -36,7 +36,7 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.run_state import RunState, SavePlan
+from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
@@ -48,9 +48,9 @@ from spare_megatron.process.reports import (
     StepCommitted,
     StoreMeasured,
 )
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.unit.journal_in_memory import run_record, summarize
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.core.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.entries import Commit, Entry, Fence, Resume, encode_entry
+from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, encode_entry
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog

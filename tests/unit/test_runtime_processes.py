@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
-from spare_megatron.core.places import Holding
+from spare_megatron.core.machines.places import Holding
 from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.preflight import _why_ended

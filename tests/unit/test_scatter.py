@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.partition_copies import PartitionCopies
+from spare_megatron.core.saves.partition_copies import PartitionCopies
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import (
     Ownership,

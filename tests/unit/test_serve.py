@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.serve import open_server
+from spare_megatron.tools.report.serve_command import open_server
 from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.observe.server import PageContent, ReportServer, Updated
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.report.server import PageContent, ReportServer, Updated
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal
 
 TIMEOUT_S = 30.0

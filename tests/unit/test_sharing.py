@@ -5,8 +5,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from spare_megatron.simulator.compute_fit import finish_times, stacks_of, stretch
-from spare_megatron.simulator.scenario import CostModel
+from spare_megatron.tools.simulate.compute_fit import finish_times, stacks_of, stretch
+from spare_megatron.tools.simulate.scenario import CostModel
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
 

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
-from spare_megatron.cli.simulate_table import percent_with_bounds
+from spare_megatron.tools.simulate.simulate_calibrate import costs_elsewhere, measured_by
+from spare_megatron.tools.simulate.simulate_table import percent_with_bounds
 from spare_megatron.commands import app
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.simulator.sweep import Estimate, Figures
+from spare_megatron.tools.simulate.sweep import Estimate, Figures
 from tests.unit.journal_in_memory import check_journal
 
 SMALL = """
@@ -165,7 +165,7 @@ def test_the_size_of_a_journal_is_known_before_it_is_written(
     options = ["--preset", small, "--seeds", "1", "--policy", "checkpoint_only", "--steps", "100"]
     assert spare_simulate(*options, "--journal", str(run_dir)).exit_code == 0
     size = (run_dir / "journal" / "simulator.jsonl").stat().st_size
-    monkeypatch.setattr("spare_megatron.cli.simulate.MOST_JOURNAL_BYTES", size)
+    monkeypatch.setattr("spare_megatron.tools.simulate.simulate_command.MOST_JOURNAL_BYTES", size)
     result = spare_simulate(*options, "--journal", str(tmp_path / "other"))
     assert result.exit_code == 2
     assert "a journal of 100 steps, " in result.stderr
@@ -173,7 +173,7 @@ def test_the_size_of_a_journal_is_known_before_it_is_written(
     assert "lower --steps" in result.stderr
     assert "time to train" in result.stdout
     assert not (tmp_path / "other").exists()
-    monkeypatch.setattr("spare_megatron.cli.simulate.MOST_JOURNAL_BYTES", 2 * size)
+    monkeypatch.setattr("spare_megatron.tools.simulate.simulate_command.MOST_JOURNAL_BYTES", 2 * size)
     assert spare_simulate(*options, "--journal", str(tmp_path / "other")).exit_code == 0
 
 

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from spare_megatron.cli import simulate_jobs
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.sweep import cases_of
+from spare_megatron.tools.simulate import simulate_jobs
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.sweep import cases_of
 
 SMALL = Scenario(
     name="small",

@@ -12,11 +12,11 @@ from scipy.stats import chisquare
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LossRecord
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import Cause, FailureKind, FailureSpec, make_process
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.sweep import Case, figures_of, run_case
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import Cause, FailureKind, FailureSpec, make_process
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.sweep import Case, figures_of, run_case
 from tests.unit.journal_in_memory import check_journal
 
 GPU, SOFTWARE = Cause(name="gpu", weight=3.0, repair_s=900.0), Cause(name="software", weight=1.0, repair_s=5.0)

@@ -6,10 +6,10 @@ from math import inf
 import numpy as np
 import pytest
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
-from spare_megatron.simulator.fleet import Fleet
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
+from spare_megatron.tools.simulate.fleet import Fleet
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import in_order
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.world import Result
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.measured import in_order
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.world import Result
 from spare_megatron.stacking.layout import GroupId
 from tests.unit.journal_in_memory import check_journal
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import simpy
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import make_placement

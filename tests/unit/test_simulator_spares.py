@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import simpy
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
-from spare_megatron.simulator.fleet import Fleet
-from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
+from spare_megatron.tools.simulate.fleet import Fleet
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
 
 Process = Generator[Any, Any, Any]

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.world import Result, Stalled
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.world import Result, Stalled
 from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(

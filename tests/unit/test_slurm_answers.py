@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.driver.slurm.commands import Unanswered, call, submit, wait_for
+from spare_megatron.driver.slurm.slurm_commands import Unanswered, call, submit, wait_for
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
-from spare_megatron.core.events import Held, HeldPartition, RestartState, WaitingRead
-from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
-from spare_megatron.core.snapshot_policy import (
+from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
+from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
+from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
+from spare_megatron.core.saves.snapshot_policy import (
     SnapshotPolicy,
     Snapshots,
     WholeSnapshot,

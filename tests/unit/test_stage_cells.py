@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS
+from spare_megatron.faults.points import PHASES_BETWEEN_STEPS
 from tests.stages.cells import CELLS, NUM_GROUPS, draw_faults, sample_cells
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spare_megatron.core.loss_sum import LossSum
-from spare_megatron.mcore.checksums import NUM_DIGITS
-from spare_megatron.mcore.experts import Router
-from spare_megatron.mcore.fixed_point import FixedPoint
-from spare_megatron.mcore.gradients import FixedPointSums, FloatSums
+from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.mcore.gradients.checksums import NUM_DIGITS
+from spare_megatron.mcore.model.experts import Router
+from spare_megatron.mcore.gradients.fixed_point import FixedPoint
+from spare_megatron.mcore.gradients.gradients import FixedPointSums, FloatSums
 
 NUM_ELEMENTS = 10
 BUCKET_ELEMENTS = 4

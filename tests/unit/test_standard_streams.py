@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.process.standard_streams import outlast
+from spare_megatron.machine.standard_streams import outlast
 from tests.search_path import with_checkout
 
 pytestmark = pytest.mark.timeout(120)

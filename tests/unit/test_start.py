@@ -2,8 +2,8 @@
 
 import pytest
 
-from spare_megatron.core.controller_setup import ControllerSetup
-from spare_megatron.core.start import EarlyLoss, Start
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.start import EarlyLoss, Start
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup

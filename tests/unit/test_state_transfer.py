@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spare_megatron.core.actions import AdmitGroups
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.pieces import PIECE_BYTES
-from spare_megatron.mcore.host_copies import TensorBytes
-from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.core.log.actions import AdmitGroups
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.pieces import PIECE_BYTES
+from spare_megatron.mcore.gradients.host_copies import TensorBytes
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.piece_wire import Address
+from spare_megatron.formats.piece_frames import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.unit.silent_server import POINTS, Point, SilentServer

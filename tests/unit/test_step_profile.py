@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import ProfileConfig
-from spare_megatron.core.actions import ComputeStep
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.log.actions import ComputeStep
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.process.span_ring import Ranges
-from spare_megatron.rank.rank_progress import RankProgress
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.stacking.layout import GroupId, ShardId

@@ -13,7 +13,7 @@ import pytest
 
 from spare_megatron.comm import nccl
 from spare_megatron.comm.sum_watch import WaitWatch
-from spare_megatron.core.failure_detector import OPERATIONS, Operation, Pulse
+from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation, Pulse
 from spare_megatron.process.heartbeats import HeartbeatWriter, new_page, read_page
 from spare_megatron.process.reports import RankKey
 from spare_megatron.process.span_ring import PassTimes

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spare_megatron.core.survival import time_to_wipe_out_s
+from spare_megatron.core.saves.survival import time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
 

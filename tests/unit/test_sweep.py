@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spare_megatron.simulator.engine import timeline_of
-from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.sweep import (
+from spare_megatron.tools.simulate.engine import timeline_of
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.sweep import (
     VARIANTS,
     Case,
     CaseResult,
@@ -66,7 +66,7 @@ def test_a_digest_names_scenario_and_seed() -> None:
 def test_a_result_of_other_code_is_not_taken_for_one_of_this(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(scenario=BASE, seed=0)
     before = case.digest
-    monkeypatch.setattr("spare_megatron.simulator.sweep.code_digest", lambda *_: "other")
+    monkeypatch.setattr("spare_megatron.tools.simulate.sweep.code_digest", lambda *_: "other")
     assert case.digest != before
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.state.summary import Summary
 from spare_megatron.state.checkpoint.verification import REFUSAL
 
 CONFIG = RunConfig(train=TrainConfig(steps=20), checkpoint=CheckpointConfig(interval_steps=10))

@@ -7,8 +7,8 @@ import pytest
 
 from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
-from spare_megatron.config.validate_checkpoint import checkpoint_problems
-from spare_megatron.core.fault_points import FaultPoint
+from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems
+from spare_megatron.faults.points import FaultPoint
 
 
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 import spare_megatron
 from spare_megatron import version
-from spare_megatron.driver import node_facts
+from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.version import UNKNOWN, code_digest, code_mismatch, commit, start_in_safe_path_mode
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from spare_megatron.core.actions import AppendEntry, ComputeStep, StopHalted
-from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
-from spare_megatron.core.entries import Commit, Entry, Fence, Retry, decode_entry, encode_entry
-from spare_megatron.core.events import RunStarted, VotesRead
-from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.actions import AppendEntry, ComputeStep, StopHalted
+from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, decode_entry, encode_entry
+from spare_megatron.core.log.events import RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import PartitionSetup
 from tests.unit.test_controller import fence, fold, make_controller

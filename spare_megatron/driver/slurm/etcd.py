@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.config.validate_cluster import num_etcd_members
+from spare_megatron.config.checks.validate_cluster import num_etcd_members
 from spare_megatron.driver.slurm.allocation import address_of
 from spare_megatron.driver.slurm.certificates import Certificates, issue
-from spare_megatron.driver.slurm.commands import require
+from spare_megatron.driver.slurm.slurm_commands import require
 from spare_megatron.driver.slurm.steps import step_command
-from spare_megatron.store.addresses import is_address
+from spare_megatron.machine.addresses import is_address
 from spare_megatron.store.etcd_gateway import EtcdGateway, encoded
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec

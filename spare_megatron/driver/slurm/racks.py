@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from spare_megatron.config.schema import SpareConfig
-from spare_megatron.driver.slurm.commands import call
+from spare_megatron.driver.slurm.slurm_commands import call
 from spare_megatron.process.processes import say
 from spare_megatron.stacking.layout import Layout
 

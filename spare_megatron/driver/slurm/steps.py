@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.driver.slurm.allocation import Claims, choose_node, nodes_of
-from spare_megatron.driver.slurm.commands import JobId, call, cancel, own_job
+from spare_megatron.driver.slurm.slurm_commands import JobId, call, cancel, own_job
 from spare_megatron.process.processes import say
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spare_megatron.config.terms import step_of
-from spare_megatron.journal.events import text_of_audited
-from spare_megatron.process.lock import locked
+from spare_megatron.config.training.terms import step_of
+from spare_megatron.journal.event_texts import text_of_audited
+from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,

@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
-from spare_megatron.config.terms import CHECKPOINT_NAME, EMERGENCY_CHECKPOINT_NAME, sequences_before, step_of, terms_of
-from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.process.lock import LOCK
+from spare_megatron.config.training.terms import (
+    CHECKPOINT_NAME,
+    EMERGENCY_CHECKPOINT_NAME,
+    sequences_before,
+    step_of,
+    terms_of,
+)
+from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.machine.lock import LOCK
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.version import __version__
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from spare_megatron.core.actions import CheckpointCandidate, Reading
+from spare_megatron.core.log.actions import CheckpointCandidate, Reading
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify_file
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import SaveCheckpoint, SaveDispute
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.log.actions import SaveCheckpoint, SaveDispute
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import DisputeRecord
-from spare_megatron.mcore.checkpoint import GroupState
+from spare_megatron.mcore.group_checkpoint import GroupState
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.entries import Fence, decode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
-from spare_megatron.mcore.checkpoint import METADATA_FNAME
+from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.core.log.entries import Fence, decode_entry
+from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
+from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.checkpoint_policy import superseded
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.journal.output import real_paths
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.saves.checkpoint_policy import superseded
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
-from spare_megatron.mcore.checkpoint import GroupState, Written, join_partitions
+from spare_megatron.mcore.group_checkpoint import GroupState, Written, join_partitions
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId

@@ -17,10 +17,10 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from spare_megatron.core.events import Held, HeldPartition
-from spare_megatron.core.pieces import Piece
+from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.formats.pieces import Piece
 from spare_megatron.process import snapshot_wire as wire
-from spare_megatron.process.piece_wire import NotOffered
+from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.process.processes import Child, end_child, log_to_file, start_child
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-from spare_megatron.core.actions import TakeSnapshot
-from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.log.actions import TakeSnapshot
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
 from spare_megatron.mcore.trainer import GroupTrainer

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from spare_megatron.core.pieces import Piece
-from spare_megatron.process import piece_wire as wire
+from spare_megatron.formats.pieces import Piece
+from spare_megatron.formats import piece_frames as wire
 
 
 class PieceClient:

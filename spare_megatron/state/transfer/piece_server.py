@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Protocol
 
-from spare_megatron.core.pieces import Piece
-from spare_megatron.process import piece_wire as wire
+from spare_megatron.formats.pieces import Piece
+from spare_megatron.formats import piece_frames as wire
 
 MOST_CONNECTIONS = 64
 """Connections at a time; more are turned away. A rank is the donor of a few others."""

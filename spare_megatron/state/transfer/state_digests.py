@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.actions import StartRepairs
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.votes import Digests, PartitionDigest
+from spare_megatron.core.log.actions import StartRepairs
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.core.log.votes import Digests, PartitionDigest
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
-from spare_megatron.mcore.digests import TensorsDigest
+from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, PartitionId

@@ -5,20 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from spare_megatron.core.actions import AdmitGroups
-from spare_megatron.core.comparison import majority_holds
-from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.pieces import Piece, pieces_of
-from spare_megatron.core.rejoin import in_order_to_give
+from spare_megatron.core.log.actions import AdmitGroups
+from spare_megatron.core.controller.comparison import majority_holds
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.pieces import Piece, pieces_of
+from spare_megatron.core.machines.group_starts import in_order_to_give
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.state_source import Content, StateSource
+from spare_megatron.state.transfer.served_state import Content, StateSource
 from spare_megatron.voting.agreement import GroupAgreement
 
 _POLL_S = 0.005

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.slurm.steps import end_orphaned_job
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.state.summary import Summary
 
 
 @pytest.fixture

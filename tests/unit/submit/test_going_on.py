@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.driver.slurm.allocation import this_job
-from spare_megatron.driver.slurm.job import job_script
+from spare_megatron.driver.slurm.batch_script import job_script
 from spare_megatron.driver.slurm.steps import end_orphaned_job
 from tests.unit.submit.job_configs import configured
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.config.validate import Machine, problems, warnings
+from spare_megatron.config.checks.validate import Machine, problems, warnings
 from tests.unit.submit.job_configs import configured
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.slurm.job import job_script
+from spare_megatron.driver.slurm.batch_script import job_script
 from tests.unit.submit.job_configs import CONFIGS, configured
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.process.lock import locked
+from spare_megatron.machine.lock import locked
 from tests.unit.submit.job_configs import CONFIGS, spare
 
 

@@ -1,0 +1,487 @@
+"""Reports all problems of a configuration at once, and warns about doubtful settings. Pure."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from spare_megatron.config.training.audit_schedule import audit_problems
+from spare_megatron.config.training.corpus import CorpusFacts, named_corpora
+from spare_megatron.config.training.validation_sets import evaluation_problems
+from spare_megatron.config.limits import violations
+from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
+from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.object_stores import refusal_of_address
+from spare_megatron.config.resolved import settings as settings_of
+from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
+from spare_megatron.config.checks.validate_cluster import (
+    ProcessLimits,
+    launcher_problems,
+    launcher_warnings,
+    limit_problems,
+    ramp_problems,
+    reforming_problems,
+    reforming_warnings,
+    spare_problems,
+    store_problems,
+    store_warnings,
+)
+from spare_megatron.config.checks.validate_experts import expert_problems
+from spare_megatron.config.checks.validate_faults import fault_problems, rate_problems
+from spare_megatron.config.checks.validate_training import (
+    data_problems,
+    lane_problems,
+    lane_warnings,
+    memory_problems,
+    metrics_problems,
+    optimizer_problems,
+)
+from spare_megatron.stacking.placement import make_placement
+
+_LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
+_MOST_THREADS_PER_CORE = 8
+"""Limit up to which ranks of small models that share cores meet their heartbeats; the demo runs 8 on one machine."""
+_LEAST_HEARTBEAT_S = 0.01
+"""A healthy thread may wait this long for a processor."""
+_MOST_WAIT_S = 1e8
+"""Libraries count nanoseconds since boot in 64 bits; longer waits overflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Resources of the machine that a run starts on; None stands for unknown."""
+
+    num_gpus: int
+    """Accelerators, as `num_cores` CPU cores, for the run, over all its nodes."""
+    num_cores: int
+    has_corpus: bool
+    can_isolate: bool = False
+    """The process is root and has `ip`, `bridge` and `nsenter`, so it can give nodes separate networks."""
+    no_slow_host: str = ""
+    """Why a fault cannot limit the processors of ranks; empty if it can, or if no fault of the run does so."""
+    no_slow_link: str = ""
+    """Likewise for the link of a node."""
+    can_listen: bool = True
+    """`control.listen_address` is an address of this machine."""
+    corpus_failure: str = ""
+    """Why the corpus cannot be used; empty if it can."""
+    corpus: CorpusFacts | None = None
+    program: frozenset[str] = frozenset()
+    """Names that the program of the run defines."""
+    program_failure: str = ""
+    """Why the program cannot be used; empty if it can, or there is none."""
+    memory_bytes: int | None = None
+    """Memory of one machine."""
+    process_memory_bytes: int | None = None
+    """Memory that one process may use."""
+    limits: ProcessLimits | None = None
+    """None on a machine that is not this one."""
+
+
+def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
+    """Resolves `cluster.device`: `auto` means GPUs if the machine has any."""
+    if config.cluster.device == "auto":
+        return "gpu" if machine.num_gpus > 0 else "cpu"
+    return config.cluster.device
+
+
+def on_device(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration with its device resolved."""
+    return replace(config, cluster=replace(config.cluster, device=resolve_device(config, machine)))
+
+
+def problems(config: RunConfig, machine: Machine) -> list[str]:
+    """Every reason why the configuration cannot run on the machine."""
+    unusable = dict(_unusable_paths(config))
+    found = [
+        *_name(config),
+        *violations(config),
+        *_outside_range(config),
+        *_infinite(config),
+        *_redundancy(config),
+        *audit_problems(on_device(config, machine)),
+        *spare_problems(config),
+        *reforming_problems(config),
+        *ramp_problems(config),
+        *_indivisible(config),
+        *_rotation(config),
+        *_window(config),
+        *_documents(config),
+        *_schedule(config),
+        *optimizer_problems(config),
+        *lane_problems(config),
+        *evaluation_problems(config),
+        *_timeouts(config),
+        *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
+        *launcher_problems(config),
+        *field_problems(config),
+        *expert_problems(config),
+        *fault_problems(config),
+        *rate_problems(config),
+        *checkpoint_problems(config),
+        *metrics_problems(config.metrics),
+        *_profile(config),
+        *snapshot_problems(config),
+        *_isolation(config, machine),
+        *_slow_faults(machine),
+        *_device(config, machine),
+        *([machine.program_failure] if machine.program_failure else []),
+        *data_problems(
+            config,
+            has_corpus=machine.has_corpus,
+            corpus_failure=machine.corpus_failure,
+            corpus=machine.corpus,
+            program=machine.program,
+            memory_bytes=machine.process_memory_bytes,
+        ),
+    ]
+    found = [text for text in found if not any(name in text for name in unusable)]
+    found += [f"{name}: {reason}" for name, reason in unusable.items()]
+    # The sizes are those of the GPT of [model], not of a program's own model.
+    if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
+        found = list(memory_problems(config, machine.memory_bytes))
+    return found
+
+
+def beyond_limits(config: RunConfig, machine: Machine) -> list[str]:
+    """Every limit of the machine's processes that a configuration without problems exceeds."""
+    if machine.limits is None:
+        return []
+    is_cpu = resolve_device(config, machine) == "cpu" and "model_provider" not in machine.program
+    rank_bytes = run_sizes(on_device(config, machine)).memory.total_bytes if is_cpu else 0
+    return list(limit_problems(config, machine.limits, rank_bytes))
+
+
+def warnings(config: RunConfig, machine: Machine) -> list[str]:
+    """Doubtful settings of a configuration that has no problems."""
+    return [
+        *_oversubscribed(config, machine),
+        *_weak_redundancy(config),
+        *field_warnings(config),
+        *lane_warnings(config),
+        *store_warnings(config.control),
+        *snapshot_warnings(config),
+        *launcher_warnings(config),
+        *reforming_warnings(config),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- sizes
+
+
+def _name(config: RunConfig) -> Iterator[str]:
+    """The name becomes part of paths, control store keys and the batch script."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
+        yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
+
+
+def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each setting whose path is an address or cannot be written down, as messages name it, and why that cannot be."""
+    named = dict(named_corpora(config.data))
+    named |= {f"{key}={value}": value for key, value in settings_of(config) if isinstance(value, str)}
+    for name, path in named.items():
+        if reason := refusal_of_address(path):
+            yield name, reason
+        elif path != path.encode(errors="replace").decode():
+            yield name, "it is not UTF-8, in which settings are written down; rename it"
+
+
+def _outside_range(config: RunConfig) -> Iterator[str]:
+    if not _LEAST_BUCKET_MIB <= config.bucket_mib <= _MOST_BUCKET_MIB:
+        yield (
+            f"reduce.bucket_mib={config.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
+            f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
+        )
+    if config.reduce.mode == "fast_bf16" and config.model.precision == "fp32":
+        yield (
+            f"reduce.mode=fast_bf16 rounds the gradients of model.precision={config.model.precision} to bf16; set "
+            f"reduce.mode=fast or model.precision=bf16"
+        )
+    factor = config.train.gradient_outlier_factor
+    if not (factor == 0.0 or factor > 1.0):
+        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"
+
+
+def _profile(config: RunConfig) -> Iterator[str]:
+    profile = config.profile
+    limits = (
+        ("steps", profile.steps, "train.steps", config.train.steps),
+        ("groups", profile.groups, "layout.num_groups", config.layout.num_groups),
+        ("ranks", profile.ranks, "the number of ranks of a group", config.parallel.ranks_per_group),
+    )
+    for name, values, limit_text, limit in limits:
+        if profile.steps and not values:
+            yield f"profile.{name} is empty, so profile.steps traces nothing; name at least one, or empty profile.steps"
+        for value in values if profile.steps else ():
+            if not 0 <= value < limit:
+                yield f"profile.{name} has {value}, outside 0 to {limit - 1}; {limit_text} is {limit}; change it"
+
+
+def _infinite(config: RunConfig) -> Iterator[str]:
+    for key, value in settings_of(config):
+        if isinstance(value, float) and math.isinf(value):
+            yield f"{key}={value} must be finite; choose a number"
+
+
+def _redundancy(config: RunConfig) -> Iterator[str]:
+    redundancy, num_groups = config.spare.redundancy, config.layout.num_groups
+    if redundancy > num_groups:
+        yield (
+            f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
+            f"than there are groups; lower spare.redundancy or raise layout.num_groups"
+        )
+    max_groups = config.layout.max_groups
+    if max_groups is not None and max_groups < num_groups:
+        yield (
+            f"layout.max_groups={max_groups} is less than layout.num_groups={num_groups}, with which the run begins; "
+            f"raise the former or leave it out"
+        )
+    if config.layout.most_groups > num_groups and config.data.access != "shared":
+        yield (
+            f"layout.max_groups={max_groups} exceeds layout.num_groups={num_groups}, and groups beyond that host no "
+            f"shard: they need data.access=shared, but it is {config.data.access}; set it or lower the former"
+        )
+    if config.data.access == "shared" and config.spare.granularity == "stack":
+        yield (
+            "data.access=shared assigns single microbatches of shards without a host, but spare.granularity=stack "
+            "moves whole shards; set data.access=stacked or spare.granularity=microbatch"
+        )
+    if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
+        yield (
+            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, but "
+            f"spare.placement=consecutive puts them next to each other; set spare.placement to golomb or "
+            f"spare.groups_per_domain to 1"
+        )
+
+
+def _indivisible(config: RunConfig) -> Iterator[str]:
+    model, layout = config.model, config.layout
+    stages = layout.pipeline_parallel * layout.virtual_pipeline
+    stages_text = "layout.pipeline_parallel x layout.virtual_pipeline"
+    tensor, tensor_text = layout.tensor_parallel, "layout.tensor_parallel"
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    divisions = [
+        ("model.num_layers", model.num_layers, stages_text, stages),
+        ("model.hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads),
+        ("model.num_attention_heads", model.num_attention_heads, tensor_text, tensor),
+        ("model.ffn_hidden_size", ffn, tensor_text, tensor),
+    ]
+    if layout.context_parallel > 1:
+        # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.
+        pieces = 2 * layout.context_parallel
+        divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
+    query_groups = model_fields(config)["num_query_groups"]
+    if type(query_groups) is int:
+        text = as_written(config, "num_query_groups").partition("=")[0]
+        divisions.append(("model.num_attention_heads", model.num_attention_heads, text, query_groups))
+        larger, smaller = ((text, query_groups), (tensor_text, tensor))[:: 1 if query_groups > tensor else -1]
+        divisions.append((*larger, *smaller))
+    if config.megatron.get("sequence_parallel"):
+        divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
+    groups = "layout.num_groups" if config.layout.max_groups is None else "layout.max_groups"
+    of_group = "layout.tensor_parallel x layout.context_parallel x layout.data_parallel x layout.pipeline_parallel"
+    sizes = f"{groups} x {of_group}"
+    divisions.append((sizes, config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
+    for key, value, divisor_key, divisor in divisions:
+        if divisor > 0 and value % divisor:
+            yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"
+
+
+def _rotation(config: RunConfig) -> Iterator[str]:
+    model, heads = config.model, max(config.model.num_attention_heads, 1)
+    width = config.megatron.get("kv_channels") or model.hidden_size // heads
+    if model.position_embedding == "rope" and isinstance(width, int) and width % 2:
+        yield (
+            f"model.position_embedding=rope rotates pairs of values, but a head is {width} wide "
+            f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
+            f"make the width even"
+        )
+    for name, neutral in (("rope_base", 10000.0), ("rope_scaling_factor", 1.0)):
+        if model.position_embedding != "rope" and getattr(model, name) != neutral:
+            yield (
+                f"model.{name}={getattr(model, name)} has no effect on model.position_embedding="
+                f"{model.position_embedding}; remove it, or set that to rope"
+            )
+
+
+# ---------------------------------------------------------------------------------------------- training itself
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    layout = config.layout
+    if layout.virtual_pipeline == 1:
+        return
+    if layout.pipeline_parallel == 1:
+        yield (
+            f"layout.virtual_pipeline={layout.virtual_pipeline} needs more than one pipeline stage, but "
+            f"layout.pipeline_parallel=1; raise the one or set the other to 1"
+        )
+    if config.megatron.get("batch_p2p_comm"):
+        yield (
+            f"megatron.batch_p2p_comm=true with layout.virtual_pipeline={layout.virtual_pipeline} computes silently "
+            f"wrong gradients in the interleaved schedule; set the first to false or the second to 1"
+        )
+
+
+def _timeouts(config: RunConfig) -> Iterator[str]:
+    """All timeouts are positive, and each outlasts the events it has to wait through."""
+    control = config.control
+    waits = {
+        "control.heartbeat_interval_s": control.heartbeat_interval_s,
+        "control.store_timeout_s": control.store_timeout_s,
+        "reduce.timeout_s": config.reduce.timeout_s,
+        "control.startup_timeout_s": control.startup_timeout_s,
+        "control.decision_timeout_s": control.decision_timeout_s,
+        "control.group_timeout_s": control.group_timeout_s,
+    }
+    for key, value in waits.items():
+        least_s = _LEAST_HEARTBEAT_S if key == "control.heartbeat_interval_s" else 0.0
+        if not value > least_s:
+            yield f"{key}={value} must be above {least_s:g}; raise it"
+        elif value > _MOST_WAIT_S:
+            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g} (three years), and longer waits overflow; lower it"
+    if not min(waits.values()) > 0.0:
+        return
+    lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"
+    reason = {
+        lost: "waits would time out before a lost rank is detected",
+        away: "waits would time out while the store may still come back",
+    }
+    limits = {lost: 2 * control.heartbeat_interval_s, away: control.store_timeout_s}
+    for inner, outer in (
+        (lost, away),
+        (away, "reduce.timeout_s"),
+        (away, "control.group_timeout_s"),
+    ):
+        if limits[inner] > waits[outer]:
+            yield (
+                f"{inner} = {limits[inner]:g} exceeds {outer}={waits[outer]:g}: {reason[inner]}; "
+                f"lower the first or raise the second"
+            )
+    needed_s = config.reduce.timeout_s + control.group_timeout_s
+    if not control.decision_timeout_s > needed_s:
+        yield (
+            f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "
+            f"control.group_timeout_s = {needed_s}: a decision may wait until another group's pipeline and reduction "
+            f"have timed out; raise control.decision_timeout_s or lower one of the others"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- machine
+
+
+def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
+    if config.cluster.isolate_nodes and not machine.can_isolate:
+        yield (
+            "cluster.isolate_nodes=true needs root, and `ip`, `bridge` and `nsenter` (Debian: iproute2, util-linux); "
+            "set it to false"
+        )
+    if config.cluster.isolate_nodes and config.control.store != "embedded":
+        yield (
+            f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
+            f"embedded or the second to false"
+        )
+
+
+def _slow_faults(machine: Machine) -> Iterator[str]:
+    for kind, reason in (("slow_host", machine.no_slow_host), ("slow_link", machine.no_slow_link)):
+        if reason:
+            yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
+
+
+def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
+    num_ranks = config.parallel.num_ranks
+    if resolve_device(config, machine) == "gpu":
+        num_needed = -(-num_ranks // config.cluster.ranks_per_gpu)
+        if num_needed > machine.num_gpus:
+            yield (
+                f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
+                f"{config.parallel.ranks_per_group} ranks) need {num_needed} GPUs, and there are {machine.num_gpus}; "
+                f"reduce the layout or set cluster.device=cpu"
+            )
+        if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
+            yield _only_transformer_engine(config)
+        return
+    for field in fields_set(config, ON_GPUS_ALONE):
+        yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
+    if config.megatron.get("moe_token_dispatcher_type") == "alltoall":
+        yield "megatron.moe_token_dispatcher_type=alltoall needs cluster.device=gpu; remove it"
+    if config.model.transformer_impl == "transformer_engine":
+        yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
+    if config.layout.context_parallel > 1:
+        yield _only_transformer_engine(config)
+
+
+def _window(config: RunConfig) -> Iterator[str]:
+    context, exchange = config.layout.context_parallel, config.megatron.get("cp_comm_type")
+    window = model_fields(config)["window_size"]
+    if window is not None and context > 1 and exchange not in ("a2a", "all_gather"):
+        yield (
+            f"{as_written(config, 'window_size')} with layout.context_parallel={context} needs an exchange of "
+            f"transformer-engine that knows windows; set megatron.cp_comm_type to a2a or all_gather"
+        )
+
+
+def _documents(config: RunConfig) -> Iterator[str]:
+    """Masks that the model could not use."""
+    data, model, context = config.data, config.model, config.layout.context_parallel
+    if data.reset_position_ids and model.position_embedding == "rope":
+        yield (
+            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of "
+            "positions and depends on their distances alone; set data.reset_attention_mask=true, and this to false"
+        )
+    if data.reset_attention_mask and (context > 1 or model.transformer_impl == "transformer_engine"):
+        yield (
+            f"data.reset_attention_mask=true needs attention by torch, but model.transformer_impl="
+            f"{model.transformer_impl} with layout.context_parallel={context} is that of transformer-engine; set "
+            f"model.transformer_impl=local and layout.context_parallel=1"
+        )
+
+
+def _only_transformer_engine(config: RunConfig) -> str:
+    return (
+        f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine; "
+        f"set it to 1, or use cluster.device=gpu and model.transformer_impl=transformer_engine"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
+    threads = config.parallel.num_ranks * config.cluster.threads_per_rank
+    if resolve_device(config, machine) == "cpu" and threads > _MOST_THREADS_PER_CORE * machine.num_cores:
+        yield (
+            f"{config.parallel.num_ranks} ranks with cluster.threads_per_rank={config.cluster.threads_per_rank} share "
+            f"{machine.num_cores} cores; steps will be slow and their times uneven"
+        )
+
+
+def _weak_redundancy(config: RunConfig) -> Iterator[str]:
+    spare, num_groups = config.spare, config.layout.num_groups
+    if spare.redundancy == 1:
+        yield "spare.redundancy=1 masks nothing: every lost group sends the run back to its newest checkpoint"
+        return
+    if spare.redundancy == num_groups:  # no other placement nor a lower redundancy does better
+        return
+    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
+    most = placement.max_hosts_in_domain(spare.groups_per_domain)
+    if most > 1:
+        yield (
+            f"{most} of the spare.redundancy={spare.redundancy} hosts of some shard stand in one domain and may be "
+            f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
+            f"layout.num_groups={num_groups}; lower one of the former"
+        )
+    if spare.placement == "golomb":  # already has as few shared hosts as this number of groups allows
+        return
+    shared = placement.max_shared_hosts
+    fewest = make_placement("golomb", num_groups, spare.redundancy).max_shared_hosts
+    if shared > fewest:
+        yield (
+            f"with spare.placement={spare.placement} some two shards share {shared} of their "
+            f"spare.redundancy={spare.redundancy} hosts, so fewer losses may wipe a shard out; with "
+            f"spare.placement=golomb no two share more than {fewest}"
+        )

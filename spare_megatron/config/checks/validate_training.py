@@ -1,0 +1,297 @@
+"""Problems of corpus, memory, metrics and optimizer."""
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from spare_megatron.config.training.corpus import (
+    HELD_OUT,
+    CorpusFacts,
+    described_corpora,
+    is_same_corpus,
+    named_set,
+    validation_names,
+)
+from spare_megatron.config.model.parameter_rules import rule_problems
+from spare_megatron.config.model.rank_memory import rank_memory, ranks_per_machine
+from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.schema import MetricsConfig, RunConfig
+from spare_megatron.formats.store_space import gib
+
+INDEX_BYTES_PER_SAMPLE = 12
+"""Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
+
+
+def data_problems(
+    config: RunConfig,
+    *,
+    has_corpus: bool,
+    corpus_failure: str,
+    corpus: CorpusFacts | None,
+    program: frozenset[str],
+    memory_bytes: int | None,
+) -> Iterator[str]:
+    """Every reason why no samples could be read; the facts are those of `Machine`."""
+    data = config.data
+    if data.blend and data.corpus:
+        yield f"data.corpus={data.corpus} and {data.named} are both set; clear one of them"
+    elif not data.corpora:
+        if "datasets_provider" not in program:
+            yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+        elif data.split or data.validation:
+            yield "data.split and data.validation divide corpora, and data.corpus is empty; set it, or remove them"
+        elif data.reset_attention_mask and data.end_of_document is None:
+            yield (
+                "data.reset_attention_mask=true needs the token that ends a document, and there is no note of a corpus "
+                "that names it; set data.end_of_document to the id of that token"
+            )
+    elif corpus_failure:
+        yield corpus_failure
+    elif not has_corpus:
+        yield _missing(data.corpus)
+    elif corpus is not None:
+        for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
+            name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
+            yield from _unfit(config, name, part.corpus, facts, memory_bytes)
+        yield from _ends(config, corpus)
+        yield from _counted(config)
+        yield from _validation(config, corpus)
+        if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
+            ours, theirs = described_corpora(corpus.identity, data.identity)
+            yield (
+                f"{data.named} is {ours!r}, not data.identity={theirs!r}; use that corpus, "
+                f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
+            )
+
+
+def _missing(corpus: str) -> str:
+    prefix = corpus.removesuffix(".bin").removesuffix(".idx")
+    if prefix != corpus:
+        return f"data.corpus={corpus} is a file; set it to the common prefix of the two files, {prefix}"
+    return (
+        f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
+        f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
+    )
+
+
+def _unfit(
+    config: RunConfig, name: str, prefix: str, corpus: CorpusFacts, memory_bytes: int | None = None
+) -> Iterator[str]:
+    """Why the model cannot be trained on this corpus, or validated."""
+    vocab_size = config.model.vocab_size
+    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
+        yield (f"model.vocab_size={vocab_size} is below the vocabulary of {name}, {corpus.vocab_size} tokens; raise it")
+    elif corpus.largest_token >= vocab_size:
+        yield (
+            f"{name}: {prefix}.bin has token ids up to {corpus.largest_token}, but "
+            f"model.vocab_size={vocab_size}; raise that to at least {corpus.largest_token + 1}"
+        )
+    if corpus.least_token < 0:
+        yield f"{name}: {prefix}.bin has negative token ids, down to {corpus.least_token}; rewrite it with ids from 0"
+    num_samples = corpus.num_tokens // config.model.seq_length
+    index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
+    if memory_bytes is not None and index_bytes > memory_bytes:
+        yield (
+            f"{name} has {num_samples} sequences in an epoch, whose sample index takes {gib(index_bytes)} to build, "
+            f"but this machine has {gib(memory_bytes)} of memory for it; start from a larger one, or cut the corpus"
+        )
+
+
+def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why samples could not depend on where documents end."""
+    data, given, noted = config.data, config.data.end_of_document, corpus.end_of_document
+    if not data.document_settings:
+        return
+    if given is None and noted is None:
+        yield (
+            f"data.{data.document_settings[0]}=true needs the token that ends a document, and no note of "
+            f"`spare preprocess` names one for all of {data.named}; write it anew, or set data.end_of_document to the "
+            f"id of that token"
+        )
+    elif given is not None and noted not in (None, given):
+        yield (
+            f"data.end_of_document={given}, but by its note {data.named} ends documents with token {noted}; clear the "
+            f"setting"
+        )
+    elif given is not None and given >= config.model.vocab_size:
+        yield f"data.end_of_document={given} is not below model.vocab_size={config.model.vocab_size}; change one"
+
+
+_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
+"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
+
+
+def _counted(config: RunConfig) -> Iterator[str]:
+    num_groups, num_tokens = config.layout.num_groups, run_sizes(config).tokens_per_step
+    is_exact = config.reduce.mode == "reproducible" or not config.data.eod_mask_loss
+    if not is_exact and (num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS):
+        yield (
+            f"data.eod_mask_loss=true counts tokens exactly with reduce.mode={config.reduce.mode} in up to "
+            f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
+            f"and {num_tokens}; set reduce.mode=reproducible, or lower layout.num_groups or the batch"
+        )
+
+
+def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why validation sets could not be read."""
+    data = config.data
+    if repeated := [name for name, count in Counter(validation_names(data)).items() if count > 1]:
+        yield (
+            f"data.validation: name={repeated[0]} is the name of two validation sets"
+            f"{', one of them that of data.split' if repeated[0] == HELD_OUT else ''}; rename one"
+        )
+    end = corpus.end_of_document if data.end_of_document is None else data.end_of_document
+    tokenizers = {facts.tokenizer for facts in [corpus, *(facts for _, facts in corpus.parts)]} - {""}
+    for one, facts in zip(data.validation, corpus.validation, strict=True):
+        name = named_set(one)
+        if not _ID.fullmatch(one.name):
+            yield f"{name}: use at most 64 letters, digits, hyphens and underscores for the name"
+        yield from _unfit(config, name, one.corpus, facts)
+        if facts.num_tokens <= config.model.seq_length:
+            yield (
+                f"{name} has {facts.num_tokens} tokens, a window needs model.seq_length + 1 = "
+                f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
+            )
+        if facts.tokenizer and tokenizers and facts.tokenizer not in tokenizers:
+            yield (
+                f"{name} was written with tokenizer {facts.tokenizer}, and {data.named} with "
+                f"{', '.join(sorted(tokenizers))}; write both with one"
+            )
+        ends = {facts.end_of_document, end} - {None}
+        if data.document_settings and len(ends) > 1:
+            yield f"{name} ends documents with token {facts.end_of_document}, {data.named} with {end}; write both alike"
+        if not is_same_corpus(one.identity, facts.identity):
+            yield (
+                f"{name} is {facts.identity!r}, not identity={one.identity!r}; use that corpus, or clear its identity"
+            )
+
+
+def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
+    """Whether CPU ranks of an otherwise valid configuration exceed a machine's memory, activations left out."""
+    memory, num_ranks = rank_memory(config), ranks_per_machine(config)
+    needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
+    if machine_bytes is not None and needed > machine_bytes:
+        yield (
+            f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need {gib(needed)} for "
+            f"parameters, gradients, buckets and optimizer state, but it has {gib(machine_bytes)} of memory; lower "
+            f"layout.num_groups, choose a smaller model, or set optimizer.sharding=stacked"
+        )
+
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
+    wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
+    for name, value in wanted.items():
+        package = name.partition(".")[2].partition("_")[0]
+        if value and importlib.util.find_spec(package) is None:
+            yield (
+                f"{name}={value} needs the package {package}, which is not installed: "
+                "pip install 'spare_megatron[metrics]', or remove the setting"
+            )
+    if metrics.run_id and not _ID.fullmatch(metrics.run_id):
+        yield (
+            f"metrics.run_id={metrics.run_id!r} is not a valid id for Weights & Biases; "
+            "use at most 64 letters, digits, hyphens and underscores"
+        )
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[str]:
+    settings = config.optimizer
+    if settings.min_learning_rate > settings.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
+            f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
+        )
+    yield from _decay(config)
+    yield from rule_problems(config)
+    yield from _sharding(config)
+
+
+def lane_problems(config: RunConfig) -> Iterator[str]:
+    """Why the lanes of a group cannot share its work."""
+    spare, num_lanes = config.spare, config.layout.data_parallel
+    if num_lanes == config.row_size == 1:
+        return
+    lanes = f"layout.data_parallel={num_lanes}"
+    sharing = lanes if config.layout.expert_parallel is None else f"layout.expert_parallel={config.row_size}"
+    settings = [("microbatches_per_shard", spare.microbatches_per_shard)]
+    if spare.ramp_start is not None:
+        settings += [("ramp_start", spare.ramp_start), ("ramp_increment", spare.ramp_increment)]
+    for name, value in settings:
+        if value % config.row_size:
+            yield (
+                f"spare.{name}={value} is no multiple of {sharing}: so many lanes share the experts, and compute as "
+                f"many microbatches of a shard together; set it to {-(-value // config.row_size) * config.row_size}"
+            )
+        elif value < num_lanes and name != "ramp_increment":
+            yield (
+                f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
+                f"former or lower the latter"
+            )
+    if config.row_size > 1 and (config.model.num_experts or 0) % config.row_size:
+        yield (
+            f"model.num_experts={config.model.num_experts} is no multiple of {sharing}, and each lane holds as many "
+            f"experts; change one of them"
+        )
+    if num_lanes % config.row_size:
+        yield (
+            f"{lanes} is no multiple of {sharing}: lanes of one group divide the experts, never groups, any of which "
+            f"may be lost; change one of them"
+        )
+    if config.optimizer.sharding == "stacked":
+        yield (
+            f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "
+            f"of each; set the former to replicated or the latter to 1"
+        )
+
+
+def lane_warnings(config: RunConfig) -> Iterator[str]:
+    """Lanes that wait for one another in every step."""
+    num_microbatches, num_lanes = config.spare.microbatches_per_shard, config.layout.data_parallel
+    if idle := -num_microbatches % num_lanes:
+        yield (
+            f"spare.microbatches_per_shard={num_microbatches} is no multiple of layout.data_parallel={num_lanes}: in "
+            f"every step {idle} lanes of each group wait for the time of a microbatch; change one of them"
+        )
+
+
+def _decay(config: RunConfig) -> Iterator[str]:
+    settings = config.optimizer
+    steps = settings.decay_steps or config.train.steps
+    end = f"{'optimizer.decay_steps' if settings.decay_steps else 'train.steps'}={steps}"
+    warmup, decay = settings.warmup_steps, settings.wsd_decay_steps
+    if warmup > 0 and warmup >= steps:
+        yield f"optimizer.warmup_steps={warmup} must be below {end}; lower the first or raise the second"
+    elif settings.decay_style == "wsd" and decay is not None and warmup + decay > steps:
+        yield (
+            f"optimizer.warmup_steps={warmup} and optimizer.wsd_decay_steps={decay} together exceed {end}; lower one "
+            f"of the former or raise the latter"
+        )
+    if settings.decay_style == "wsd" and decay is None:
+        yield "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps, the steps of its decay; set it"
+    if settings.decay_style != "wsd" and decay is not None:
+        yield (
+            f"optimizer.wsd_decay_steps={decay} has no effect on optimizer.decay_style={settings.decay_style}; remove "
+            f"it, or set that to wsd"
+        )
+
+
+def _sharding(config: RunConfig) -> Iterator[str]:
+    redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
+    if config.optimizer.sharding == "replicated":
+        return
+    if redundancy > num_groups:
+        yield (
+            f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a partition cannot have more "
+            f"hosts than there are groups; lower optimizer.redundancy or raise layout.num_groups"
+        )
+    # A gather's staging buffer holds at least eight bytes of each group, and their checksum.
+    least = 32 * (num_groups + 1) / 2**20
+    if config.bucket_mib < least:
+        yield (
+            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
+            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
+        )

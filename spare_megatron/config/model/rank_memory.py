@@ -1,0 +1,114 @@
+"""Memory of the fullest rank: weights, gradients, reduction buckets, optimizer state and activations."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.log.bucket_window import MAX_STAGED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of the fullest rank, without the overhead of libraries and allocators.
+
+    Attributes:
+        reduction_bytes: Buckets staged at a time, at most.
+        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
+        activations_bytes: Peak of what the forward pass keeps; an estimate.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    reduction_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.reduction_bytes + self.activations_bytes
+
+
+def rank_memory(config: RunConfig) -> RankMemory:
+    """The memory of the fullest rank of a configuration without problems."""
+    layout = config.layout
+    weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
+    # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
+    number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
+    sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
+    optimizer = config.optimizer
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
+    # With experts another stage may hold most optimizer state than most parameters.
+    parameters, own = max(
+        _parameters_of_stages(config),
+        key=lambda stage: stage[0] * (weights_bytes + sums) + stage[1] * optimizer_bytes * held,
+    )
+    return RankMemory(
+        weights_bytes=parameters * weights_bytes,
+        gradients_bytes=parameters * sums,
+        reduction_bytes=min(own * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
+        optimizer_bytes=round(own * optimizer_bytes * held),
+        activations_bytes=_activations_bytes(config),
+    )
+
+
+def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """Per stage the parameters of a rank, and those that it sums over groups and updates: its part among the lanes.
+
+    The lanes of a row hold different experts.
+    """
+    layout, shape, stages = config.layout, model_shape(config), config.layout.pipeline_parallel
+    for all_of_stage, experts in zip(shape.of_stages(stages), shape.experts_of_stages(stages), strict=True):
+        held = -(-(all_of_stage - experts) // layout.tensor_parallel)
+        own_experts = -(-experts // (layout.tensor_parallel * config.row_size))
+        own = -(-held // layout.data_parallel) + -(-own_experts * config.row_size // layout.data_parallel)
+        yield held + own_experts, own
+
+
+def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
+    """Bytes of a parameter in compute precision, and of its optimizer state (see `RankMemory`)."""
+    return (2, 12) if config.model.precision == "bf16" else (4, 8)
+
+
+def _activations_bytes(config: RunConfig) -> int:
+    """Activation bytes of the fullest stage.
+
+    Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
+    tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
+    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
+    microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h values in 16
+    bits, and is taken to route equally many tokens to each rank.
+    """
+    model, layout, megatron = config.model, config.layout, model_fields(config)
+    tensor = layout.tensor_parallel
+    ffn, copies = model.ffn_hidden_size or 4 * model.hidden_size, 0
+    if model.num_experts is not None:
+        each, copies = model.expert_ffn_hidden_size or ffn, model.experts_per_token
+        ffn = copies * each + (model.shared_expert_ffn_hidden_size or 0)
+    parted = 8 + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
+    whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
+    per_token = model.hidden_size * (whole + parted / tensor)
+    if megatron.get("recompute_granularity") == "full":
+        per_token = 2.0 * model.hidden_size
+    if model.precision == "fp32":
+        per_token *= 2
+    tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
+    stages = layout.pipeline_parallel
+    layers = model.num_layers / stages
+    num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
+    most_of_lane = -(-num_shards * config.spare.microbatches_per_shard // layout.data_parallel)
+    in_flight = float(min(stages, most_of_lane))
+    if layout.virtual_pipeline > 1:
+        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
+    logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
+    first = layers * in_flight * tokens * per_token
+    last = layers * tokens * per_token + logits
+    return round(max(first + (logits if stages == 1 else 0), last))
+
+
+def ranks_per_machine(config: RunConfig) -> int:
+    """Ranks on one machine: all of them if nodes are rehearsed on it."""
+    layout = config.parallel
+    return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node

@@ -1,0 +1,50 @@
+"""Sizes of a run that follow from its configuration: ranks, parameters, batch, tokens, memory, checkpoint."""
+
+from dataclasses import dataclass
+
+from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.rank_memory import RankMemory, rank_memory, state_bytes_per_parameter
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.terms import global_batch, sequences_before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSizes:
+    """Derived sizes of a run; `checkpoint_bytes` counts all state once, active parameters are those of a token.
+
+    Counts per step cover all groups, and are those after the ramp of the batch.
+    """
+
+    num_ranks: int
+    ranks_per_group: int
+    lanes_per_group: int
+    num_parameters: int
+    num_active_parameters: int
+    microbatches_per_step: int
+    sequences_per_step: int
+    tokens_per_step: int
+    tokens: int
+    bucket_mib: float
+    memory: RankMemory
+    checkpoint_bytes: int
+
+
+def run_sizes(config: RunConfig) -> RunSizes:
+    """Derives the sizes of a configuration without problems."""
+    sequences = global_batch(config)
+    tokens = sequences * config.model.seq_length
+    shape = model_shape(config)
+    return RunSizes(
+        num_ranks=config.parallel.num_ranks,
+        ranks_per_group=config.parallel.ranks_per_group,
+        lanes_per_group=config.layout.data_parallel,
+        num_parameters=shape.num_parameters,
+        num_active_parameters=shape.num_active_parameters,
+        microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,
+        sequences_per_step=sequences,
+        tokens_per_step=tokens,
+        tokens=sequences_before(config, config.train.steps) * config.model.seq_length,
+        bucket_mib=config.bucket_mib,
+        memory=rank_memory(config),
+        checkpoint_bytes=shape.num_parameters * sum(state_bytes_per_parameter(config)),
+    )

@@ -1,0 +1,65 @@
+"""The terms of a run: what its settings fix for all groups, keyed as in the run record of the journal."""
+
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.validation_sets import units_per_shard
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.terms import ORDER, masks_of
+
+
+def terms_of_run(config: RunConfig) -> dict[str, Any]:
+    """The terms that a resolved configuration fixes; equal in the driver and in every rank."""
+    layout, spare, ramp = config.layout, config.spare, config.unit_ramp
+    tokens = run_sizes(config).tokens_per_step
+    return {
+        "name": config.name,
+        "num_groups": layout.num_groups,
+        "max_groups": layout.max_groups or 0,
+        "ranks_per_group": config.parallel.ranks_per_group,
+        "ranks_per_stage": config.parallel.ranks_per_stage,
+        "lanes": layout.data_parallel,
+        "row_size": config.row_size,
+        # While the pipeline fills, each lane could have computed as much as later.
+        "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline * config.units_at_once,
+        "redundancy": spare.redundancy,
+        "microbatches_per_shard": ramp.largest,
+        "ramp": [ramp.start, ramp.increment, ramp.steps] if ramp.steps else [],
+        "placement": spare.placement,
+        "groups_per_domain": spare.groups_per_domain,
+        "granularity": spare.granularity,
+        "deal_by_pace": spare.deal_by_pace,
+        "last_resort": config.data.access == "shared",
+        "slice_redundancy": config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
+        "reduce_mode": config.reduce.mode,
+        "num_steps": config.train.steps,
+        "params_check_every_steps": config.train.params_check_every_steps,
+        "loaded": config.checkpoint.load,
+        "tokens_per_step": tokens,
+        "flops_per_step": flops_per_token(config) * tokens,
+        "peak_tflops": config.metrics.peak_tflops,
+        "max_minutes": config.train.max_minutes,
+        "corpus": config.data.identity,
+        "order": ORDER,
+        "weights": config.checkpoint.weights_identity,
+        "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
+        "program": config.program.sha256,
+        "offset": config.data.offset,
+        "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
+        "audit_every_steps": 0 if (audits := audit_policy(config)) is None else audits.every_steps,
+        "eval_every_steps": config.eval.every_steps,
+        "eval_microbatches_per_shard": units_per_shard(config),
+    }
+
+
+def terms_in(run_dir: Path) -> dict[str, Any]:
+    """The terms that a run directory's `config.toml` fixes; empty if this version cannot load it."""
+    try:
+        terms = terms_of_run(load_run_config(run_dir / "config.toml").config)
+    except (ValueError, OSError):
+        return {}
+    return {name: value for name, value in terms.items() if name != "order"}  # that of the code, not of a setting

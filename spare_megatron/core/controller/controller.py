@@ -1,0 +1,617 @@
+"""The controller of a run: folds the decision log and answers events with actions.
+
+Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from spare_megatron.core.log.actions import (
+    Action,
+    AdmitGroups,
+    AppendEntry,
+    AttemptEvaluation,
+    AttemptFinish,
+    AttemptReduce,
+    AwaitHosts,
+    BuildCommunicator,
+    ChangePaces,
+    ComputeAudits,
+    ComputePatch,
+    ComputeStep,
+    DrainGroups,
+    FinishRun,
+    GatherParams,
+    LoadCheckpoint,
+    ReadEntry,
+    ReadVotes,
+    ReportEvaluation,
+    SaveCheckpoint,
+    SaveDispute,
+    StartRepairs,
+    StopHalted,
+    StopWipeOut,
+    UpdateModel,
+)
+from spare_megatron.core.controller.audit_course import AuditCourse
+from spare_megatron.core.audits.audits import Dispute
+from spare_megatron.core.saves.checkpoint_policy import LogClock, Saves
+from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.decision import decide
+from spare_megatron.core.controller.departures import departures
+from spare_megatron.core.log.entries import (
+    Commit,
+    Entry,
+    Evaluated,
+    Fence,
+    Finish,
+    GiveUp,
+    Halt,
+    Restart,
+    Resume,
+    Retry,
+)
+from spare_megatron.core.log.events import (
+    EndRequested,
+    EntryRead,
+    Event,
+    HostsRead,
+    RunStarted,
+    VotesRead,
+    WaitingRead,
+)
+from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
+from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
+from spare_megatron.core.controller.restart import Restarts
+from spare_megatron.core.log.votes import Attempted
+from spare_megatron.stacking.batch_ramp import BatchRamp
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.paces import EVEN, Paces
+from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.state_partitions import Ownership, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
+
+MAX_RETRIES_WITHOUT_LOSS = 5
+"""Attempts of one step that may fail in a row without a loss; one more halts the run."""
+
+
+class Controller:
+    """Folds the log of one run. Controllers of all ranks are equal after the same entries."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        self._setup = setup
+        self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
+        self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
+        self.epoch = 0
+        self.head = 0
+        self.step = setup.first_step
+        self.attempt = 0
+        self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
+        self._all_groups = self.members
+        self._last_fenced: dict[GroupId, int] = {}  # incarnation
+        self._paces = PaceEvidence()
+        self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
+        self._deal_step()
+        policy = setup.evaluation
+        self._evaluation_dealing = None if policy is None else self._deal(policy.microbatches_per_shard)
+        self._is_evaluating = False  # after `step` committed steps, before the next one
+        self._plans: list[StepPlan] = []  # of this step or evaluation: the plan, then its patches
+        self._orphans: list[Microbatch] = []
+        self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
+        self._num_steps = setup.num_steps  # lowered by a commit that is the last
+        self._is_asked = False  # whether that one was the last because the run was asked to end
+        self._is_end_requested = False
+        self._is_over = False  # all of them are committed
+        self._votes_on_end = False  # parameters are left to gather then, or a save to compare
+        self._retries_without_loss = 0
+        self._last_error = ""  # of a group lost in this step
+        self._is_discarded = False  # a group with wrong state contributed to the attempt
+        self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
+        self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
+        self._hosts = None if setup.last_resort else setup.placement.hosts
+        self._audits = AuditCourse(setup.audits, self._hosts, setup.first_step)
+        self._is_communicator_unused = False
+        last_resort = setup.last_resort
+        self._saves = Saves(
+            setup.saves,
+            setup.placement,
+            setup.first_step,
+            setup.num_steps,
+            last_resort=last_resort,
+            pause_s=setup.pause_s,
+        )
+        self._validity = CheckpointValidity()
+        self._num_admitted = 0
+        self._clock = LogClock()
+        self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
+        self.pause: AwaitHosts | None = None
+        """While shards have no host and groups wait for one."""
+        self._num_resumes = 0  # of this step or evaluation
+
+    def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
+        """The actions that follow from an event; raises ValueError if the log is damaged."""
+        match event:
+            case RunStarted():
+                self._clock.start(now_s)
+                return (self._build_communicator(), *self._begin())
+            case EntryRead(index=index, entry=entry):
+                if index != self.head:
+                    raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
+                self.head += 1
+                return self._fold(entry, now_s)
+            case VotesRead(attempt=attempt):
+                return self._decide(event, now_s) if attempt == self.attempt else ()
+            case WaitingRead():
+                over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
+                return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
+            case HostsRead():
+                return self._await_hosts(event, now_s)
+            case EndRequested():
+                self._is_end_requested = True
+                return ()
+
+    @property
+    def audited_steps(self) -> int | None:
+        return self._audits.audited_steps
+
+    @property
+    def deals_by_pace(self) -> bool:
+        return self._setup.rounds is not None
+
+    def _deal(self, num_microbatches: int) -> Dealing:
+        setup = self._setup
+        fetch = setup.fetch if setup.last_resort else None
+        order = initial_order(setup.placement, num_microbatches, setup.granularity, fetch=fetch)
+        return Dealing(order, self._all_groups)
+
+    # ------------------------------------------------------------------------------------------- folding the log
+
+    def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
+        refused = self._validity.fold(entry)
+        self._saves.on_refusal(refused)
+        return (*refused, *self._follow(entry, now_s))
+
+    def _follow(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
+        match entry:
+            case Fence():
+                self._is_discarded |= entry.discard
+                return self._lose(entry)
+            case Commit(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._commit(entry, now_s)
+            case Retry(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._retry(entry)
+            case Evaluated(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._evaluated(entry)
+            case Finish(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return (FinishRun(step=step, is_asked=self._is_asked),)
+            case Resume(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._resume(entry)
+            case Restart():
+                return self._restart(entry, now_s)
+            case GiveUp(step=step, reason=reason):
+                shards = self.pause.shards if self.pause else ()
+                stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
+                return self._stop_wiped_out(replace(stop, reason=reason))
+            case Halt(step=step, reason=reason):
+                return (StopHalted(step=step, reason=reason),)
+
+    def _expect(self, entry: Entry, step: int, attempt: int) -> None:
+        if (step, attempt) != (self.step, self.attempt):
+            raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
+        if isinstance(entry, Resume) != (self.pause is not None):
+            raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
+        if isinstance(entry, Commit | Evaluated) and self._is_discarded:
+            raise ValueError(f"log entry {entry} commits a sum that was discarded")
+        if isinstance(entry, Commit | Evaluated) and isinstance(entry, Evaluated) != self._is_evaluating:
+            raise ValueError(f"log entry {entry} is none of {'an evaluation' if self._is_evaluating else 'a step'}")
+
+    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+        group = fence.group
+        self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
+        # Compare ids first: with thousands of groups a call for each would dominate.
+        left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
+        self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
+        self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
+        if fence.discard:
+            self._audits.on_wrong(group)
+        if len(left) == len(self.voters):
+            # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
+            return self._await_decision()
+        if fence.error and fence.error == self._last_error:
+            # Every further group that computes that microbatch would fail, too, until none is left.
+            reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
+            return (StopHalted(step=self.step, reason=reason),)
+        self._last_error = fence.error or self._last_error
+        self._failed -= {group}
+        self._change_voters(left)
+        self._retries_without_loss = 0
+        self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
+        if not left:
+            shards = tuple(ShardId(int(group)) for group in self._all_groups)
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=shards))
+        try:
+            own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
+        except StateWipeOut as lost:
+            wrong = fence.reason if fence.discard else ""
+            return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
+        saved = self._save_dispute() if fence.is_outvoted else ()
+        return (self._build_communicator(), *own, *saved, *self._await_decision())
+
+    def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
+        ends = commit.is_last or self.step + 1 == self._num_steps
+        update = UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven, is_last=ends)
+        actions: list[Action] = [update]
+        self._clock.set_by(commit.at_s, now_s)
+        self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
+        self._audits.on_commit(self.step, self._plans, self.members)
+        dealt = dict(self._paces.dealt)
+        has_changed = self._paces.fold(commit.paces, self.members, self._idle())
+        self._audits.on_paces(dealt, self._paces.dealt, self.members)
+        self.step += 1
+        self.attempt += 1
+        self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
+        self._retries_without_loss = self._num_resumes = 0
+        actions += self._own(
+            self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        )
+        self._saves.on_ownership(self.ownership)
+        actions += self._gather_params()
+        if commit.is_last:
+            self._num_steps, self._is_asked = self.step, commit.is_asked
+        is_last = self._is_over = self.step == self._num_steps
+        self._is_evaluating = self._is_evaluation_due()
+        if commit.save:
+            actions.append(self._save(commit.at_s, is_last=is_last))
+        if is_last:
+            self._votes_on_end = self.ownership is not None or commit.save
+            return (*actions, *self._begin())
+        groups, owned = self.members, self.ownership
+        if commit.drain:
+            staying = tuple(voter for voter in self.voters if voter not in commit.drain)
+            groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
+        actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
+        if has_changed:
+            actions.append(ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
+        return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
+
+    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
+        """Changes the members: those that are drained leave, and those that may of the ones that ask come in."""
+        # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
+        able = [member for member in self._not_fenced(asked) if member.group not in self.members]
+        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
+        left = tuple(voter for voter in self.voters if voter in drained)
+        if not admitted and not left:
+            return ()
+        actions: list[Action] = []
+        earlier = tuple(voter for voter in self.voters if voter not in left)
+        self._change_voters((*earlier, *admitted))
+        if left:
+            self._last_fenced |= dict(left)  # only a later incarnation may come back
+            actions.append(DrainGroups(step=self.step, members=left))
+        if admitted:
+            # Donors take turns, which spreads the cost.
+            donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
+            self._num_admitted += len(admitted)
+            self._saves.on_admission(admitted)
+            self._audits.on_admitted(admitted)
+            actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
+        actions.append(self._build_communicator())
+        return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
+
+    def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
+        self.attempt += 1
+        self._is_evaluating = False
+        self._retries_without_loss = self._num_resumes = 0
+        self._last_error = ""
+        report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
+        return (report, *self._begin())
+
+    def _restart(self, restart: Restart, now_s: float) -> tuple[Action, ...]:
+        step = restart.step
+        for voter in set(self.voters) - set(restart.members):
+            self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
+        self._change_voters(self._not_fenced(restart.members))
+        self._paces.start_over()  # other machines may have taken the places
+        self.restarts.on_restart(step, self._clock.at_s)
+        self.pause = None
+        self._last_error = ""
+        partitions = self._setup.partitions
+        ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
+        hosts = ownership.hosts if ownership else ()
+        load = LoadCheckpoint(
+            step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot, members=self.voters
+        )
+        self.step = step
+        self.attempt += 1
+        self._is_discarded, self._wrong_sums, self._failed = False, (), frozenset()
+        self._audits.on_restart(step, self.members)
+        self._retries_without_loss = self._num_resumes = 0
+        self._saves.on_restart(step, self._clock.read_s(now_s))
+        self._step_dealing.start_over()
+        if self._evaluation_dealing is not None:
+            self._evaluation_dealing.start_over()
+        # The state saved after the last step has yet to be compared.
+        self._is_over = self._votes_on_end = step == self._num_steps
+        self._is_evaluating = self._is_evaluation_due()
+        return (load, self._build_communicator(), *self._own(ownership), *self._begin())
+
+    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+        self.attempt += 1
+        self.pause = None
+        self._is_discarded, self._wrong_sums = False, ()
+        self._audits.on_resume()
+        self._num_resumes += 1
+        # Some group may lack parameters: no vote has said so since the last gather.
+        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
+
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+        self.attempt += 1
+        self._wrong_sums = retry.wrong_sums
+        self._failed |= {failure.group for failure in retry.failures}
+        self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
+        self._audits.on_retry(retry)
+        # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
+        build = () if self._is_communicator_unused else (self._build_communicator(),)
+        self._retries_without_loss += len(build) and not retry.disputes
+        if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
+            reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
+            if retry.wrong_sums:
+                groups = ", ".join(map(str, retry.wrong_sums))
+                reason += f"; in the last one sums contradicted their checksums on groups {groups}"
+            reason += "".join(f"; group {group}: {cause}" for group, cause in retry.failures[:1])
+            return (StopHalted(step=self.step, reason=reason),)
+        state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
+        state = (*state, *(self._save_dispute(retry.disputes) if self._is_discarded else ()))
+        if self._is_over and self._saves.lacks_last(self.step):
+            # The checkpoint of the last step has been refused.
+            state = (*state, self._save(self._clock.at_s, is_last=True))
+            self._votes_on_end = True
+        if retry.recompute or (self._is_over and not self._is_evaluating):
+            return (*build, *state, *self._begin(is_anew=retry.recompute))
+        try:
+            patch = self._plan_patch()
+        except WipeOut as wipe_out:
+            return self._wiped_out(wipe_out, (*build, *state))
+        attempt = self._attempt(retry.kept)
+        into = attempt if isinstance(attempt, AttemptReduce) else None
+        # A group that lacked parameters has all of the step's work still to do.
+        compute = _compute(self._plans[:1], self._plans[1:], into) if retry.gather else _compute([], [patch], into)
+        if retry.disputes:
+            compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
+        return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
+
+    def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
+        return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
+
+    def _change_voters(self, voters: Iterable[Member]) -> None:
+        self.voters = tuple(sorted(voters))
+        self.members = tuple(voter.group for voter in self.voters)
+        self._paces.keep(self.members)
+        self.epoch += 1
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        attempted = Attempted(
+            step=self.step,
+            attempt=self.attempt,
+            members=self.members,
+            voters=self._attempted_by,
+            is_discarded=self._is_discarded,
+            is_over=self._is_over,
+            is_evaluation=self._is_evaluating,
+            ownership=self.ownership,
+            wrong_sums=self._wrong_sums,
+            failed=self._failed,
+            disputes=self._audits.disputes,
+            questioned=self._audits.questioned,
+            may_question=self._audits.may_question,
+            hosts=self._hosts,
+        )
+        is_again = self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, after a restart
+        is_asked = any(vote.ends for vote in event.votes.values()) or (is_again and self._is_asked)
+        is_asked &= self.step + 1 < self._setup.num_steps
+        is_last = is_asked or is_again or self._is_time_over(now_s)
+        at_s = self._clock.read_s(now_s)
+        end = {"is_last": is_last, "is_asked": is_asked}
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, **end)
+        entry = decide(attempted, event, save=is_due, at_s=at_s, **end)
+        if isinstance(entry, Commit) and entry.drain:
+            entry = self._let_leave(entry)
+        if isinstance(entry, Commit) and self.deals_by_pace:
+            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
+            if paces := exceptions(measured, self._paces.dealt):
+                entry = replace(entry, paces=paces)
+        return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
+
+    def _let_leave(self, commit: Commit) -> Commit:
+        """The commit that drains those members, of the ones that ask, that may leave now."""
+        if commit.is_last or self.step + 1 == self._num_steps:
+            return replace(commit, drain=())
+        found = departures(
+            commit.drain,
+            self.voters,
+            self._setup.placement,
+            self.ownership,
+            writers=self._validity.writers | self._saves.writers,
+            last_resort=self._setup.last_resort,
+        )
+        # A save would keep its writers here until it is compared: it waits for those that are about to leave.
+        save = commit.save and not found.ready
+        return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
+
+    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+        if self.pause is None or self._setup.pause_s is None:
+            return ()
+        entry = decide_pause(
+            self.pause,
+            self._setup.placement,
+            self.attempt,
+            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
+            event.waited_s,
+            self._setup.pause_s,
+            is_end_due=self._is_end_requested or self._is_time_over(now_s),
+        )
+        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
+
+    def _is_time_over(self, now_s: float) -> bool:
+        return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
+
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def _begin(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        """Begins the evaluation that is due, else the next step, else the end of the run.
+
+        `is_anew`: groups have computed it already, and do it again.
+        """
+        if self._is_over and not self._is_evaluating and self.voters:
+            return self._end()
+        try:
+            plan = self._plan(after=f"attempt {self.attempt}" if is_anew else "")
+        except WipeOut as wipe_out:
+            return self._wiped_out(wipe_out)
+        attempt = self._attempt()
+        into = attempt if isinstance(attempt, AttemptReduce) else None
+        return (ComputeStep(plan=plan, into=into), attempt, ReadEntry(index=self.head))
+
+    def _deal_step(self) -> None:
+        """Starts to deal as many microbatches as this step has."""
+        self._dealt = self._ramp.at(self.step)
+        self._step_dealing = self._deal(self._dealt)
+
+    def _wiped_out(self, wipe_out: WipeOut, prepare: tuple[Action, ...] = ()) -> tuple[Action, ...]:
+        if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
+            self._is_evaluating = False
+            return (*prepare, *self._end())
+        if self._setup.pause_s is None or not self.voters:
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+        if self._num_resumes == MAX_RESUMES_WITHOUT_COMMIT:
+            reason = f"training has resumed {MAX_RESUMES_WITHOUT_COMMIT} times in this step, which no commit followed"
+            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards, reason=reason))
+        return (*prepare, self._pause())
+
+    def _stop_wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
+        self.pause = None
+        return self.restarts.on_wipe_out(stop)
+
+    def _pause(self) -> AwaitHosts:
+        """Begins the pause, or goes on with it after an entry."""
+        shards = self._setup.placement.uncovered(frozenset(self.members))
+        self.pause = AwaitHosts(index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=shards)
+        return self.pause
+
+    def _end(self) -> tuple[Action, ...]:
+        if not self._votes_on_end:
+            return (FinishRun(step=self.step, is_asked=self._is_asked),)
+        return (self._attempt_finish(), ReadEntry(index=self.head))
+
+    def _is_evaluation_due(self) -> bool:
+        policy = self._setup.evaluation
+        if policy is None or self.step <= self._setup.first_step:  # a run evaluates nothing before its first step
+            return False
+        return policy.is_due(self.step, is_last=self._is_over)
+
+    @property
+    def _dealing(self) -> Dealing:
+        return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
+
+    def _plan(self, *, after: str = "") -> StepPlan:
+        if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
+            self._deal_step()
+        probe = None if self._is_evaluating else self._paces.probe
+        work = self._dealing.work(self.members, self._dealt_paces, probe)
+        self._orphans = []
+        audits = () if self._is_evaluating else self._audits.draw(self.step, work, self.members, self._paces.dealt)
+        plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating, audits=audits)
+        self._plans = [plan]
+        return plan
+
+    def _plan_patch(self) -> StepPlan:
+        patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plans[-1].digest
+        self._orphans = []
+        self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
+        return self._plans[-1]
+
+    @property
+    def _dealt_paces(self) -> Paces:
+        """Those by which work is dealt; they change between two steps alone."""
+        rounds = self._setup.rounds
+        return Paces(permille=dict(self._paces.dealt), rounds=rounds) if rounds and self._paces.dealt else EVEN
+
+    def _idle(self) -> list[GroupId]:
+        """The groups that are known to be slow and have computed nothing in this step."""
+        return [group for group in self._paces.dealt if not any(plan.work.of(group) for plan in self._plans)]
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
+        action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
+        self._validity.on_save(action)
+        doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
+        return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
+
+    def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[SaveDispute, ...]:
+        member = self._audits.saver(self.voters, disputes)
+        if member is None:
+            return ()
+        return (SaveDispute(step=self.step, attempt=self.attempt, member=member, epoch=self.epoch),)
+
+    def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
+        """Sets the ownership; asks for its copies if it has changed."""
+        earlier, self.ownership = self.ownership, ownership
+        return () if ownership is None or ownership == earlier else (StartRepairs.of(ownership, first_step),)
+
+    def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        owners = () if self.ownership is None else self.ownership.owners
+        return (GatherParams(step=self.step, owners=owners, is_anew=is_anew),) if owners else ()
+
+    def _build_communicator(self) -> BuildCommunicator:
+        self._is_communicator_unused = True
+        return BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
+
+    def _attempt(self, kept: tuple[int, ...] = ()) -> AttemptReduce | AttemptEvaluation:
+        self._is_communicator_unused = False
+        self._attempted_by = self.voters
+        step, attempt, plan_digest = self.step, self.attempt, self._plans[-1].digest
+        if self._is_evaluating:
+            return AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
+        return AttemptReduce(
+            step=step,
+            attempt=attempt,
+            epoch=self.epoch,
+            members=self.members,
+            voters=self.voters,
+            plan_digest=plan_digest,
+            kept=kept,
+            ownership=self.ownership,
+            disputed=tuple(dispute.microbatch for dispute in self._audits.disputes),
+        )
+
+    def _await_decision(self) -> tuple[Action, ...]:
+        return self._await_votes() if self.pause is None else (self._pause(),)
+
+    def _await_votes(self) -> tuple[Action, ...]:
+        read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
+        return (read, ReadEntry(index=self.head))
+
+    def _attempt_finish(self) -> AttemptFinish:
+        self._is_communicator_unused = False
+        self._attempted_by = self.voters
+        return AttemptFinish(
+            step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plans[-1].digest
+        )
+
+
+def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce | None) -> list[Action]:
+    """The computations of a step, in order; only the last may send sums into the attempt."""
+    asked = [patch for patch in patches if patch.work.num_microbatches]
+    intos = [None] * (len(plans) + len(asked) - 1) + [into]
+    steps = [ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
+    return [*steps, *(ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]

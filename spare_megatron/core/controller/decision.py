@@ -1,0 +1,266 @@
+"""Decides an attempt: the next log entry once every survivor has voted.
+
+First come objections: different plans or state (`core.comparison`), groups that lack a resource of their own again,
+then audits (`core.audits`) and suspects. Without one, Commit follows if every survivor holds the complete sum, else
+Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An evaluation is decided by
+the sums in the votes, so each loss takes work away and needs a Retry. Groups that do not vote in time are fenced.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from spare_megatron.core.audits.audits import (
+    Dispute,
+    Outvoted,
+    Undecided,
+    able_to_compute,
+    heard,
+    judge,
+    mismatches,
+    unasked,
+)
+from spare_megatron.core.controller.comparison import by_value, objection
+from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
+from spare_megatron.core.log.evaluation_sums import added
+from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
+from spare_megatron.core.log.votes import Attempted, Vote
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
+
+
+def decide(
+    attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float, is_asked: bool = False
+) -> Entry | None:
+    """The entry that decides the attempt, or None while a vote is missing; `at_s` is on the clock of the log."""
+    votes = event.votes
+    try:
+        counted = list(map(votes.__getitem__, attempted.members))
+    except KeyError:
+        return None
+    # Each pass over 1000 votes costs; a driver may pass one vote object for all groups.
+    first = next(iter(counted), None)
+    different = counted[:1] + [vote for vote in counted if vote is not first]
+    objection = _objection(attempted, votes, different)
+    if objection is not None:
+        return objection
+    wrong = tuple(group for group in attempted.members if votes[group].has_wrong_sum) if _are_wrong(different) else ()
+    if _is_at_fault(wrong, attempted, votes):
+        reason = "it alone found sums over groups wrong, in two attempts in succession"
+        return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
+    failures = _own_failures(attempted, votes) if any(vote.failure for vote in different) else ()
+    if (repeated := _repeated(failures, attempted)) is not None:
+        return repeated
+    if attempted.disputes or any(vote.audits or vote.losses for vote in votes.values()):
+        entry = _judge_audits(attempted, votes, different, may_question=not wrong)
+        if entry is not None:
+            return entry
+    is_anew = attempted.is_discarded or bool(wrong)
+    is_work_lost = attempted.is_evaluation and len(attempted.members) < len(attempted.voters)
+    if is_anew or is_work_lost or not all(vote.is_complete for vote in different):
+        return Retry(
+            step=attempted.step,
+            attempt=attempted.attempt,
+            kept=() if is_anew else _kept(different),
+            recompute=is_anew,
+            gather=(is_anew and attempted.is_shared) or any(vote.lacks_params for vote in different),
+            wrong_sums=wrong,
+            failures=failures,
+        )
+    if attempted.is_evaluation:
+        sums = added(vote.sums for vote in counted)
+        return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=sums)
+    if attempted.is_over:
+        return Finish(step=attempted.step, attempt=attempted.attempt)
+    has_digests = any(vote.slice_digests for vote in different)
+    return Commit(
+        step=attempted.step,
+        attempt=attempted.attempt,
+        save=save,
+        admit=event.waiting,
+        is_last=is_last,
+        is_asked=is_asked,
+        restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
+        released=attempted.ownership.superseded if attempted.ownership else (),
+        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
+        at_s=at_s,
+        save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
+        drain=_asking(attempted, votes) if any(vote.leaves for vote in different) else (),
+    )
+
+
+def fence_silent_voters(
+    attempt: int, voters: Iterable[Member], voted: Collection[GroupId], cause: str
+) -> tuple[Fence, ...]:
+    """Fences of the voters without a vote, once the decision on the attempt is overdue; empty if all have voted.
+
+    >>> [fence.group for fence in fence_silent_voters(4, [Member(0), Member(1), Member(2)], {0, 2}, "too late")]
+    [1]
+    """
+    reason = f"it has not voted on attempt {attempt}: {cause}"
+    silent = [voter for voter in voters if voter.group not in voted]
+    return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
+
+
+def _are_wrong(votes: Sequence[Vote]) -> bool:
+    return any(vote.has_wrong_sum for vote in votes)
+
+
+def _is_at_fault(wrong: Sequence[GroupId], attempted: Attempted, votes: Mapping[GroupId, Vote]) -> bool:
+    """Whether the only group that found sums wrong is to blame: it was before, and to all others they came right.
+
+    Sums of state partitions come to some groups alone, so that they say nothing of those that send them.
+    """
+    if len(wrong) != 1 or tuple(wrong) != attempted.wrong_sums or attempted.is_shared or attempted.is_discarded:
+        return False
+    others = [votes[group] for group in attempted.members if group != wrong[0]]
+    return bool(others) and all(vote.is_complete for vote in others)
+
+
+def _own_failures(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[OwnFailure, ...]:
+    return tuple(OwnFailure(group, votes[group].failure) for group in attempted.members if votes[group].failure)
+
+
+def _repeated(failures: Sequence[OwnFailure], attempted: Attempted) -> Fence | Halt | None:
+    """The end of the first group that fails by itself for the second time in this step; of the run if all groups do.
+
+    While all fail for the first time, none of them stands out, so that all try again.
+    """
+    again = [failure for failure in failures if failure.group in attempted.failed]
+    if not again or len(again) < len(failures) == len(attempted.members):
+        return None
+    group, cause = again[0]
+    if len(again) == len(attempted.members):
+        return Halt(step=attempted.step, reason=f"no group can connect to the others, group {group} for this: {cause}")
+    reason = f"it could not connect to the others in two attempts of step {attempted.step}: {cause}"
+    return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=reason)
+
+
+def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
+    """For each rank, the leading buckets whose sums all votes hold; empty if a vote reports no buckets."""
+    return tuple(map(min, zip(*(vote.num_complete for vote in votes), strict=False)))
+
+
+def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
+    if len({vote.plan_digest for vote in of_members}) > 1:
+        return Halt(step=attempted.step, reason=f"groups have different plans: {by_value(votes, 'plan_digest')}")
+    cast = of_members if len(votes) == len(attempted.members) else votes.values()
+    if any(vote.slice_digests for vote in cast) or _differ("params_digest", cast) or _differ("state_digest", cast):
+        return objection(attempted, votes)
+    return None
+
+
+def _differ(field: str, votes: Iterable[Vote]) -> bool:
+    return len({getattr(vote, field) for vote in votes} - {""}) > 1
+
+
+def _judge_audits(
+    attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote], *, may_question: bool
+) -> Entry | None:
+    """What follows from audits and suspects: a fence, a question to further hosts, or the end of the run; None if all
+    agree.
+
+    Words of groups lost since they voted count: their gradients are in the sum.
+    """
+    if attempted.is_discarded and not any(dispute.differs for dispute in attempted.disputes):
+        return None  # everything is computed again, audits included
+    disputes = _disputes(attempted, votes, may_question=may_question and not attempted.is_discarded)
+    asked = [able_to_compute(one.microbatch.shard, attempted.members, attempted.hosts, disputes) for one in disputes]
+    found = first_questions(
+        judge(one, attempted.members, able) if one.differs else confirmation(one, able)
+        for one, able in zip(disputes, asked, strict=True)
+    )
+    incarnations = dict(attempted.voters)
+    for verdict in found:
+        if isinstance(verdict, Outvoted):
+            return Fence(
+                group=verdict.group,
+                incarnation=incarnations[verdict.group],
+                reason=verdict.reason,
+                discard=True,
+                is_outvoted=True,
+                wrong_ranks=verdict.ranks,
+            )
+    undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]
+    has_questions = any(isinstance(verdict, Dispute) for verdict in found)
+    if undecided and not has_questions:
+        return Halt(step=attempted.step, reason=undecided[0].reason, discard=True)
+    carried = tuple(
+        verdict if isinstance(verdict, Dispute) else unasked(one)
+        for one, verdict in zip(disputes, found, strict=True)
+        if isinstance(verdict, Dispute) or one.differs
+    )
+    # Without a question, one of those that differ is lost since it voted, and the sum holds what may be wrong.
+    if has_questions or (carried and not attempted.is_discarded):
+        return _question(attempted, of_members, carried)
+    return None
+
+
+def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_question: bool) -> list[Dispute]:
+    """Those under way with what the groups have said, and new ones; suspects only if `may_question`."""
+    words = {group: vote.audits for group, vote in votes.items()}
+    losses = {group: vote.losses for group, vote in votes.items()}
+    under_way = [heard(one, losses if one.is_suspicion else words) for one in attempted.disputes]
+    disputes = [one for one in under_way if one.differs or may_question]
+    known = {one.microbatch for one in disputes if not one.is_suspicion}
+    disputes += [new for new in mismatches(words) if new.microbatch not in known]
+    if may_question:
+        known = {one.microbatch for one in disputes if one.is_suspicion}
+        disputes += [replace(new, is_suspicion=True) for new in mismatches(losses) if new.microbatch not in known]
+    if may_question and attempted.may_question:
+        known = {one.microbatch for one in disputes if one.is_suspicion}
+        disputes += [new for new in suspicions(losses, attempted.questioned) if new.microbatch not in known]
+    return disputes
+
+
+def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[Dispute, ...]) -> Retry:
+    """Has the disputed microbatches computed; all sums stay if they will not be committed.
+
+    Else those of the last bucket do not, so that its sum still completes only if every member takes part.
+    """
+    kept = _kept(of_members)
+    if not any(dispute.differs for dispute in disputes) and all(vote.is_complete for vote in of_members):
+        kept = tuple(max(number - 1, 0) for number in kept)
+    return Retry(
+        step=attempted.step,
+        attempt=attempted.attempt,
+        kept=kept,
+        gather=any(vote.lacks_params for vote in of_members),
+        disputes=disputes,
+    )
+
+
+def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:
+    """The members that ask to leave; `core.departures` says which may."""
+    incarnations = dict(attempted.voters)
+    return tuple(Member(group, incarnations[group]) for group in attempted.members if votes[group].leaves)
+
+
+def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
+    if len(attempted.members) < len(attempted.voters):
+        return ()  # a copy whose donor was lost after the vote starts anew
+    incarnations = dict(attempted.voters)
+    return tuple(
+        PartitionCopy(index, Member(group, incarnations[group]))
+        for group in attempted.members
+        for index in votes[group].restored
+    )
+
+
+def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
+    """Copies whose digests count from here on: all hosts of the partition, at least two, have reported its state.
+
+    A copy compared with its donor alone could outvote a third host that is right.
+    """
+    digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
+    fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
+    reported_by: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
+    for group, digest in digests:
+        reported_by.get(digest.partition, set()).add(group)
+    hosts = {number: {host.group for host in ownership.hosts[number]} for number in reported_by}
+    incarnations = dict(attempted.voters)
+    return tuple(
+        PartitionCopy(number, Member(group, incarnations[group]))
+        for group, number in fresh
+        if len(reported_by[number]) > 1 and reported_by[number] >= hosts[number]
+    )

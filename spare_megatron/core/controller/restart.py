@@ -1,0 +1,255 @@
+"""Restarts after a wipe-out: when, with which groups, and from which checkpoint or snapshot; or that the run ends.
+
+Every restarted group reports its candidates and snapshots; together they verify the newest candidate
+(`core.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spare_megatron.core.log.actions import (
+    AppendEntry,
+    CheckpointCandidate,
+    ReadFiles,
+    StopWipeOut,
+    WithdrawCandidates,
+)
+from spare_megatron.core.log.entries import GiveUp, Restart
+from spare_megatron.core.log.events import RestartState, WaitingRead
+from spare_megatron.core.saves.read_quorum import FileVerification
+from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartLimits:
+    """Limits on repeated restarts.
+
+    After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run. After `wait_s` the
+    others restart without groups that are absent or make no progress in reading.
+    """
+
+    max_restarts: int
+    window_s: float
+    wait_s: float
+
+
+class Restarts:
+    """Wipe-outs and restarts of one run, as the log has them; without `limits` the driver restarts.
+
+    The run begins with `first_step` committed steps. `last_resort`: every group can compute every shard.
+    """
+
+    def __init__(
+        self,
+        limits: RestartLimits | None,
+        placement: Placement,
+        snapshots: SnapshotPolicy | None = None,
+        first_step: int = 0,
+        *,
+        last_resort: bool = False,
+    ) -> None:
+        self._limits = limits
+        self._placement = placement
+        self._last_resort = last_resort
+        self._first_step = first_step
+        self._restarted_at_s: list[float] = []
+        self.wipe_out: StopWipeOut | None = None
+        self.snapshots = Snapshots(snapshots)
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self._restarted_at_s)
+
+    def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
+        """Records the wipe-out; the returned action is final if no restart can follow."""
+        may_restart = self._limits is None or self._limits.max_restarts > 0
+        self.wipe_out = replace(stop, is_final=bool(stop.reason) or not may_restart)
+        return (self.wipe_out,)
+
+    def on_restart(self, step: int, at_s: float) -> None:
+        self.wipe_out = None
+        self._restarted_at_s.append(at_s)
+        self.snapshots.on_restart(step)
+
+    def decide(
+        self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
+    ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawCandidates]:
+        """What follows from the waiting groups, for the group that asks.
+
+        Only incarnations later than those in `over` wait. Checkpoints of steps not in `saved` are undone or wrong.
+        `head` is the index of the next entry.
+        """
+        if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
+            return ()
+        waiting = [
+            replace(item, candidates=tuple(candidate for candidate in item.candidates if candidate.step in saved))
+            for item in event.waiting
+            if item.member.incarnation > over.get(item.member.group, -1)
+        ]
+        snapshot = self.snapshots.newest_whole(
+            (held for item in waiting for held in item.held), (held for item in waiting for held in item.partitions)
+        )
+        search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
+        reasons = search.refused_by(event.group)
+        if reasons:
+            return (WithdrawCandidates(reasons=reasons),)
+        decision = decide_restart(
+            self.wipe_out.step,
+            search,
+            sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
+            last_resort=self._last_resort,
+            first_step=self._first_step,
+        )
+        if isinstance(decision, CheckpointCandidate):
+            return (ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
+        return () if decision is None else (AppendEntry(index=head, entry=decision),)
+
+
+class Search:
+    """What the waiting groups have, and how far it is known to be whole.
+
+    Only groups in `able` may take part. `is_over`: the asking group has waited for `limits.wait_s`; `is_early`: further
+    groups may still come.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        waiting: Sequence[RestartState],
+        waited_s: float,
+        limits: RestartLimits,
+        snapshot: WholeSnapshot | None = None,
+    ) -> None:
+        self.placement, self.limits, self.snapshot = placement, limits, snapshot
+        self.waiting = [_with_failure(item, limits) for item in waiting]
+        self.able = [item for item in self.waiting if not item.failure or snapshot is not None]
+        self.groups = frozenset(item.member.group for item in self.able)
+        self.is_over = waited_s >= limits.wait_s
+        home = frozenset(map(GroupId, range(placement.num_groups)))  # further groups host no shard
+        self.is_early = not home <= self.groups and not self.is_over
+        self._verifications: dict[CheckpointCandidate, FileVerification] = {}
+
+    def verification(self, candidate: CheckpointCandidate) -> FileVerification:
+        """What has been read of a checkpoint; its offering groups (all while more may come) divide its files."""
+        if candidate not in self._verifications:
+            groups = {item.member.group for item in self.able if candidate in item.candidates}
+            readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
+            self._verifications[candidate] = FileVerification(candidate, self.waiting, sorted(readers))
+        return self._verifications[candidate]
+
+    def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
+        candidates = [candidate for item in self.able if item.member.group == group for candidate in item.candidates]
+        found = {candidate: self.verification(candidate).against(group) for candidate in candidates}
+        return {candidate: reason for candidate, reason in found.items() if reason}
+
+
+def decide_restart(
+    step: int, search: Search, num_recent: int, *, last_resort: bool = False, first_step: int = 0
+) -> Restart | GiveUp | CheckpointCandidate | None:
+    """The entry that ends a wipe-out; the checkpoint to verify first; or None to wait.
+
+    Picks the newest checkpoint that every waiting group offers, else the newest one whose offering groups host all
+    shards, without the others. A snapshot that is not older wins; the beginning is used only if no group finds
+    anything. Waits for groups with damaged offers to name earlier ones, and without a snapshot also for groups that
+    cannot look for checkpoints or make no progress in reading.
+
+    >>> from spare_megatron.stacking.placement import make_placement
+    >>> from spare_megatron.stacking.layout import Member
+    >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
+    >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
+    >>> first = RestartState(member=Member(0, 1), candidates=(new, old))
+    >>> both = [first, RestartState(member=Member(1, 1), candidates=(old,))]
+    >>> decide_restart(9, Search(ring, both, 0.0, limits), 0)
+    Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
+    >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
+    True
+    """
+    placement, limits, able = search.placement, search.limits, search.able
+    if num_recent >= limits.max_restarts:
+        return GiveUp(step=step, reason=_too_many(num_recent, limits))
+    uncovered = () if last_resort else placement.uncovered(search.groups)
+    if not search.is_early and (uncovered or not able):
+        return GiveUp(step=step, reason=_not_back(search, uncovered))
+    candidates = [{candidate for candidate in item.candidates if candidate.step > first_step} for item in able]
+    newest = max(set.intersection(*candidates), default=None) if candidates else None
+    snapshot = search.snapshot
+    newest_step = first_step if newest is None else newest.step
+    if snapshot is not None and snapshot.step >= newest_step:
+        entry = Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
+        return None if search.is_early else entry
+    if any(search.refused_by(group) for group in search.groups):
+        return None
+    if newest is not None and not search.verification(newest).is_whole:
+        return newest
+    if search.is_early:
+        return None
+    if newest is not None or not any(candidates):
+        return Restart(step=newest_step, members=_members(able))
+    found = _newest_of_some(search, first_step, is_everywhere=last_resort) if search.is_over else None
+    # The last group to come may offer what others have found damaged, and not yet the earlier ones that they offer.
+    found = found or _newest_unread(search, set.union(*candidates))
+    return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
+
+
+def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | CheckpointCandidate | None:
+    """Restart from the newest checkpoint after `first_step` whose offering groups host all shards; None without one.
+
+    Returns the checkpoint itself if it must be verified first. `is_everywhere`: every group can compute every shard.
+    """
+    for newest in sorted({candidate for item in search.able for candidate in item.candidates}, reverse=True):
+        holders = [item for item in search.able if newest in item.candidates]
+        groups = frozenset(item.member.group for item in holders)
+        if newest.step > first_step and (is_everywhere or not search.placement.uncovered(groups)):
+            is_whole = search.verification(newest).is_whole
+            return Restart(step=newest.step, members=_members(holders)) if is_whole else newest
+    return None
+
+
+def _newest_unread(search: Search, candidates: Collection[CheckpointCandidate]) -> CheckpointCandidate | None:
+    """The newest of these checkpoints with files that are still to be read."""
+    return next(
+        (candidate for candidate in sorted(candidates, reverse=True) if not search.verification(candidate).is_whole),
+        None,
+    )
+
+
+def _with_failure(item: RestartState, limits: RestartLimits) -> RestartState:
+    """A group without progress in reading for too long cannot look for checkpoints."""
+    if not item.is_reading or item.silent_s < limits.wait_s:
+        return item
+    reason = (
+        f"group {item.member.group} made no progress in reading checkpoints for "
+        f"checkpoint.restart_wait_s={limits.wait_s:g}"
+    )
+    return replace(item, failure=item.failure or reason)
+
+
+def _members(waiting: Sequence[RestartState]) -> tuple[Member, ...]:
+    return tuple(sorted(item.member for item in waiting))
+
+
+def _nothing_in_common(waiting: Sequence[RestartState]) -> str:
+    by_group = sorted((int(item.member.group), [candidate.step for candidate in item.candidates]) for item in waiting)
+    found = "; ".join(f"group {group} {steps or 'none'}" for group, steps in by_group)
+    return f"no checkpoint is valid for groups with hosts of all shards; each finds those after these steps: {found}"
+
+
+def _not_back(search: Search, uncovered: Sequence[ShardId]) -> str:
+    absent = sorted(set(range(search.placement.num_groups)) - search.groups)
+    reason = (
+        f"groups {absent} have not come back within checkpoint.restart_wait_s={search.limits.wait_s:g}, and no other "
+        f"group hosts shards {[int(shard) for shard in uncovered]}"
+    )
+    failures = dict.fromkeys(item.failure for item in search.waiting if item.failure)
+    return reason + "".join(f"; {failure}" for failure in failures)
+
+
+def _too_many(num_recent: int, limits: RestartLimits) -> str:
+    if not limits.max_restarts:
+        return "checkpoint.max_restarts=0 allows no restart"
+    return (
+        f"training has restarted {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
+        f"seconds of training, the most that checkpoint.max_restarts allows"
+    )

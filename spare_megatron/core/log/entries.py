@@ -1,0 +1,252 @@
+"""Entries of the decision log, the single point of agreement, and their encoding.
+
+Entry i is written once, by compare-and-set; `core.controller` folds the log. Each entry names the version of the
+format, so that no program takes an entry of another version for one of its own.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple, get_args
+
+from spare_megatron.core.audits.audits import Dispute, Statement
+from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.stacking.pace_evidence import PaceException
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.state_partitions import PartitionCopy
+
+VERSION = 5
+"""Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """After a wipe-out: training does not restart."""
+
+    step: int
+    reason: str
+
+
+class SaveEnd(NamedTuple):
+    """Result of a save of these committed steps: whether the checkpoint is visible, and how long training stalled."""
+
+    step: int
+    is_saved: bool
+    stall_s: float
+
+
+class OwnFailure(NamedTuple):
+    """The group could not take part in the sums of an attempt: it lacks a resource of its own. `cause`: for people."""
+
+    group: GroupId
+    cause: str
+
+
+# ---------------------------------------------------------------------------------- entries of the decision log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The sums of this attempt are the gradient of this step.
+
+    Attributes:
+        save: A checkpoint is taken of the state after this step.
+        admit: Members that take part from the next step on, unless fenced by then. Part of the commit, because any
+            entry between two commits makes groups abandon the reduction they are in.
+        is_last: The run ends with this step, whatever its configured number of steps.
+        is_asked: Because some process of it was asked to end it; else for the time, `train.max_minutes`.
+        restored: Completed copies of state partitions, if still asked for: their members are hosts from here on.
+        released: Copies that their members release; the hosts in their place have been compared since.
+        proven: Copies that the votes have compared for the first time.
+        at_s: Seconds since the run began, on the writer's clock; sets the clock of the log.
+    """
+
+    step: int
+    attempt: int
+    save: bool = False
+    admit: tuple[Member, ...] = ()
+    is_last: bool = False
+    is_asked: bool = False
+    restored: tuple[PartitionCopy, ...] = ()
+    released: tuple[PartitionCopy, ...] = ()
+    proven: tuple[PartitionCopy, ...] = ()
+    at_s: float = 0.0
+    save_ends: tuple[SaveEnd, ...] = ()
+    drain: tuple[Member, ...] = ()
+    """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
+    leaving: tuple[Member, ...] = ()
+    """Members that leave once others host their state partitions; all of them, in every commit until then."""
+    paces: tuple[PaceException, ...] = ()
+    """Groups that computed this step at another pace than that by which work is dealt to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce from here on.
+
+    Fencing a member that waits for admission voids its admission.
+    """
+
+    group: GroupId
+    incarnation: int = 0
+    reason: str = ""
+    error: str = ""
+    """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too."""
+    discard: bool = False
+    """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
+    is_outvoted: bool = False
+    """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
+    wrong_ranks: tuple[int, ...] = ()
+    """Of an outvoted group the ranks at which the values differ first; none if that is not known."""
+
+    def hits(self, member: Member) -> bool:
+        """Whether this entry fences the member.
+
+        >>> Fence(group=GroupId(3), incarnation=1).hits(Member(GroupId(3), 2))
+        False
+        """
+        return self.group == member.group and member.incarnation <= self.incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """The attempt failed on some survivor, or lost work of an evaluation: compute what is missing and try again.
+
+    Attributes:
+        kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
+        recompute: No sum of this step is valid: all groups compute it again from zero sums.
+        gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
+        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
+        disputes: Microbatches that groups have computed to different values, and suspect ones. The groups that these
+            name compute them in the next attempt, whose sums are not committed if values differ.
+        failures: Groups that are themselves the cause; one that is so in a further attempt of the step is fenced.
+    """
+
+    step: int
+    attempt: int
+    kept: tuple[int, ...] = ()
+    recompute: bool = False
+    gather: bool = False
+    wrong_sums: tuple[GroupId, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
+    failures: tuple[OwnFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The evaluation after `step` committed steps: the sums of each validation set over all groups."""
+
+    step: int
+    attempt: int
+    sums: tuple[SetSum, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """All steps are committed, and every group holds all parameters; answers AttemptFinish.
+
+    Not written if there are neither state partitions nor a save after the last commit.
+    """
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Training restarts from a checkpoint or a snapshot with exactly these members, except those that are fenced."""
+
+    step: int
+    """Committed steps that it holds; 0 is the beginning, which needs no checkpoint."""
+    members: tuple[Member, ...]
+    snapshot: int | None = None
+    """The attempt whose commit the snapshot was taken after; None restarts from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Ends a pause: with these members every shard has a host again, and the step is computed from zero sums.
+
+    Attributes:
+        admit: Members that take part from here on, unless fenced by then.
+    """
+
+    step: int
+    attempt: int
+    admit: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """The run cannot go on correctly: every group stops before it changes anything."""
+
+    step: int
+    reason: str
+    discard: bool = False
+    """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
+
+
+Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | GiveUp | Halt
+
+_ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
+
+
+def entry_fields(entry: Entry) -> dict[str, Any]:
+    return {"entry": type(entry).__name__.lower(), **asdict(entry)}
+
+
+_USUAL = {kind: {field.name: field.default for field in fields(kind)} for kind in _ENTRY_KINDS.values()}
+
+
+def encode_entry(entry: Entry) -> str:
+    """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
+
+    >>> encode_entry(Commit(step=3, attempt=4))
+    '{"attempt": 4, "entry": "commit", "step": 3, "version": 5}'
+    """
+    usual = _USUAL[type(entry)]
+    said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
+    return json.dumps({**said, "version": VERSION}, sort_keys=True)
+
+
+def decode_entry(text: str) -> Entry:
+    """The inverse of `encode_entry`. Raises ValueError for an entry of another version, and for an unknown kind."""
+    values = json.loads(text)
+    version = values.pop("version", 1)
+    if version != VERSION:
+        raise ValueError(
+            f"log entry of version {version!r}; this program reads version {VERSION}: every process of a run must be "
+            f"of the version of spare_megatron that began it"
+        )
+    kind = values.pop("entry", None)
+    if kind not in _ENTRY_KINDS:
+        raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
+    for name, of in (
+        ("admit", Member),
+        ("members", Member),
+        ("drain", Member),
+        ("leaving", Member),
+        ("save_ends", SaveEnd),
+        ("sums", SetSum),
+        ("paces", PaceException),
+        ("failures", OwnFailure),
+    ):  # JSON knows no tuples
+        if name in values:
+            values[name] = tuple(of(*one) for one in values[name])
+    for name in values.keys() & {"kept", "wrong_sums", "wrong_ranks"}:
+        values[name] = tuple(values[name])
+    if "disputes" in values:
+        values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
+    for name in values.keys() & {"restored", "released", "proven"}:
+        values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
+    return _ENTRY_KINDS[kind](**values)
+
+
+def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int, *, is_suspicion: bool) -> Dispute:
+    return Dispute(
+        microbatch=Microbatch(*microbatch),
+        statements=tuple(Statement(group, digest) for group, digest, _ in statements),
+        asked=tuple(asked),
+        num_rounds=num_rounds,
+        is_suspicion=is_suspicion,
+    )

@@ -1,0 +1,107 @@
+"""Events: what a driver reports to the controller."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spare_megatron.core.log.actions import CheckpointCandidate, Reading
+from spare_megatron.core.log.entries import Entry
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+
+
+class Held(NamedTuple):
+    """A complete copy of a rank position (rank inside its group) in some node's memory.
+
+    `attempt`, of the commit whose state it is, names the snapshot uniquely.
+    """
+
+    attempt: int
+    position: int
+    sha256: str
+
+
+class HeldPartition(NamedTuple):
+    """Complete copies of a state partition, of one rank or of all ranks of a group.
+
+    `sha256` is that of the copy or, for several, over theirs in rank order.
+    """
+
+    attempt: int
+    partition: PartitionId
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartState:
+    """A group's state, in its new incarnation, after a wipe-out.
+
+    Attributes:
+        partitions: State partitions of which its nodes have complete snapshots of all its ranks.
+        failure: Why it cannot look for checkpoints; empty if it can.
+        readings: What it has verified so far; `is_reading` if files remain.
+        silent_s: Seconds since it last reported anything new, on the reader's clock.
+    """
+
+    member: Member
+    candidates: tuple[CheckpointCandidate, ...]
+    held: tuple[Held, ...] = ()
+    partitions: tuple[HeldPartition, ...] = ()
+    failure: str = ""
+    readings: tuple[Reading, ...] = ()
+    is_reading: bool = False
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRead:
+    """Groups that have ever waited for a restart, and seconds that `group` has; only waiting leaders report it."""
+
+    group: GroupId
+    waiting: tuple[RestartState, ...]
+    waited_s: float
+
+
+# --------------------------------------------------------------------------------- events: driver to controller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """Every group is up and holds the same parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRead:
+    index: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VotesRead:
+    """The votes cast so far on an attempt, reported by leaders only; includes groups lost since.
+
+    `waiting` are members that hold a copy of the model and wait for admission.
+    """
+
+    attempt: int
+    votes: Mapping[GroupId, Vote]
+    waiting: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsRead:
+    """The members that wait for admission in a pause; empty except on leaders.
+
+    `waited_s`: seconds since the last loss, or since the last group came to wait.
+    """
+
+    waiting: tuple[Member, ...] = ()
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequested:
+    """The run is to end: a pause is not waited out. Steps end by votes. Further reports change nothing."""
+
+
+Event = RunStarted | EntryRead | VotesRead | WaitingRead | HostsRead | EndRequested

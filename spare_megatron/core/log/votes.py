@@ -1,0 +1,144 @@
+"""A group's vote on an attempt, and its encoding for the control store."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from spare_megatron.core.audits.audits import AuditWord, Boundary, Dispute
+from spare_megatron.core.log.entries import SaveEnd
+from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.core.audits.suspects import Named
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.state_partitions import Ownership
+
+
+class PartitionDigest(NamedTuple):
+    """A host's digest, over all ranks, of a partition's parameters and state; an unproven one repeats its donor's."""
+
+    partition: PartitionId
+    value: str
+    is_proven: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digests:
+    """Digests of the state before a step, where it is compared; otherwise empty.
+
+    Attributes:
+        state: Without partitions, all other state.
+        copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
+    """
+
+    params: str = ""
+    partitions: tuple[PartitionDigest, ...] = ()
+    state: str = ""
+    copied_from: GroupId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """The vote of one group on one attempt, cast once. For digests see `Digests`."""
+
+    is_complete: bool
+    """Every rank of the group holds the whole cross-group sum of this attempt; in an evaluation, the group has computed
+    its part."""
+    plan_digest: str
+    """Digest of all the work of the step in the group's view."""
+    params_digest: str = ""
+    num_complete: tuple[int, ...] = ()
+    """For each rank of the group, the number of leading buckets whose sums it holds; may be empty."""
+    lacks_params: bool = False
+    """The group could not gather the parameters of this step, has computed nothing, and reduces nothing."""
+    restored: tuple[PartitionId, ...] = ()
+    """Partitions of which the group has completed a requested copy; repeated until a commit makes it a host."""
+    save_ends: tuple[SaveEnd, ...] = ()
+    """Saves of the group that have ended; repeated until a commit includes them."""
+    slice_digests: tuple[PartitionDigest, ...] = ()
+    state_digest: str = ""
+    copied_from: GroupId | None = None
+    sums: tuple[SetSum, ...] = ()
+    """In an evaluation, of each validation set over all microbatches that the group has computed."""
+    pace_ns: int = 0
+    """Nanoseconds per microbatch of the group's slowest rank in the step so far, waits for other stages and for data
+    excluded; 0 if unknown."""
+    leaves: bool = False
+    """The group is asked to leave the run; repeated until a commit drains it, or it is asked no more."""
+    ends: bool = False
+    """A rank of the group is asked to end the run: the commit of this attempt is the last."""
+    failure: str = ""
+    """Which resource of its own the group lacked for the sums, so that it could not take part; for people."""
+    has_wrong_sum: bool = False
+    """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
+    audits: tuple[AuditWord, ...] = ()
+    """Of the audited microbatches that the group has computed in the step, its own and others'."""
+    losses: tuple[AuditWord, ...] = ()
+    """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
+
+
+_USUAL = {field.name: field.default for field in fields(Vote)}
+
+
+def encode_vote(vote: Vote) -> str:
+    """One line of JSON; fields with default values are left out.
+
+    >>> encode_vote(Vote(is_complete=True, plan_digest="5d1e"))
+    '{"is_complete": true, "plan_digest": "5d1e"}'
+    """
+    # `asdict` would take twice as long as this whole function.
+    values = {name: getattr(vote, name) for name in _USUAL}
+    return json.dumps({name: value for name, value in values.items() if value != _USUAL[name]})
+
+
+def decode_vote(text: str) -> Vote:
+    values = json.loads(text)
+    for name, of in (
+        ("save_ends", SaveEnd),
+        ("slice_digests", PartitionDigest),
+        ("sums", SetSum),
+    ):  # JSON knows no tuples
+        if name in values:
+            values[name] = tuple(of(*one) for one in values[name])
+    for name in ("num_complete", "restored"):
+        if name in values:
+            values[name] = tuple(values[name])
+    for name in values.keys() & {"audits", "losses"}:
+        values[name] = tuple(
+            AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
+            for shard, index, digest, boundaries in values[name]
+        )
+    return Vote(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
+
+    A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
+    the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
+    `failed`: the groups that were themselves the cause of earlier failures in this step.
+    """
+
+    step: int
+    attempt: int
+    members: tuple[GroupId, ...]
+    voters: tuple[Member, ...]
+    is_discarded: bool
+    is_over: bool
+    is_evaluation: bool = False
+    ownership: Ownership | None = None
+    wrong_sums: tuple[GroupId, ...] = ()
+    failed: frozenset[GroupId] = frozenset()
+    disputes: tuple[Dispute, ...] = ()
+    """About microbatches that this attempt has had computed again."""
+    questioned: frozenset[Named] = frozenset()
+    """Suspects of the step that a question has been about, and the groups that it has named."""
+    may_question: bool = False
+    """Whether suspects may be computed again before the commit."""
+    hosts: Sequence[Sequence[GroupId]] | None = None
+    """Of each shard; None if every group can read all data."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether groups get most parameters from others, so that all may have the same wrong value."""
+        return self.ownership is not None

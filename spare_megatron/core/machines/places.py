@@ -1,0 +1,210 @@
+"""Which machine holds which place, and which is in quarantine: the fold of a list of assignments, each written once in
+the control store.
+
+At first machine i holds place i. Machine i + k x num_places replaces machine i for the k-th time, so that at most
+num_places machines are in the run. A place that its machine has left is vacant until an assignment names it. A machine
+that replaces one in quarantine is in quarantine, too.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from spare_megatron.core.machines.reforming import Machine, reform
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
+
+
+class Holding(NamedTuple):
+    """A machine, the place that it holds, and the incarnation of that place's supervisor."""
+
+    machine: MachineId
+    place: PlaceId
+    incarnation: int = 0
+
+
+QuarantineCause = Literal["outvoted", "slow"]
+
+
+class Quarantine(NamedTuple):
+    """A machine that gets no place, and starts no group, before an examination of it passes.
+
+    Attributes:
+        place: That it held when this was found.
+        cause: `outvoted`: it has computed wrongly. `slow`: it holds the run back, and its groups are to leave the run.
+        reason: For people.
+        member: The incarnation that was outvoted. It puts one machine in each place into quarantine, once.
+    """
+
+    machine: MachineId
+    place: PlaceId
+    cause: QuarantineCause
+    reason: str
+    member: Member | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """An entry of the list.
+
+    Attributes:
+        holdings: The holdings that begin.
+        places: What `reform` was given: all places of broken groups, each with its machine, None if empty. Absent if
+            it did not choose: a machine replaces another one, or makes no group whole.
+        idle: Likewise, machines without a place.
+        shards: Likewise, shards without a host.
+        quarantined: The quarantines that begin; one of a machine that is in quarantine changes nothing.
+        released: The machines whose quarantine ends, before its holdings begin.
+    """
+
+    holdings: tuple[Holding, ...]
+    places: tuple[tuple[PlaceId, MachineId | None], ...] = ()
+    idle: tuple[MachineId, ...] = ()
+    shards: tuple[ShardId, ...] = ()
+    quarantined: tuple[Quarantine, ...] = ()
+    released: tuple[MachineId, ...] = ()
+
+
+def encode_assignment(assignment: Assignment) -> str:
+    of_choice = (assignment.places, assignment.idle, assignment.shards)
+    of_quarantine = (assignment.quarantined, assignment.released)
+    return json.dumps([assignment.holdings, *of_choice, *of_quarantine], separators=(",", ":"))
+
+
+def decode_assignment(text: str) -> Assignment:
+    holdings, places, idle, shards, quarantined, released = json.loads(text)
+    return Assignment(
+        holdings=tuple(Holding(*holding) for holding in holdings),
+        places=tuple((place, machine) for place, machine in places),
+        idle=tuple(idle),
+        shards=tuple(shards),
+        quarantined=tuple(
+            Quarantine(machine, place, cause, reason, None if member is None else Member(*member))
+            for machine, place, cause, reason, member in quarantined
+        ),
+        released=tuple(released),
+    )
+
+
+class Places:
+    """Who holds each place after the assignments applied so far."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        places = [PlaceId(place) for place in range(layout.num_nodes)]
+        self._held = {int(place): Holding(MachineId(place), place) for place in places}  # by `_seat`
+        self._seats = {place: int(place) for place in places}
+        self._incarnations = dict.fromkeys(places, 0)
+        self._newest = {int(place): MachineId(place) for place in places}  # by `_seat`
+        self._quarantines: dict[int, Quarantine] = {}  # by `_seat`
+        self._outvoted: set[tuple[Member | None, PlaceId]] = set()
+
+    def _seat(self, machine: MachineId) -> int:
+        """What a machine and those that replace it have in common."""
+        return machine % self._layout.num_nodes
+
+    def apply(self, assignment: Assignment) -> None:
+        for quarantine in assignment.quarantined:
+            self._quarantines.setdefault(self._seat(quarantine.machine), quarantine)
+            self._outvoted.add((quarantine.member, quarantine.place))
+        for machine in assignment.released:
+            self._quarantines.pop(self._seat(machine), None)
+        for holding in assignment.holdings:
+            former = self._held.pop(self._seat(holding.machine), None)
+            if former is not None:
+                del self._seats[former.place]
+            if (taken_from := self._seats.get(holding.place)) is not None:
+                del self._held[taken_from]
+            self._held[self._seat(holding.machine)] = holding
+            self._seats[holding.place] = self._seat(holding.machine)
+            self._incarnations[holding.place] = holding.incarnation
+            self._newest[self._seat(holding.machine)] = holding.machine
+
+    def has_replaced(self, machine: MachineId) -> bool:
+        """Whether another machine has replaced this one."""
+        return self._newest[self._seat(machine)] > machine
+
+    def held_by(self, machine: MachineId) -> Holding | None:
+        """What the machine or the one that it replaces holds; None if another has taken its place."""
+        return self._held.get(self._seat(machine))
+
+    def holder_of(self, place: PlaceId) -> MachineId | None:
+        """None if the place is vacant. The machine may be lost."""
+        seat = self._seats.get(place)
+        return None if seat is None else self._held[seat].machine
+
+    def quarantine_of(self, machine: MachineId) -> Quarantine | None:
+        """The quarantine of the machine, or of the one that it replaces."""
+        return self._quarantines.get(self._seat(machine))
+
+    def is_new(self, quarantine: Quarantine) -> bool:
+        """Whether the machine is in no quarantine, and none has begun for the same reason in its place."""
+        is_known = quarantine.member is not None and (quarantine.member, quarantine.place) in self._outvoted
+        return not is_known and self.quarantine_of(quarantine.machine) is None
+
+    @property
+    def quarantines(self) -> tuple[Quarantine, ...]:
+        return tuple(self._quarantines[seat] for seat in sorted(self._quarantines))
+
+    @property
+    def holders(self) -> tuple[Holding, ...]:
+        """What machines hold that are in no quarantine, by place."""
+        held = [holding for seat, holding in self._held.items() if seat not in self._quarantines]
+        return tuple(sorted(held, key=lambda holding: holding.place))
+
+    def is_empty(self, place: PlaceId) -> bool:
+        """Whether no machine holds the place, or one that is in quarantine."""
+        holder = self.holder_of(place)
+        return holder is None or self.quarantine_of(holder) is not None
+
+    def incarnation_of(self, place: PlaceId) -> int:
+        """The latest incarnation of the place's supervisor."""
+        return self._incarnations[place]
+
+    def replace(
+        self,
+        machine: MachineId,
+        empty: Collection[PlaceId],
+        groups_per_domain: int,
+        unhosted: Mapping[ShardId, Collection[GroupId]],
+    ) -> Assignment:
+        """The assignment of a place to a machine without one, where these places of broken groups are empty: that of
+        the machine it replaces, else a vacant one: the one that makes a group whole, or the lowest. ValueError: another
+        one has replaced it.
+        """
+        if self.has_replaced(machine):
+            raise ValueError(f"node {self._seat(machine)}: another supervisor has replaced this one, which ends")
+        if (held := self.held_by(machine)) is not None:
+            return Assignment(holdings=(self._next(machine, held.place),))
+        chosen = self.reform(empty, groups_per_domain, unhosted, idle=(machine,))
+        if machine in {holding.machine for holding in chosen.holdings}:
+            return chosen
+        # As many places are vacant as machines are without one.
+        lowest = min(place for place in self._incarnations if place not in self._seats)
+        return Assignment(holdings=(self._next(machine, lowest),))
+
+    def reform(
+        self,
+        empty: Collection[PlaceId],
+        groups_per_domain: int,
+        unhosted: Mapping[ShardId, Collection[GroupId]],
+        idle: tuple[MachineId, ...] = (),
+    ) -> Assignment:
+        """The moves of `reform` where these places of broken groups are empty, and all others of them are not;
+        `unhosted`: shards without a host, and who could host them.
+        """
+        groups = {group for place in empty for group in self._layout.groups_on(place)}
+        of_groups = sorted(PlaceId(place) for group in groups for place in self._layout.nodes_of(group))
+        places = {place: None if place in empty else self.holder_of(place) for place in of_groups}
+        machines = {machine: Machine("placed", place) for place, machine in places.items() if machine is not None}
+        machines |= dict.fromkeys(idle, Machine("idle"))
+        moves = reform(self._layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted.values())
+        return Assignment(
+            holdings=tuple(self._next(move.machine, move.place) for move in moves),
+            places=tuple(places.items()),
+            idle=idle,
+            shards=tuple(unhosted),
+        )
+
+    def _next(self, machine: MachineId, place: PlaceId) -> Holding:
+        return Holding(machine, place, self._incarnations[place] + 1)

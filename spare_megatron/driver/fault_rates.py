@@ -1,0 +1,404 @@
+"""Draws random faults that the run is sure to survive. Every shard keeps a host, every state partition keeps a correct
+copy, and groups comparing parameters keep a majority.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
+from spare_megatron.faults.points import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_BUCKET,
+    PHASES_OF_A_MICROBATCH,
+    PHASES_OF_AN_EVALUATION,
+    PHASES_WITH_SLICES,
+    Fault,
+    FaultKind,
+    FaultPoint,
+)
+from spare_megatron.core.machines.places import Places
+from spare_megatron.core.machines.reforming import can_reform
+from spare_megatron.driver.fault_mix import kind_weights
+from spare_megatron.driver.fault_trace import least_passes
+from spare_megatron.stacking.layout import GroupId, PlaceId
+from spare_megatron.stacking.placement import Placement, make_placement
+
+
+@dataclass(slots=True)
+class PartitionLossBudget:
+    """Counts the losses that state partitions must survive, as an upper bound on lost copies. The groups lost within
+    `recovery_steps` must be fewer than the hosts of a partition, whichever partitions they host. `redundancy`: hosts of
+    each partition, r_o. `recovery_steps`: steps to remake lost copies, and again to compare them.
+    """
+
+    redundancy: int
+    recovery_steps: int
+    losses: list[int] = field(default_factory=list)
+    """Step of each loss that is not a flip."""
+    flips: list[int] = field(default_factory=list)
+    """Steps at which a group's state was corrupted, which costs the group."""
+
+    def allows(self, step: int, num_lost: int, num_members: int, *, is_flip: bool) -> bool:
+        """Whether every partition keeps enough hosts if `num_lost` of `num_members` groups are lost at this step. If
+        one of h hosts is corrupt and k others are lost or hold a copy not compared since, the correct ones must be more
+        than half: 2 (h - k - 1) > h. `is_flip` marks a loss by corruption.
+        """
+        hosts = min(self.redundancy, num_members)
+        if self._num_since(step - self.recovery_steps) + num_lost >= hosts:
+            return False
+        if is_flip:
+            return self._confirms(hosts, step, 0)
+        return all(self._confirms(hosts, flip, num_lost) for flip in self.flips if flip + self.recovery_steps > step)
+
+    def hit(self, step: int, num_lost: int, *, is_flip: bool) -> None:
+        (self.flips if is_flip else self.losses).extend([step] * num_lost)
+
+    def changes(self) -> list[int]:
+        hits = [*self.losses, *self.flips]
+        return [step + times * self.recovery_steps for step in hits for times in (1, 2)]
+
+    def _num_since(self, step: int) -> int:
+        return sum(hit > step for hit in (*self.losses, *self.flips))
+
+    def _confirms(self, hosts: int, flip: int, num_more: int) -> bool:
+        """Whether the corruption of one host at step `flip` is found with `num_more` further losses."""
+        num_others = sum(hit > flip - 2 * self.recovery_steps for hit in self.losses)
+        num_others += sum(hit > flip - 2 * self.recovery_steps and hit != flip for hit in self.flips)
+        return 2 * (hosts - num_others - num_more - 1) > hosts
+
+
+FIRST_STEP = 3
+"""Before it no step time is known, so that a hung rank is found only by a timeout."""
+
+
+_STREAM = 1  # separate from the stream of the trace
+
+_CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
+
+_FOR_GOOD: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS, "resize")
+
+_LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
+
+_SLOW: tuple[FaultKind, ...] = ("slow", "slow_data", "slow_host", "slow_link")
+
+_FACTORS = (1.5, 4.0)
+"""Between these the factor of a slow fault is drawn."""
+
+_OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
+
+_OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
+
+_SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
+
+_NEVER_DRAWN = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES | PHASES_OF_A_BUCKET
+_PHASES = tuple(phase for phase in FaultPoint if phase not in _NEVER_DRAWN)
+
+_PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
+"""Without IN_GATHER, which is not reached if another group is lost in the same gather."""
+
+_CORRUPTIBLE_PHASES = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE)
+
+_PHASES_OF_A_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
+
+_NUM_MANTISSA_BITS = 23
+"""A flip of a higher bit of a parameter may give every group that gathers it gradients that are not finite."""
+
+_BEFORE_THE_SUM = (
+    FaultPoint.FORWARD,
+    FaultPoint.SEND,
+    FaultPoint.RECEIVE,
+    FaultPoint.BACKWARD,
+    FaultPoint.BEFORE_REDUCE,
+)
+"""A group lost here is not in the sum, so others recompute its microbatches in the same step."""
+
+_HARMLESS_INTERVALS = 0.5
+"""A pause of this many heartbeat intervals costs no group, even on a busy machine; a stop must be shorter than
+`SHORT_STOP_S`, too.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draw:
+    """A fault whose groups are not chosen yet."""
+
+    kind: FaultKind
+    phase: FaultPoint
+    seconds: float | None
+    seconds_else: float | None
+    """Duration to use where a lasting fault is not allowed; None if it does not last or cannot pass."""
+    factor: float | None
+    bit: int | None
+    is_of_domain: bool
+    costs: bool
+    """Whether it may cost its groups."""
+
+    @property
+    def is_for_good(self) -> bool:
+        """Whether its groups stay lost even if others are started again."""
+        return self.costs and self.kind in _OF_A_NODE and self.seconds is None
+
+    @property
+    def is_of_recovery(self) -> bool:
+        return self.phase in _PHASES_OF_A_RECOVERY
+
+    @property
+    def brings_patch(self) -> bool:
+        """Whether survivors are sure to compute a patch in its step."""
+        lasts = self.kind not in _LASTING_OR_NOT or self.seconds is None
+        return self.kind in _SURE_TO_COST and lasts and self.phase in _BEFORE_THE_SUM
+
+
+class _Machines:
+    """Which places have lost their machine for good, and where the others have moved since, as supervisors decide it.
+
+    For groups that fill several machines each, which come back as often as they are lost.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._layout = config.parallel
+        self._groups_per_domain = config.spare.groups_per_domain
+        self._places = Places(config.parallel)
+        self._empty: set[PlaceId] = set()
+
+    def made_whole_without(self, fault: Fault) -> list[GroupId]:
+        """The groups that come back once this fault has taken the machine of its place."""
+        broken = self._broken() | {fault.group}
+        self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
+        # Faults are drawn so that no shard lacks a host.
+        assignment = self._places.reform(self._empty, self._groups_per_domain, unhosted={})
+        for holding in assignment.holdings:
+            left = self._places.held_by(holding.machine)
+            assert left is not None, "no machine is idle"
+            self._empty.add(left.place)
+        self._places.apply(assignment)
+        self._empty -= {holding.place for holding in assignment.holdings}
+        return sorted(broken - self._broken())
+
+    def _broken(self) -> set[GroupId]:
+        return {group for place in self._empty for group in self._layout.groups_on(place)}
+
+
+@dataclass(slots=True)
+class _Condition:
+    """Which groups may be hit at which step, given the faults drawn so far."""
+
+    placement: Placement
+    needs_majority: bool
+    recovery_steps: int
+    num_rejoins: int
+    has_last_resort: bool
+    partitions: PartitionLossBudget | None
+    machines: "_Machines | None" = None
+    hit_until: dict[GroupId, float] = field(default_factory=dict)
+    lost_until: dict[GroupId, float] = field(default_factory=dict)
+    gone_from: dict[GroupId, int] = field(default_factory=dict)
+    num_losses: dict[GroupId, int] = field(default_factory=dict)
+    corrupt_until: float = 0.0
+
+    def allows(self, draw: _Draw, groups: frozenset[GroupId], step: int, targets: Set[frozenset[GroupId]]) -> bool:
+        """Whether the run is sure to survive this fault in these groups, and all of them are present to be hit.
+        `targets` has every set of groups that such a fault can strike at once.
+        """
+        if any(step < self.hit_until.get(group, 0) for group in groups):
+            return False
+        if draw.kind in _CORRUPTIONS and step < self.corrupt_until:
+            return False
+        if not draw.costs:
+            return True
+        lost = frozenset(group for group, until in self.lost_until.items() if step < until)
+        all_groups = frozenset(GroupId(group) for group in range(self.placement.num_groups))
+        left = all_groups - lost - groups
+        num_members, is_flip = len(all_groups - lost), draw.kind == "param_flip"
+        if self.partitions is not None and not self.partitions.allows(step, len(groups), num_members, is_flip=is_flip):
+            return False
+        gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
+        if draw.is_for_good and self.num_rejoins:
+            return all(self._is_enough(left - others, all_groups - gone - groups) for others in targets)
+        return self._is_enough(left, all_groups - gone)
+
+    def _is_enough(self, left: frozenset[GroupId], voters: frozenset[GroupId]) -> bool:
+        if self.needs_majority and 2 * len(left) <= len(voters):
+            return False
+        return bool(left) and (self.has_last_resort or not self.placement.uncovered(left))
+
+    def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int, fault: Fault) -> None:
+        until = step + self.recovery_steps
+        for group in groups:
+            self.hit_until[group] = until
+            if draw.costs:
+                self.num_losses[group] = self.num_losses.get(group, 0) + (draw.kind != "drain")
+                is_last = draw.is_for_good or self.num_losses[group] > self.num_rejoins
+                self.lost_until[group] = math.inf if is_last else until
+                if is_last:
+                    self.gone_from[group] = until
+                self.hit_until[group] = self.lost_until[group]
+        if draw.is_for_good and self.machines is not None:
+            for group in self.machines.made_whole_without(fault):
+                self.lost_until[group] = self.hit_until[group] = until
+                del self.gone_from[group]
+        if draw.kind in _CORRUPTIONS:
+            self.corrupt_until = until
+        if draw.costs and self.partitions is not None:
+            self.partitions.hit(step, len(groups), is_flip=draw.kind == "param_flip")
+
+    def next_change(self, step: int) -> float:
+        """The first later step at which more may be allowed; infinity if there is none."""
+        of_partitions = self.partitions.changes() if self.partitions else ()
+        changes = (*self.hit_until.values(), self.corrupt_until, *of_partitions)
+        return min((change for change in changes if change > step), default=math.inf)
+
+
+def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
+    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent. The
+    last `faults.recovery_steps` are spared: a fault there might be found only after the run.
+    """
+    faults = config.faults
+    if faults.mean_steps is None:
+        return ()
+    spare, weights = config.spare, kind_weights(config)
+    is_stacked = config.optimizer.sharding == "stacked"
+    num_groups = config.layout.num_groups
+    condition = _Condition(
+        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
+        needs_majority="param_flip" in weights,
+        recovery_steps=faults.recovery_steps,
+        num_rejoins=spare.rejoins,
+        has_last_resort=config.data.access == "shared",
+        partitions=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
+        machines=_Machines(config) if spare.rejoins and can_reform(config.parallel) else None,
+    )
+    end = config.train.steps - faults.recovery_steps
+    at = float(FIRST_STEP)
+    drawn: list[Fault] = []
+    waiting: list[tuple[_Draw, np.random.Generator]] = []
+    for gap, rng in _gaps(config):
+        at += gap
+        if at >= end:
+            return tuple(drawn)
+        draw = _draw(config, weights, rng)
+        if draw.is_of_recovery:
+            waiting.append((draw, rng))
+            continue
+        found = _place(config, condition, draw, int(at), end, rng)
+        if not found and draw.seconds_else is not None:
+            draw = replace(draw, seconds=draw.seconds_else, costs=_may_cost(config, draw.kind, draw.seconds_else))
+            found = _place(config, condition, draw, int(at), end, rng)
+        drawn += found
+        if not found:
+            continue
+        step = found[0].step
+        at = max(at, float(step))
+        for index, (late, its_rng) in enumerate(waiting if draw.brings_patch else ()):
+            if in_recovery := _place(config, condition, late, step, step + 1, its_rng):
+                drawn += in_recovery
+                del waiting[index]
+                break
+    raise AssertionError("the gaps never end")
+
+
+def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
+    """Steps to the next fault, and a generator for the fault's other choices."""
+    faults = config.faults
+    mean = faults.mean_steps or 0.0
+    gaps = np.random.default_rng([faults.seed, _STREAM])
+    for index in itertools.count():
+        share = gaps.exponential()
+        if faults.distribution == "weibull":
+            # X^(1/shape) of an exponential X is Weibull, with mean Gamma(1 + 1/shape).
+            share = share ** (1 / faults.shape) / math.gamma(1 + 1 / faults.shape)
+        yield mean * share, np.random.default_rng([faults.seed, _STREAM, index])
+
+
+def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Generator) -> _Draw:
+    faults = config.faults
+    kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
+    lasts = kind in _FOR_GOOD or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
+    passes_after_s = None if kind in _FOR_GOOD else float(faults.max_seconds * (1.0 - rng.random()))
+    seconds = None if lasts else passes_after_s
+    jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
+    unreachable: set[FaultPoint] = (
+        set() if config.layout.pipeline_parallel > 1 else {FaultPoint.SEND, FaultPoint.RECEIVE}
+    )
+    if not set(weights).intersection(_SURE_TO_COST):
+        unreachable.update(_PHASES_OF_A_RECOVERY)
+    is_stacked = config.optimizer.sharding == "stacked"
+    anywhere = _PHASES_WITH_SLICES if is_stacked else _PHASES
+    reachable = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else anywhere
+    phases = [phase for phase in reachable if phase not in unreachable]
+    num_bits = 64 if kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
+    if is_stacked and kind == "param_flip":
+        num_bits = _NUM_MANTISSA_BITS
+    return _Draw(
+        kind=kind,
+        phase=phases[rng.integers(len(phases))],
+        seconds=None if seconds is None else jump * seconds,
+        seconds_else=passes_after_s if lasts else None,
+        factor=float(rng.uniform(*_FACTORS)) if kind in _SLOW else None,
+        bit=int(rng.integers(num_bits)) if kind in ("bit_flip", "param_flip") else None,
+        is_of_domain=lasts and kind in _OF_A_DOMAIN and bool(rng.random() < faults.domain_share),
+        costs=_may_cost(config, kind, seconds),
+    )
+
+
+def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
+    if kind in ("disk_full", "clock_jump", "stop_store", "resize", *_SLOW):
+        return False
+    harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
+    limit_s = min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s
+    return kind == "drain" or seconds is None or seconds > limit_s
+
+
+def _place(
+    config: RunConfig, condition: _Condition, draw: _Draw, step: int, end: int, rng: np.random.Generator
+) -> list[Fault]:
+    """The fault in each group it hits, at the first step in [step, end) that allows it; empty if there is none."""
+    struck_by = {GroupId(aim): _groups_of(config, draw, GroupId(aim)) for aim in range(config.layout.num_groups)}
+    targets = frozenset(struck_by.values())
+    while step < end:
+        allowed = [aim for aim, groups in struck_by.items() if condition.allows(draw, groups, step, targets)]
+        if allowed:
+            aim = allowed[rng.integers(len(allowed))]
+            struck = struck_by[aim]
+            victims = sorted(struck) if draw.is_of_domain else [aim]
+            found = [_fault(config, draw, group, step, rng) for group in victims]
+            condition.hit(draw, struck, step, found[0])
+            return found
+        later = condition.next_change(step)
+        if math.isinf(later):
+            return []
+        step = math.ceil(later)
+    return []
+
+
+def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[GroupId]:
+    if draw.is_of_domain:
+        size = config.spare.groups_per_domain
+        first = group - group % size
+        members = range(first, min(first + size, config.layout.num_groups))
+        return frozenset(GroupId(member) for member in members)
+    if draw.kind in _OF_A_NODE:
+        layout = config.parallel
+        nodes = {layout.node_of(group, rank) for rank in range(layout.ranks_per_group)}
+        return frozenset(other for node in nodes for other in layout.groups_on(node))
+    return frozenset({group})
+
+
+def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> Fault:
+    num_times = least_passes(config, step) if draw.phase in PHASES_OF_A_MICROBATCH else 1
+    return Fault(
+        step=step,
+        group=group,
+        rank=int(rng.integers(config.parallel.ranks_per_group)),
+        phase=draw.phase,
+        kind=draw.kind,
+        seconds=draw.seconds,
+        factor=draw.factor,
+        bit=draw.bit,
+        ordinal=1 + int(rng.integers(num_times)),
+    )

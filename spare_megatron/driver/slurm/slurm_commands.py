@@ -1,0 +1,156 @@
+"""Runs Slurm's commands and parses their output."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.formats.whole_files import parsed_json
+
+JOB_FILE = "job.json"
+"""File in a job's folder that names the job."""
+
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
+"""States of a job that has not ended."""
+
+JobId = int | str
+"""A job's number, or ARRAY_TASK for a job of an array."""
+
+_TIMEOUT_S = 60.0
+_FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
+_NUMBER = re.compile(r"(\d+)(;.*)?")  # NUMBER[;CLUSTER]
+_UNHEARD = ("timed out", "unable to contact")
+"""Messages of commands that fail although slurmctld may have done what they asked: its answer was lost."""
+
+
+class Unanswered(ValueError):
+    """Slurm's answer to a command is not known: the request may have been carried out or not."""
+
+
+def submit(script: Path) -> int:
+    """Submits the script with sbatch. Returns the number of the job, or of the array. ValueError: sbatch is missing or
+    rejects the script. Unanswered: the script may have been accepted.
+    """
+    printed = call("sbatch", "--parsable", str(script))
+    numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
+    if not numbers:
+        raise Unanswered(f"sbatch printed no job id: {printed or 'nothing'}")
+    return int(numbers[-1])  # a site's sbatch may print a greeting first
+
+
+def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
+    """Records in a job's folder which job it is, and for an array, which setting each task's folder has (`tasks`)."""
+    text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
+    (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
+
+
+def job_of(folder: Path) -> JobId:
+    """The job that the folder belongs to. Raises ValueError if it is no job's folder."""
+    job_id = _noted(folder)["job_id"]
+    assert isinstance(job_id, int | str), "as it was noted"
+    return job_id
+
+
+def tasks_of(folder: Path) -> Mapping[str, str]:
+    """The task folders of an array with the setting that distinguishes each; empty for a single job."""
+    return dict(_noted(folder).get("tasks", {}))
+
+
+def _noted(folder: Path) -> Mapping[str, Any]:
+    try:
+        noted = parsed_json((folder / JOB_FILE).read_text())
+        return {"job_id": noted["job_id"], **noted}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder} holds no {JOB_FILE}: name the directory that `spare submit` printed") from None
+
+
+def own_job() -> JobId | None:
+    """The job of this process, if any; ARRAY_TASK in an array, one of whose jobs has the number of the whole."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    if array.isdigit() and task.isdigit():
+        return f"{array}_{task}"
+    number = os.environ.get("SLURM_JOB_ID", "")
+    return int(number) if number.isdigit() else None
+
+
+def job_fields(job_id: JobId) -> Mapping[str, str]:
+    """Fields of a job from slurmctld: `JobState`, `NodeList`, ... Empty if slurmctld has forgotten the job."""
+    try:
+        return dict(_FIELD.findall(call("scontrol", "--oneliner", "show", "job", str(job_id))))
+    except ValueError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+
+
+def cancel(job_id: JobId) -> None:
+    call("scancel", str(job_id))
+
+
+def wait_for(job_ids: Collection[JobId], *, poll_s: float = 2.0, silence_s: float = 300.0) -> int:
+    """Waits until all jobs have ended, requeues included; returns the highest exit code. Polls all, because Slurm soon
+    forgets ended jobs. ValueError: Slurm is silent for `silence_s`, or has forgotten how a job ended.
+    """
+    codes: dict[JobId, int] = {}
+    heard_s = dict.fromkeys(job_ids, time.monotonic())
+    while True:
+        for job_id in [job_id for job_id in job_ids if job_id not in codes]:
+            try:
+                fields = job_fields(job_id)
+            except ValueError:  # the job goes on
+                if time.monotonic() - heard_s[job_id] > silence_s:
+                    raise
+                continue
+            heard_s[job_id] = time.monotonic()
+            if not fields:
+                raise ValueError(f"Slurm no longer knows job {job_id}; `spare status` shows its runs")
+            if fields["JobState"] not in UNDER_WAY:
+                codes[job_id] = int(fields["ExitCode"].partition(":")[0]) or int(fields["JobState"] != "COMPLETED")
+        if len(codes) == len(job_ids):
+            return max(codes.values())
+        time.sleep(poll_s)
+
+
+def require(command: str, advice: str = "run this on a login node of a Slurm cluster, or load its module") -> None:
+    """Raises ValueError, with the advice, if the command is not in PATH."""
+    if shutil.which(command) is None:
+        raise ValueError(f"{command} is not in PATH: {advice}")
+
+
+def call(command: str, *arguments: str) -> str:
+    """Runs a command and returns its output. ValueError: the command is missing or fails. Unanswered: it does not
+    return in time, or fails without an answer of slurmctld.
+    """
+    require(command)
+    try:
+        done = subprocess.run((command, *arguments), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Unanswered(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip()
+        if not said or any(text in said.lower() for text in _UNHEARD):
+            raise Unanswered(f"{command} failed: {said or f'exit code {done.returncode}'}")
+        raise ValueError(f"{command} failed: {said}{_advice(said)}")
+    return done.stdout.strip()
+
+
+_ADVICE = {
+    "invalid partition": "correct slurm.partition; `sinfo --summarize` lists those that exist",
+    "invalid account": "correct slurm.account; `sacctmgr show assoc user=$USER` lists yours",
+    "Requested time limit is invalid": "lower slurm.time_limit_minutes; `sinfo` has each partition's limit",
+    "Node count specification invalid": "lower cluster.num_nodes; `sinfo --summarize` has the nodes of each partition",
+    "More processors requested than permitted": "lower cluster.num_nodes",
+    "Requested node configuration is not available": "no node has this: check slurm.gpus_per_node and slurm.options",
+    "Invalid generic resource": "the partition has no such GPUs: check slurm.gpus_per_node, or set cluster.device=cpu",
+}
+"""Text in Slurm's errors -> what to change."""
+
+
+def _advice(said: str) -> str:
+    found = [advice for text, advice in _ADVICE.items() if text.lower() in said.lower()]
+    return f"\n  {found[0]}" if found else ""

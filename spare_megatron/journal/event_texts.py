@@ -1,0 +1,242 @@
+"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end. Steps count from 0."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spare_megatron.journal.losses import losses_of
+from spare_megatron.formats.quantities import format_bytes, format_duration
+from spare_megatron.journal.records import (
+    CheckpointRecord,
+    CulpritRecord,
+    DisputeRecord,
+    EndRecord,
+    ExaminationRecord,
+    FaultRecord,
+    LadderRecord,
+    LossRecord,
+    PacesRecord,
+    PlacesRecord,
+    Record,
+    RestartRecord,
+    StorageRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLine:
+    """An event text and its time in seconds since the epoch."""
+
+    at_s: float
+    text: str
+
+
+def groups_named(groups: Collection[int]) -> str:
+    """Formats group ids.
+
+    >>> groups_named([3]), groups_named({6, 3})
+    ('group 3', 'groups 3, 6')
+    """
+    return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
+
+
+def shards_named(shards: Collection[int]) -> str:
+    return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
+
+
+def text_of_audited(num_audited: int, num_steps: int | None = None) -> str:
+    """Says how many steps are audited, of the committed ones if their number is given.
+
+    >>> text_of_audited(6), text_of_audited(1, 12), text_of_audited(0)
+    ('the first 6 steps are audited', 'the first of 12 steps is audited', 'no step is audited')
+    """
+    of = "" if num_steps is None else f"of {num_steps} "
+    if num_audited == 0:
+        return f"none {of}steps is audited" if of else "no step is audited"
+    if num_audited == 1:
+        return f"the first {of}{'steps' if of else 'step'} is audited"
+    return f"the first {num_audited} {of}steps are audited"
+
+
+class FaultLike(Protocol):
+    @property
+    def kind(self) -> str: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+
+
+def fault_named(fault: FaultLike) -> str:
+    return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
+
+
+def texts_of_record(record: Record) -> Iterator[str]:
+    """Yields the event texts of a record, except those of losses and of the end of the run."""
+    match record:
+        case FaultRecord():
+            yield f"fault injected: {fault_named(record)}"
+        case CulpritRecord():
+            yield text_of_culprit(record)
+        case LadderRecord(rule="drain"):
+            yield text_of_ladder(record)
+        case ExaminationRecord():
+            yield text_of_examination(record)
+        case RestartRecord():
+            yield from record.rejected
+        case CheckpointRecord(outcome="saved"):
+            figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
+            end = f"; {record.reason}" if record.reason else ""
+            yield (
+                f"checkpoint after {record.step} steps saved: {figures}, {format_duration(record.stall_s)} of it "
+                f"without training{end}"
+            )
+        case CheckpointRecord():
+            what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
+            yield f"{what}; the earlier ones are untouched, and training goes on"
+        case DisputeRecord(outcome="saved"):
+            yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
+        case DisputeRecord():
+            what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
+            yield f"{what}; the step cannot be replayed, and training goes on"
+
+
+def describe_storage(record: StorageRecord) -> str:
+    match record.outcome:
+        case "held":
+            return f"the storage takes no more of {record.path}: {record.reason}"
+        case "written":
+            return "the storage takes the files of the run again; nothing that was written down is lost"
+        case "lost":
+            files = and_others(record.path, record.num_files - 1)
+            return f"the storage has not taken the last {format_bytes(record.num_bytes)} of {files}: {record.reason}"
+
+
+def and_others(path: str, num_others: int) -> str:
+    """Names a file and counts the others.
+
+    >>> and_others("a", 0), and_others("a", 1), and_others("a", 2)
+    ('a', 'a and 1 other file', 'a and 2 other files')
+    """
+    plural = "s" if num_others > 1 else ""
+    return f"{path} and {num_others} other file{plural}" if num_others else path
+
+
+def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
+    """Text of a loss; if the loss `is_known` already, that the group will not return."""
+    if is_known:
+        return f"group {record.group} given up: it has used up spare.rejoins"
+    end = "; given up: it has used up spare.rejoins" if record.is_given_up else ""
+    return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
+
+
+def text_of_culprit(record: CulpritRecord) -> str:
+    """Text of what holds the run back, or does so no longer.
+
+    >>> text_of_culprit(CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, excess_s=0.12, factor=2.04))
+    'machine 3 makes each step 120 ms longer: compute of group 2 rank 1, 2.0 times the usual time'
+    >>> text_of_culprit(CulpritRecord(machine=3, cause="host", is_over=True))
+    'machine 3 holds the run back no longer: host'
+    """
+    whose = "" if record.of_group is None else f" of group {record.of_group}"
+    whose += "" if record.rank is None else f" rank {record.rank}"
+    if record.is_over:
+        return f"machine {record.machine} holds the run back no longer: {record.cause}{whose}"
+    factor = f", {record.factor:.1f} times the usual time" if record.factor else ""
+    detail = f" ({record.detail})" if record.detail else ""
+    return (
+        f"machine {record.machine} makes each step {format_duration(record.excess_s)} longer: "
+        f"{record.cause}{whose}{factor}{detail}"
+    )
+
+
+def text_of_ladder(record: LadderRecord) -> str:
+    """Text of the decision to replace a machine that holds the run back."""
+    by = {"group": "a further group", "machine": "a machine of a broken group"}.get(record.replacement)
+    return (
+        f"machine {record.machine} is drained{f', and {by} takes its part' if by else ''}: each step gains "
+        f"{format_duration(record.gain_s)}, the change costs {format_duration(record.cost_s)}"
+    )
+
+
+def text_of_pause(step: int, shards: Collection[int]) -> str:
+    """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
+    return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
+
+
+def text_of_paces(record: PacesRecord) -> str:
+    """Text of a change of the paces by which work is dealt.
+
+    >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
+    'from step 9 on work is dealt by pace: for a microbatch group 3 takes 1.98 times as long as its like'
+    """
+    if not record.permille:
+        return f"from step {record.step} on all groups are dealt the same work again: none is slower than its like"
+    first, *others = (f"group {group} takes {pace / 1000:.2f} times" for group, pace in record.permille.items())
+    paces = ", ".join((f"{first} as long as its like", *others))
+    return f"from step {record.step} on work is dealt by pace: for a microbatch {paces}"
+
+
+def text_of_places(record: PlacesRecord) -> str:
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole.
+
+    >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
+    'machine 2 is in quarantine, as it is slow: its link'
+    """
+    begun = [
+        f"machine {machine} is in quarantine, as it {_WHY[why]}: {text}" for machine, why, text in record.quarantined
+    ]
+    ended = [f"the quarantine of machine {machine} ends" for machine in record.released]
+    taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
+    return f"{', '.join((*begun, *ended, *taken))}{' to make a group whole' if record.places else ''}"
+
+
+_WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is slow"}
+
+
+def text_of_examination(record: ExaminationRecord) -> str:
+    """Text of an examination of a machine in quarantine.
+
+    >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
+    'machine 2 stays in quarantine: it hangs; it is examined again in 8 s'
+    """
+    if not record.reason:
+        return f"machine {record.machine} has passed its examination"
+    return (
+        f"machine {record.machine} stays in quarantine: {record.reason}; it is examined again in "
+        f"{format_duration(record.wait_s)}"
+    )
+
+
+def text_of_end(record: EndRecord, halted_by: str) -> str:
+    """Text of the end of the run; omits a reason that equals `halted_by`, which was shown when the log halted."""
+    if not record.reason:
+        return f"the run {record.outcome}"
+    return f"the run ended: {record.outcome}" + (f": {record.reason}" if record.reason != halted_by else "")
+
+
+def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
+    """Text of a log entry after which the groups `taken_in` newly take part; empty if there is none."""
+    match entry:
+        case {"entry": "commit", "step": step}:
+            take = "take" if len(taken_in) > 1 else "takes"
+            joined = f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on" if taken_in else ""
+            drained = [group for group, _ in entry.get("drain", ())]
+            left = f"{groups_named(drained)} left after step {step}, as requested" if drained else ""
+            return "; ".join(filter(None, (left, joined)))
+        case {"entry": "resume", "step": step}:
+            return f"training resumes with step {step}: {groups_named(taken_in)} back"
+        case {"entry": "evaluated", "step": step}:
+            losses = [f"{name} loss {loss:.4f}" for name, loss in losses_of(entry.get("sums", ())).items()]
+            return f"evaluated after {step} steps: {', '.join(losses)}"
+        case {"entry": "restart", "step": step}:
+            source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
+            where = f"{source} after {step} steps" if step else "the beginning"
+            return f"training starts again from {where}"
+        case {"entry": "halt", "reason": reason}:
+            return f"halted: {reason}"
+    return ""

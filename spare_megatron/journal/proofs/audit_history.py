@@ -1,0 +1,306 @@
+"""What the audits of a run have compared and found, from its journal."""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spare_megatron.journal.proofs.disputes import saved_disputes
+from spare_megatron.journal.event_texts import groups_named, text_of_audited
+from spare_megatron.journal.fold import Committed, Fold, differs
+from spare_megatron.journal.journal_view import JournalView, attempts_of
+from spare_megatron.journal.records import AuditRecord, SuspicionRecord
+from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.core.audits.clean_prefix import AuditedSteps
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.plans import Microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A microbatch that groups have computed to different digests.
+
+    Attributes:
+        index: Of the microbatch in its shard.
+        digests: Group -> all digests that it has voted with, 16 hex digits each.
+        asked: The groups that were asked to compute it then.
+    """
+
+    step: int
+    attempt: int
+    shard: int
+    index: int
+    digests: Mapping[int, list[str]]
+    asked: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspectAudit:
+    """A microbatch with a suspect loss that other hosts were asked about before the commit.
+
+    Attributes:
+        counted_by: The groups that have counted it and said so.
+        asked: The groups that were asked to compute it, those included.
+        is_data: They have, to equal values, and the step was committed with it.
+        samples: Where its sequences lie, as the journal's `suspicion` has them.
+    """
+
+    step: int
+    attempt: int
+    shard: int
+    index: int
+    counted_by: list[int]
+    asked: list[int]
+    is_data: bool
+    samples: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """A group that was fenced for what it has computed, and why; `reason` names the stage and the ranks."""
+
+    group: int
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoiled:
+    """Committed steps that groups which were found wrong may have spoiled.
+
+    Attributes:
+        audited_steps: As `AuditedSteps.num_steps`: the steps before these are not spoiled.
+        num_steps: Committed steps.
+        groups: As `AuditedSteps.spoiled_by`.
+    """
+
+    audited_steps: int
+    num_steps: int
+    groups: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditHistory:
+    """Audits of a run.
+
+    Attributes:
+        every_steps: Steps between audits; 0 if the run has none.
+        steps: Committed steps with audits, those that a restart undid included.
+        compared: Microbatches in them that two or more groups have computed to equal digests.
+        audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
+        spoiled: What groups that were found wrong have left in the parameters; None if nothing, or without audits.
+        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.disputes`).
+        halted: Why the run halted over an audit; empty if it did not.
+    """
+
+    every_steps: int
+    steps: int
+    compared: int
+    audited_steps: int
+    spoiled: Spoiled | None
+    suspects: list[SuspectAudit]
+    mismatches: list[Mismatch]
+    culprits: list[Culprit]
+    saved: dict[int, str]
+    halted: str
+
+
+def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | None:
+    """What groups that were outvoted or fenced for wrong state have left in the parameters; None without such a group.
+
+    Reads the audits of the journal only if a group was found wrong.
+    """
+    if not run.audit_every_steps or not any(entry.get("discard", False) for entry in fold.entries.values()):
+        return None
+    audited = AuditedSteps(run.first_step)
+    for _ in _audited_commits(view, fold, audited):
+        pass
+    return _spoiled(audited, fold.next_step)
+
+
+def _spoiled(audited: AuditedSteps, num_steps: int) -> Spoiled | None:
+    groups = list(map(int, audited.spoiled_by))
+    return Spoiled(audited_steps=audited.num_steps, num_steps=num_steps, groups=groups) if groups else None
+
+
+def text_of_spoiled(spoiled: Spoiled) -> str:
+    """Says which steps are clean, and what is in the parameters beside them.
+
+    >>> text_of_spoiled(Spoiled(audited_steps=6, num_steps=12, groups=[2]))
+    'the first 6 of 12 steps are audited; what group 2 computed since is in the parameters'
+    """
+    audited = text_of_audited(spoiled.audited_steps, spoiled.num_steps)
+    return f"{audited}; what {groups_named(spoiled.groups)} computed since is in the parameters"
+
+
+class SpoiledSteps:
+    """What `find_spoiled` says of a journal that is read as it grows."""
+
+    def __init__(self, first_step: int) -> None:
+        self._audited = AuditedSteps(first_step)
+        self._records: dict[int, list[AuditRecord]] = defaultdict(list)  # by attempt
+        self._entries: deque[tuple[Mapping[str, Any], Collection[int]]] = deque()
+
+    def add_audit(self, record: AuditRecord) -> None:
+        self._records[record.attempt].append(record)
+
+    def add_entry(self, entry: Mapping[str, Any], members: Collection[int]) -> None:
+        """Adds an entry of the log, in its order, and the groups that took part in the step if it commits one."""
+        if entry["entry"] in ("commit", "restart") or entry.get("discard", False):
+            self._entries.append((entry, members))
+
+    def settle(self) -> None:
+        """Folds the entries, once all lines that were written have been added: audits are written before votes."""
+        while self._entries:
+            entry, members = self._entries.popleft()
+            match entry:
+                case {"entry": "commit", "step": step, "attempt": attempt}:
+                    _fold_commit(self._audited, step, self._records.get(attempt, ()), members)
+                    for old in [other for other in self._records if other <= attempt]:
+                        del self._records[old]
+                case {"entry": "restart", "step": step}:
+                    self._audited.on_restart(step)
+                case _:
+                    self._audited.on_wrong(GroupId(entry["group"]))
+
+    def found(self, num_steps: int) -> Spoiled | None:
+        """What is spoiled of so many committed steps; None if nothing is."""
+        return _spoiled(self._audited, num_steps)
+
+
+def _audited_commits(
+    view: JournalView, fold: Fold, audited: AuditedSteps
+) -> Iterator[tuple[Committed, list[AuditRecord]]]:
+    """Yields all commits with the audits of their attempts, and folds them and what lies between into `audited`."""
+    turns = _Turns(fold)
+    for part in attempts_of(view, fold):
+        by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
+        for _, record in part.audits:
+            by_attempt[record.attempt].append(record)
+        for _, commit in part.commits:
+            turns.before(commit.index, audited)
+            records = by_attempt.get(commit.attempt, [])
+            _fold_commit(audited, commit.step, records, commit.members)
+            yield commit, records
+    turns.before(math.inf, audited)
+
+
+def _fold_commit(audited: AuditedSteps, step: int, records: Collection[AuditRecord], members: Collection[int]) -> None:
+    computed = [
+        (GroupId(record.group), Microbatch(ShardId(shard), index))
+        for record in records
+        for shard, index, _ in record.digests[: record.num_planned]
+    ]
+    audited.on_commit(step, computed, frozenset(map(GroupId, members)))
+
+
+def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
+    num_compared, steps, audited = 0, 0, AuditedSteps(run.first_step)
+    agreed: set[tuple[int, int, int]] = set()  # step and microbatch
+    samples: dict[tuple[int, int, int], list[str]] = {}
+    for commit, records in _audited_commits(view, fold, audited):
+        times = Counter((shard, index) for record in records for shard, index, _ in record.digests)
+        equal = {microbatch for microbatch, count in times.items() if count > 1}
+        num_compared += len(equal)
+        agreed |= {(commit.step, *microbatch) for microbatch in equal}
+        steps += bool(records)
+    mismatches, culprits, halted = _found(fold)
+    for line in view.rare:
+        if isinstance(record := line.record, SuspicionRecord):
+            samples.setdefault((record.step, record.shard, record.index), record.samples)
+    return AuditHistory(
+        every_steps=run.audit_every_steps,
+        steps=steps,
+        compared=num_compared,
+        audited_steps=audited.num_steps,
+        spoiled=_spoiled(audited, fold.next_step) if run.audit_every_steps else None,
+        suspects=_suspects(fold, agreed, samples),
+        mismatches=mismatches,
+        culprits=culprits,
+        saved={step: record.reason for step, record in sorted(saved_disputes(view).items())},
+        halted=halted,
+    )
+
+
+def _suspects(
+    fold: Fold, agreed: Collection[tuple[int, int, int]], samples: Mapping[tuple[int, int, int], list[str]]
+) -> list[SuspectAudit]:
+    """The questions about suspects, each microbatch of a step once."""
+    found: dict[tuple[int, int, int], SuspectAudit] = {}
+    wrong: set[tuple[int, int, int]] = set()
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        for dispute in entry.get("disputes", ()):
+            place = (entry["step"], *dispute["microbatch"])
+            if differs(dispute):
+                wrong.add(place)
+            if dispute.get("is_suspicion") and place not in found:
+                found[place] = SuspectAudit(
+                    step=entry["step"],
+                    attempt=entry["attempt"],
+                    shard=place[1],
+                    index=place[2],
+                    counted_by=[group for group, *_ in dispute["statements"]],
+                    asked=list(dispute["asked"]),
+                    is_data=False,
+                    samples=samples.get(place, []),
+                )
+    return [replace(one, is_data=place in agreed and place not in wrong) for place, one in found.items()]
+
+
+class _Turns:
+    """Entries beside commits that change how far the steps are audited: groups found wrong, and restarts."""
+
+    def __init__(self, fold: Fold) -> None:
+        self._left = deque(
+            (index, fold.entries[index])
+            for index in sorted(fold.entries)
+            if fold.entries[index]["entry"] == "restart" or fold.entries[index].get("discard", False)
+        )
+
+    def before(self, index: float, audited: AuditedSteps) -> None:
+        """Folds those before this entry."""
+        while self._left and self._left[0][0] < index:
+            _, entry = self._left.popleft()
+            match entry["entry"]:
+                case "fence":
+                    audited.on_wrong(GroupId(entry["group"]))
+                case "restart":
+                    audited.on_restart(entry["step"])
+
+
+def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:
+    step, mismatches, culprits, halted = 0, [], [], ""
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        match entry["entry"]:
+            case "commit":
+                step = entry["step"] + 1
+            case "restart":
+                step = entry["step"]
+            case "retry":
+                for dispute in filter(differs, entry.get("disputes", ())):
+                    digests: dict[int, list[str]] = defaultdict(list)
+                    for group, digest, _ in dispute["statements"]:
+                        digests[group].append(f"{digest:016x}")
+                    shard, number = dispute["microbatch"]
+                    mismatches.append(
+                        Mismatch(
+                            step=entry["step"],
+                            attempt=entry["attempt"],
+                            shard=shard,
+                            index=number,
+                            digests=dict(digests),
+                            asked=list(dispute["asked"]),
+                        )
+                    )
+            case "fence" if entry.get("is_outvoted"):
+                incarnation = entry.get("incarnation", 0)
+                culprits.append(
+                    Culprit(group=entry["group"], incarnation=incarnation, step=step, reason=entry.get("reason", ""))
+                )
+            case "halt" if entry["reason"].startswith("audit of"):
+                halted = entry["reason"]
+    return mismatches, culprits, halted

@@ -1,0 +1,60 @@
+"""Rules on evaluations: each counts every microbatch of the validation sets once, and the log has the right sums."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from spare_megatron.journal.proofs.check_steps import microbatches_of, miscount
+from spare_megatron.journal.fold import Evaluation, Finding, Fold, Severity
+from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.records import EvaluationRecord
+from spare_megatron.journal.run_record import RunRecord
+
+
+def check_evaluations(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Every evaluation counts each microbatch of each validation set once, and is the sum of what its groups found."""
+    by_attempt: dict[int, list[EvaluationRecord]] = defaultdict(list)
+    for _, record in part.evaluations:
+        by_attempt[record.attempt].append(record)
+    votes = {(record.attempt, record.group): record.is_complete for _, record in part.votes}
+    for number, evaluation in part.evaluated:
+        cast = {group: votes.get((evaluation.attempt, group)) for group in evaluation.members}
+        records = [record for record in by_attempt[evaluation.attempt] if record.group in evaluation.members]
+        for severity, reason in _check_evaluation(run, evaluation, records, cast):
+            what = f"evaluation after {evaluation.step} steps: {reason}"
+            yield Finding(severity=severity, reason=what, place=(number,))
+
+
+def _check_evaluation(
+    run: RunRecord,
+    evaluation: Evaluation,
+    records: Sequence[EvaluationRecord],
+    votes: Mapping[int, bool | None],
+) -> Iterator[tuple[Severity, str]]:
+    for group, vote in sorted(votes.items()):
+        if vote is None:
+            yield "unknown", f"no vote of group {group} in the journal"
+        elif not vote:
+            yield "invalid", f"decided although group {group} had not computed its part"
+    missing = sorted(evaluation.members.keys() - {record.group for record in records})
+    for group in missing:
+        yield "unknown", f"what group {group} found is not in the journal"
+    for record in records:
+        if record.incarnation != evaluation.members[record.group] or record.step != evaluation.step:
+            yield "invalid", f"group {record.group} found it in another incarnation or step"
+    if missing:
+        return
+    expected = {(s, k) for s in range(run.num_groups) for k in range(run.eval_microbatches_per_shard)}
+    counted = Counter(microbatches_of(records))
+    if set(counted) != expected or set(counted.values()) != {1}:
+        yield "invalid", miscount(counted, expected)
+    if _added(records) != {name: (loss, num_tokens) for name, loss, num_tokens in evaluation.sums}:
+        yield "invalid", "the log has other sums than its groups found"
+
+
+def _added(records: Sequence[EvaluationRecord]) -> dict[str, tuple[int | None, int]]:
+    added: dict[str, tuple[int | None, int]] = {}
+    for record in records:
+        for name, loss, num_tokens in record.sums:
+            before, num_before = added.get(name, (0, 0))
+            added[name] = (None if before is None or loss is None else before + loss, num_before + num_tokens)
+    return added

@@ -1,0 +1,298 @@
+"""Proves from the journal alone that a run kept its invariant: the rules of `spare check`."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from spare_megatron.journal.proofs.check_audits import check_audits
+from spare_megatron.journal.proofs.check_evaluations import check_evaluations
+from spare_megatron.journal.proofs.check_places import check_places
+from spare_megatron.journal.proofs.check_quarantine import check_quarantines
+from spare_megatron.journal.proofs.check_state import (
+    check_compared,
+    check_last_params,
+    check_params,
+    check_partitions,
+    check_restored,
+    has_lost_state,
+)
+from spare_megatron.journal.proofs.check_steps import (
+    check_applied,
+    check_contributions,
+    check_kept,
+    check_single_votes,
+    check_updates,
+    check_voted_work,
+    check_voters,
+    check_votes,
+)
+from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
+from spare_megatron.journal.event_texts import describe_storage
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
+from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
+from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.stacking.layout import GroupId, ShardId
+
+
+def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
+    """Whether the run reached the moment of a planned fault, in a committed step, with the group to be hit.
+
+    `rebuild` also needs another group to be fenced first in the step, and a patch a retry after that. The evaluation
+    before a step belongs to it. A fault that costs its group nothing is not due if the group is lost in that step, to
+    something else and perhaps before that moment.
+    """
+    commits = {commit.step: commit for commit in fold.kept}
+    commit = commits.get(fault["step"])
+    if commit is None or fault["group"] not in commit.began_with:
+        return False
+    end = commit.index
+    if fault["phase"].startswith("evaluation"):
+        end = {evaluation.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
+        if end < 0:
+            return False
+    before = commits.get(fault["step"] - 1)
+    first = 0 if before is None else before.index + 1
+    lost_at = [index for index in sorted(fold.fenced) if first <= index < end]
+    is_costly = fault["group"] in fault.get("costs", [fault["group"]])
+    if not is_costly and fault["group"] in {fold.fenced[index][0] for index in lost_at}:
+        return False
+    if fault["phase"] not in ("patch", "rebuild", "evaluation_patch"):
+        return True
+    if not lost_at or fold.fenced[lost_at[0]][0] == fault["group"]:
+        return False
+    if fault["phase"] == "rebuild":
+        return True
+    return any(fold.entries[index]["entry"] == "retry" for index in range(lost_at[0], end) if index in fold.entries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a journal proves; `steps_committed` excludes commits that restarts undid."""
+
+    verdict: Literal["valid", "invalid", "unknown"]
+    reasons: tuple[str, ...]
+    steps_committed: int
+
+
+class Tally(Protocol):
+    """Counts on the way, so that nothing is read twice."""
+
+    def add_part(self, part: Attempts | Steps) -> None:
+        """Adds a part before the rules read it."""
+
+
+_Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
+
+
+def check(view: JournalView, tally: Tally | None = None) -> Verdict:
+    """Checks a run against its invariant; shows `tally` every part that the rules read."""
+    runs = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
+    if len(runs) != 1:
+        found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
+        return _verdict(view, found, 0, FORMAT)
+    run = runs[0]
+    fold = fold_view(view, run)
+    fold = replace(fold, is_cut=_is_cut(view, fold))
+    findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
+    findings += [*_check_log(view, fold), *_check_fold(run, fold), *check_reports(view, run, fold)]
+    findings += [*check_places(view, run), *check_quarantines(view)]
+    findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(view, fold), run, fold, tally)
+    findings += check_partitions(view, run, fold)
+    findings += _apply(_RULES_OF_STEPS, steps_of(view, fold), run, fold, tally)
+    findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
+    return _verdict(view, findings, len(fold.kept), run.format)
+
+
+def _apply(
+    rules: Sequence[_Rule], parts: Iterator[Attempts] | Iterator[Steps], run: RunRecord, fold: Fold, tally: Tally | None
+) -> Iterator[Finding]:
+    """Findings of all parts, rule after rule, in the order that a single pass would give."""
+    found: list[list[Finding]] = [[] for _ in rules]
+    for part in parts:
+        if tally is not None:
+            tally.add_part(part)
+        for rule, findings in zip(rules, found, strict=True):
+            findings += rule(part, run, fold)
+    for findings in found:
+        yield from sorted(findings, key=lambda finding: finding.place)
+
+
+def _verdict(view: JournalView, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
+    findings = [*_check_lines(view, journal_format), *_check_storage(view), *findings]
+    severities = {finding.severity for finding in findings}
+    verdict: Literal["valid", "invalid", "unknown"] = "valid"
+    if severities:
+        verdict = "invalid" if "invalid" in severities else "unknown"
+    reasons = tuple(f"{finding.severity}: {finding.reason}" for finding in findings)
+    return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
+
+
+def _check_lines(view: JournalView, journal_format: int) -> Iterator[Finding]:
+    """Every line is readable. In an earlier format, an unreadable line may be as its version wrote it."""
+    for text in view.damage:
+        if journal_format < FORMAT:
+            reason = f"a line is not as format {FORMAT} has it, and the journal is of format {journal_format}: {text}"
+            yield Finding(severity="unknown", reason=reason)
+        else:
+            yield Finding(severity="invalid", reason=f"damaged line: {text}")
+
+
+def fold_journal(journal: Journal, run: RunRecord) -> Fold:
+    """Same as `fold_view`, for a journal in memory."""
+    entries: dict[int, dict[str, Any]] = {}
+    for record in journal.of(EntryRecord):
+        entries.setdefault(record.index, record.entry)
+    return _fold(entries, journal.of(LossRecord), run)
+
+
+def fold_view(view: JournalView, run: RunRecord) -> Fold:
+    """Folds the log as the groups read it, and the fences that supervisors report after its end."""
+    losses = [line.record for line in view.rare if isinstance(line.record, LossRecord)]
+    return _fold(dict(view.entries), losses, run)
+
+
+def _fold(entries: dict[int, dict[str, Any]], losses: Sequence[LossRecord], run: RunRecord) -> Fold:
+    last_read = max(entries, default=-1)
+    for loss in losses:
+        # Groups that have finished read no later entries; supervisors record their fences.
+        if loss.entry_index > last_read:
+            fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
+            entries.setdefault(loss.entry_index, fence)
+    return fold_log(entries, run)
+
+
+def _check_log(view: JournalView, fold: Fold) -> Iterator[Finding]:
+    """All groups read the same entries, and none is missing."""
+    for _, record in view.disputed():
+        yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
+    for before, after in itertools.pairwise([-1, *sorted(fold.entries)]):
+        if after - before == 2:
+            yield Finding(severity="unknown", reason=f"log entry {before + 1} is not in the journal")
+        elif after - before > 2:
+            reason = f"log entries {before + 1} to {after - 1} are not in the journal"
+            yield Finding(severity="unknown", reason=reason)
+
+
+def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Steps are committed in order, once each, on ever later attempts; restarts go back to saved state."""
+    for error in fold.errors:
+        yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
+    expected = run.first_step
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        if entry["entry"] == "restart":
+            expected = entry["step"]
+        elif entry["entry"] == "commit":
+            if entry["step"] != expected:
+                severity = fold.severity(is_known=index < fold.known.num_entries)
+                yield Finding(severity=severity, reason="steps are not committed one after another, each exactly once")
+                break
+            expected += 1
+    attempts = [commit.attempt for commit in fold.commits]
+    if any(later <= earlier for earlier, later in itertools.pairwise(attempts)):
+        yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
+    if fold.next_step > run.num_steps:
+        yield Finding(severity="invalid", reason=f"{fold.next_step} steps committed, the run has {run.num_steps}")
+
+
+def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """A group computes only shards in its stack, unless the run has hosts of last resort."""
+    if run.last_resort:
+        return
+    placement = placement_of(run)
+    for place, record in (*part.contributions, *part.evaluations):
+        for shard in record.microbatches:
+            if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
+                reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
+                yield Finding(severity="invalid", reason=reason, place=place)
+
+
+def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Every fault that was due struck, and the groups that it costs were fenced."""
+    struck = {(r.step, r.group, r.rank, r.phase) for line in view.rare if isinstance(r := line.record, FaultRecord)}
+    began_with = {commit.step: commit.began_with for commit in fold.kept}
+    begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
+    for fault in run.faults:
+        began = began_with.get(fault["step"], frozenset())
+        if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
+            if is_due(fault, fold):  # else the run ended before it, or the group was lost to something else
+                yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
+        elif fault["group"] in began and fault["step"] < fold.next_step - 1:
+            there = set(fault.get("costs", [fault["group"]])) & began
+            for group in sorted(there):
+                if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
+                    continue  # an earlier fence is that of an earlier incarnation
+                reason = f"the fault {fault} struck, but no entry fences group {group}"
+                yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
+
+
+def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """The journal has an end, and the log agrees with it."""
+    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
+    if not ends:
+        yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
+    elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
+        yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
+    elif ends[0].outcome == "finished" and not _is_complete(run, fold):
+        if fold.known.is_over:
+            reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
+        else:
+            counted = ends[0].steps_committed
+            after = "" if counted is None else f" after {run.first_step + counted} committed steps"
+            lacks = f"the journal lacks the log after {fold.next_step} of {run.num_steps} steps"
+            reason = f"the run finished{after}, and {lacks}"
+        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+    elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
+        reason = "the run ended as a wipe-out, and every shard has a surviving host"
+        reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
+        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+    elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept):
+        yield Finding(severity="unknown", reason="the run was stopped before its last step was committed")
+    elif ends[0].outcome in ("failed", "halted"):
+        yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _is_cut(view: JournalView, fold: Fold) -> bool:
+    outcomes = {line.record.outcome for line in view.rare if isinstance(line.record, EndRecord)}
+    return "interrupted" in outcomes or ("stopped" in outcomes and not any(one.is_last for one in fold.kept))
+
+
+def _check_storage(view: JournalView) -> Iterator[Finding]:
+    """Storage accepted all lines."""
+    for line in view.rare:
+        if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
+            yield Finding(severity="unknown", reason=describe_storage(record))
+
+
+def _is_complete(run: RunRecord, fold: Fold) -> bool:
+    """Whether all steps are committed, or a commit ended the run early."""
+    return fold.next_step == run.num_steps or any(commit.is_last for commit in fold.kept)
+
+
+def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
+    """Whether a state partition, or a shard without hosts of last resort, has no surviving host."""
+    left = frozenset(GroupId(group) for group in fold.members)
+    if not left or has_lost_state(run, fold):
+        return True
+    return not run.last_resort and bool(placement_of(run).uncovered(left))
+
+
+_RULES_OF_ATTEMPTS: Sequence[_Rule] = (
+    check_contributions,
+    check_kept,
+    _check_hosts,
+    check_voters,
+    check_single_votes,
+    check_voted_work,
+    check_votes,
+    check_applied,
+    check_updates,
+    check_evaluations,
+    check_audits,
+)
+
+_RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)

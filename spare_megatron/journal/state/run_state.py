@@ -1,0 +1,581 @@
+"""State of a run, accumulated line by line from its journal: groups, losses, steps, events, figures."""
+
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
+from spare_megatron.journal.event_texts import (
+    EventLine,
+    text_of_end,
+    text_of_entry,
+    text_of_loss,
+    text_of_paces,
+    text_of_pause,
+    text_of_places,
+    texts_of_record,
+)
+from spare_megatron.journal.fold import Folding
+from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.losses import LastLosses, losses_of_entry
+from spare_megatron.journal.state.rank_paces import RankPaces
+from spare_megatron.journal.records import (
+    LOST_A_PEER,
+    AuditRecord,
+    CadenceRecord,
+    CheckpointRecord,
+    ContributionRecord,
+    CulpritRecord,
+    EndRecord,
+    EntryRecord,
+    ExaminationRecord,
+    FaultRecord,
+    LossRecord,
+    PacesRecord,
+    ParamsRecord,
+    PlacesRecord,
+    Record,
+    RecoveryRecord,
+    RestartRecord,
+    StorageRecord,
+    UpdateRecord,
+)
+from spare_megatron.journal.state.recoveries import Recoveries
+from spare_megatron.journal.run_record import RunRecord
+
+
+class Losses:
+    """Lost incarnations, each once, though every node of the group may report it."""
+
+    def __init__(self) -> None:
+        self._by_incarnation: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
+
+    def add(self, record: LossRecord, at_s: float) -> bool:
+        """Merges a node's report; returns whether the loss is new, or the group newly given up."""
+        key = record.group, record.incarnation
+        if key not in self._by_incarnation:
+            self._by_incarnation[key] = at_s, record
+            return True
+        found_s, known = self._by_incarnation[key]
+        pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
+        is_given_up = known.is_given_up or record.is_given_up
+        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may be on another node
+        self._by_incarnation[key] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
+        return is_given_up and not known.is_given_up
+
+    @property
+    def found(self) -> list[tuple[float, LossRecord]]:
+        """All losses, each with its earliest time."""
+        return list(self._by_incarnation.values())
+
+    def find(self, group: int, incarnation: int) -> LossRecord | None:
+        return self._by_incarnation.get((group, incarnation), (0.0, None))[1]
+
+
+Array = npt.NDArray[np.float32]
+
+T = TypeVar("T", np.float32, np.float64)
+
+
+_FIRST_ROWS = 256
+
+
+class StepTable:
+    """Figures of attempts (rows) and groups (columns); NaN if unreported.
+
+    Attributes:
+        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
+        step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
+    """
+
+    def __init__(self, num_groups: int, turns: Sequence[int]) -> None:
+        self.loss = np.full(_FIRST_ROWS, np.nan)
+        self.grad_norm = np.full(_FIRST_ROWS, np.nan)
+        self.learning_rate = np.full(_FIRST_ROWS, np.nan)
+        self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        self.paces = RankPaces(num_groups, turns)
+
+    def add_update(self, record: UpdateRecord) -> None:
+        self._reserve(record.attempt)
+        if np.isnan(self.loss[record.attempt]):
+            self.loss[record.attempt] = record.loss
+            self.grad_norm[record.attempt] = record.grad_norm
+            self.learning_rate[record.attempt] = record.learning_rate
+        self.step_s[record.attempt, record.group] = record.step_s
+        load = float(self.load[record.attempt, record.group])
+        self.paces.add(record.attempt, record.group, record.compute_s, load)
+
+    def add_contribution(self, record: ContributionRecord, load: int) -> None:
+        self._reserve(record.attempt)
+        self.load[record.attempt, record.group] = load
+
+    def is_applied(self, attempt: int) -> bool:
+        return attempt < len(self.loss) and not np.isnan(self.step_s[attempt]).all()
+
+    def _reserve(self, attempt: int) -> None:
+        if attempt >= len(self.loss):
+            height, width = 2 * attempt, self.load.shape[1]
+            self.loss, self.grad_norm = _grown(self.loss, (height,)), _grown(self.grad_norm, (height,))
+            self.learning_rate = _grown(self.learning_rate, (height,))
+            self.step_s, self.load = _grown(self.step_s, (height, width)), _grown(self.load, (height, width))
+
+
+def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
+    """The array, extended with NaN."""
+    grown = np.full(shape, np.nan, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+GroupStatus = Literal["alive", "slow", "rejoining", "drained", "lost", "given up"]
+
+
+PARAMS = "params"
+"""Kind of parameter digests: a long run has many, and only comparisons of two runs read them."""
+
+UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "rank", "suspicion")
+"""Kinds of records that the state of a run does not depend on."""
+
+
+_SLOW_RATIO = 1.5
+"""Time per microbatch above which a group is slow, in medians over the groups; each median over recent steps."""
+
+_DEALT_SLOW = 1000
+"""Thousandths above which a group that is dealt work by its pace is slow."""
+
+_PACE_STEPS = 8
+
+_KEPT_EVENTS = 200
+
+_RECENT_STEPS = 32
+
+_LONGEST_STEP = 10.0
+"""In medians of the recent steps; longer ones, such as restarts, say little about the steps to come."""
+
+_SOURCE = re.compile(r"group-(\d+)-rank-\d+(?:-life-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """When checkpoints are taken, by the settings; if both are 0, as the journal says, or never."""
+
+    interval_s: float = 0.0
+    interval_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedMachine:
+    """Why a machine is in quarantine, and why it has not passed its last examination; empty before that."""
+
+    cause: str
+    reason: str
+    failed: str = ""
+
+
+class RunState:
+    """State of a run by the lines added so far; lines of one file must come in order.
+
+    Lines before the run record `run` are ignored. `storage` is set while storage does not accept the journal, or has
+    lost some of it; `newest` is the first update record of the last applied attempt.
+    """
+
+    def __init__(self) -> None:
+        self.run: RunRecord | None = None
+        self.began_s = self.newest_at_s = 0.0
+        self.end: EndRecord | None = None
+        self.storage: StorageRecord | None = None
+        self.steps = StepTable(0, ())
+        self._spoiled_steps = SpoiledSteps(0)
+        self._losses = Losses()
+        self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
+        self.num_places_taken = 0
+        self._num_places = 1
+        self.recoveries = Recoveries()
+        self.checkpoints: list[tuple[float, CheckpointRecord]] = []
+        # restarts and committed steps before it, and kind of digest
+        self._params: dict[tuple[int, int, str], set[str]] = {}
+        self.evaluated: LastLosses = {}
+        self.num_rejoined = 0
+        self.num_lines = 0
+        self.damage: list[str] = []
+        self.entry_times = EntryTimes()
+        self.folding: Folding | None = None
+        self._stretches = Stretches()
+        self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after a missing one
+        self._gap_at: int | None = None
+        self._head = 0
+        self._hit_after: set[int] = set()
+        self._cadence: tuple[float, CadenceRecord] | None = None
+        self._saved_at_s = 0.0
+        self.awaited: tuple[int, ...] = ()
+        """Shards that no group hosts that is left, for which training waits."""
+        self.paces: Mapping[str, int] = {}
+        """Group -> pace by which work is dealt, in thousandths of that of the groups' like, where it is another one."""
+        self.pace_changes: list[tuple[int, Mapping[str, int]]] = []
+        """All that `paces` was, each with the number of commits before the first step that is dealt by it."""
+        self._paces_of_step = 0
+        self.culprit: CulpritRecord | None = None
+        """What holds the run back now."""
+        self.culprits: list[CulpritRecord] = []
+        """All that was named."""
+        self.quarantined: dict[int, QuarantinedMachine] = {}
+        """By machine."""
+        self.num_events = 0
+        self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
+        self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
+        self._halted_by = ""
+        self.newest: UpdateRecord | None = None
+        self._started: dict[int, int] = {}  # highest incarnation of each group that has started
+        self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
+        self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
+        self._last_contribution: dict[int, tuple[int, int]] = {}  # incarnation and step
+        self._updated_at_s: dict[int, float] = {}
+        self._microbatch_s: dict[int, deque[float]] = {}
+
+    # ---------------------------------------------------------------------------------------------------- input
+
+    def add_line(self, line: Line) -> None:
+        self.num_lines += 1
+        record, at_s = line.record, line.at_s
+        if isinstance(record, RunRecord):
+            if self.run is not None:
+                self.damage.append("the journal has several run records")
+                return
+            self.run, self.began_s, self.folding = record, at_s, Folding(record)
+            self.steps, self._saved_at_s = StepTable(record.most_groups, record.turns), at_s
+            self._spoiled_steps = SpoiledSteps(record.first_step)
+        if self.run is None:
+            return
+        if not 0 <= getattr(record, "group", 0) < self.run.most_groups:
+            self.damage.append(f"a record of {line.source} names a group that the run does not have")
+            return
+        self.newest_at_s = max(self.newest_at_s, at_s)
+        self._add(line)
+        self._note_texts_of(record, at_s)
+
+    def _add(self, line: Line) -> None:
+        record, at_s = line.record, line.at_s
+        match record:
+            case EntryRecord():
+                self.entry_times.add_read(record.index, record.group, at_s)
+                if record.index >= self._head:
+                    self._ahead.setdefault(record.index, (record.entry, at_s))
+                    self._fold()
+                if record.entry.get("admit"):
+                    self.recoveries.add_line(line)
+            case UpdateRecord():
+                self.steps.add_update(record)
+                if self.newest is None or record.attempt > self.newest.attempt:
+                    self.newest = record
+                self._updated_at_s[record.group] = at_s
+            case ContributionRecord():
+                self._contributed(record, at_s)
+            case AuditRecord():
+                self._spoiled_steps.add_audit(record)
+            case PacesRecord():
+                self._on_paces(record, at_s)
+            case LossRecord():
+                self.recoveries.add_line(line)
+                self._on_loss(record, at_s)
+            case FaultRecord():
+                self._hit_after.add(step_before(record))
+                self.recoveries.add_line(line)
+            case RecoveryRecord():
+                self.recoveries.add_line(line)
+            case CulpritRecord():
+                self.culprit = None if record.is_over else record
+                if not record.is_over:
+                    self.culprits.append(record)
+            case ExaminationRecord():
+                for machine, found in self.quarantined.items():
+                    if (record.machine - machine) % self._num_places == 0:  # it, or one that replaces it
+                        self.quarantined[machine] = replace(found, failed=record.reason)
+            case CadenceRecord():
+                self._cadence = at_s, record
+            case CheckpointRecord():
+                self.checkpoints.append((at_s, record))
+            case ParamsRecord():
+                for kind, digest in (("digest", record.digest), ("sha256", record.sha256)):
+                    if digest:
+                        self._params.setdefault((record.num_restarts, record.step, kind), set()).add(digest)
+            case PlacesRecord():
+                self._on_assignment(record, at_s)
+            case StorageRecord():
+                self.storage = None if record.outcome == "written" else record
+            case EndRecord() if self.end is None:
+                self.end = record
+                self._note(text_of_end(record, self._halted_by), at_s)
+
+    def _note_texts_of(self, record: Record, at_s: float) -> None:
+        for text in texts_of_record(record):
+            if isinstance(record, RestartRecord):  # each group reports the checkpoints that none could use
+                if text in self._rejected:
+                    continue
+                self._rejected.add(text)
+            self._note(text, at_s)
+
+    def _has_left(self, group: int, incarnation: int) -> bool:
+        """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
+        if self.run is not None and group >= self.run.num_groups and incarnation == 0:
+            return True  # it has never taken part: a supervisor that takes over a node does not know
+        return self.folding is not None and self.folding.drained.get(group) == incarnation
+
+    def _on_loss(self, record: LossRecord, at_s: float) -> None:
+        if self._has_left(record.group, record.incarnation):
+            return
+        self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
+        is_known = self._losses.find(record.group, record.incarnation) is not None
+        if self._losses.add(record, at_s):
+            self._note(text_of_loss(record, is_known=is_known), at_s)
+
+    def _on_assignment(self, record: PlacesRecord, at_s: float) -> None:
+        if record.index not in self._assignments:  # all supervisors concerned write it
+            self._assignments[record.index] = record
+            self.num_places_taken += len(record.holdings)
+            self._num_places = record.num_places
+            for machine, cause, reason in record.quarantined:
+                self.quarantined[int(machine)] = QuarantinedMachine(cause=str(cause), reason=str(reason))
+            of_seats = {machine % record.num_places for machine in record.released}
+            self.quarantined = {
+                machine: one for machine, one in self.quarantined.items() if machine % record.num_places not in of_seats
+            }
+            self._note(text_of_places(record), at_s)
+
+    def _on_paces(self, record: PacesRecord, at_s: float) -> None:
+        if record.step > self._paces_of_step:  # all groups write it
+            self._paces_of_step = record.step
+            self._deal_by(record.permille, record.step)
+            self._note(text_of_paces(record), at_s)
+
+    def _deal_by(self, paces: Mapping[str, int], step: int) -> None:
+        if paces != self.paces and self.folding is not None:
+            num_undone = len(self.folding.commits) - self.folding.step
+            self.pace_changes.append((num_undone + step, paces))
+        self.paces = paces
+
+    def _note(self, text: str, at_s: float) -> None:
+        self._events.append(EventLine(at_s=at_s, text=text))
+        self.num_events += 1
+
+    def add_sources(self, sources: Collection[str]) -> None:
+        """Adds the writers found: a rank opens its file when its incarnation starts."""
+        for source in sources:
+            found = _SOURCE.fullmatch(source)
+            if found:
+                group = int(found[1])
+                self._started[group] = max(int(found[2] or 0), self._started.get(group, 0))
+
+    def settle(self, *, is_whole: bool = False) -> None:
+        """Reports missing log entries as damage; call it once all written lines have been added.
+
+        They count on the second call in a row, or at once if nothing more will come (`is_whole`).
+        """
+        self._spoiled_steps.settle()
+        while self._ahead:
+            if self._gap_at != self._head and not is_whole:
+                self._gap_at = self._head
+                return
+            missing, self._head = self._head, min(self._ahead)
+            self.damage.append(f"log entries {missing} to {self._head - 1} are not in the journal")
+            self._fold()
+        self._gap_at = None
+
+    def _fold(self) -> None:
+        assert self.folding is not None, "entries are kept only once the run is known"
+        while (found := self._ahead.pop(self._head, None)) is not None:
+            entry, at_s = found
+            members = self.folding.members
+            self.folding.apply(self._head, entry)
+            self._stretches.add_entry(self._head, entry, members)
+            self._spoiled_steps.add_entry(entry, self.folding.commits[-1].members if self.folding.commits else ())
+            if entry["entry"] == "commit" and entry.get("save", False):
+                self._saved_at_s = at_s
+            if entry["entry"] == "fence" and not self._has_left(entry["group"], entry.get("incarnation", 0)):
+                self._fenced.add((entry["group"], entry.get("incarnation", 0)))
+            if entry["entry"] == "restart":
+                self._rejected.clear()
+                self._paces_of_step = entry["step"]
+                self._deal_by({}, entry["step"])
+            if entry["entry"] == "evaluated":
+                self.evaluated |= losses_of_entry(entry)
+            if entry["entry"] == "halt":
+                self._halted_by = entry["reason"]
+            if text := text_of_entry(entry, self.folding.members - members):
+                self._note(text, at_s)
+            if self.folding.members != members:
+                of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
+                self._deal_by(of_members, self.folding.step)
+                self._note_awaited(at_s)
+            self._head += 1
+
+    def _note_awaited(self, at_s: float) -> None:
+        assert self.folding is not None, "entries are folded"
+        before, self.awaited = self.awaited, self.folding.uncovered if self.folding.members else ()
+        if self.awaited and self.awaited != before:
+            self._note(text_of_pause(self.folding.step, self.awaited), at_s)
+
+    def _contributed(self, record: ContributionRecord, at_s: float) -> None:
+        group, incarnation = record.group, record.incarnation
+        load = sum(map(len, record.microbatches.values()))
+        self.steps.add_contribution(record, load)
+        before = self._last_contribution.get(group)
+        if before != (incarnation, record.step):
+            began_s = self._updated_at_s.pop(group, None)
+            if began_s is not None and load:
+                self._microbatch_s.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
+            if incarnation and (before is None or before[0] != incarnation):
+                self.num_rejoined += 1
+                self._microbatch_s.pop(group, None)
+        self._last_contribution[group] = incarnation, record.step
+
+    # ----------------------------------------------------------------------------------------------------- results
+
+    @property
+    def num_committed(self) -> int:
+        """Committed steps that no restart undid."""
+        return 0 if self.folding is None else self.folding.step - self.folding.run.first_step
+
+    @property
+    def committed_at_s(self) -> float:
+        """When the last commit was read; the time of the newest line if unknown."""
+        commits = self.folding.commits if self.folding else ()
+        found = self.entry_times(np.array([commit.index for commit in commits[-1:]], np.intp))
+        return self.newest_at_s if np.isnan(found).any() or not commits else float(found[0])
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, or `going on`."""
+        return "going on" if self.end is None else self.end.outcome
+
+    @property
+    def last_attempt(self) -> int | None:
+        """Last committed attempt that a group has reported; None if there is none."""
+        for commit in reversed(self.folding.commits if self.folding else ()):
+            if self.steps.is_applied(commit.attempt):
+                return commit.attempt
+        return None
+
+    @property
+    def loss(self) -> float | None:
+        return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
+
+    @property
+    def spoiled(self) -> Spoiled | None:
+        """What groups that were found wrong have left in the parameters; None if nothing, or without audits."""
+        if self.folding is None or not self.folding.run.audit_every_steps:
+            return None
+        return self._spoiled_steps.found(self.folding.step)
+
+    @property
+    def losses(self) -> list[tuple[float, LossRecord]]:
+        return self._losses.found
+
+    def params(self) -> dict[tuple[int, str], frozenset[str]]:
+        """(committed steps, kind of digest) -> the groups' digests of parameters, without those that a restart undid.
+
+        Kinds are `digest` and `sha256`, as in `ParamsRecord`.
+        """
+        restarted_at = [] if self.folding is None else self.folding.restarted_at
+        return {
+            (step, kind): frozenset(digests)
+            for (num_restarts, step, kind), digests in sorted(self._params.items())
+            if all(step <= kept for kept in restarted_at[num_restarts:])
+        }
+
+    @property
+    def holdings(self) -> list[list[list[int]]]:
+        """Machine, place and incarnation of what each assignment of places has begun, as far as they are journaled."""
+        return [record.holdings for _, record in sorted(self._assignments.items())]
+
+    def groups(self) -> list[GroupStatus]:
+        if self.run is None or self.folding is None:
+            return []
+        slow = self._slow_groups() | {int(group) for group, pace in self.paces.items() if pace > _DEALT_SLOW}
+        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.most_groups)]
+
+    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
+        loss = self._losses.find(group, self._last_lost.get(group, 0))
+        if group in members and (loss is None or loss.incarnation < members[group]):
+            return "slow" if group in slow else "alive"
+        drained = -1 if self.folding is None else self.folding.drained.get(group, -1)
+        if self.run is not None and group >= self.run.num_groups:
+            drained = max(drained, 0)  # incarnations of those that the run does not begin with count from 1
+        if drained > (-1 if loss is None else loss.incarnation):
+            return "drained" if drained == self._started.get(group, 0) else "rejoining"
+        if loss is not None and loss.is_given_up:
+            return "given up"
+        if self._started.get(group, 0) > (0 if loss is None else loss.incarnation):
+            return "rejoining"
+        return "lost"
+
+    def _slow_groups(self) -> set[int]:
+        """Groups that take far longer for a microbatch than the median."""
+        paces = {group: median(pace) for group, pace in self._microbatch_s.items() if len(pace) == _PACE_STEPS}
+        usual = median(paces.values()) if paces else 0.0
+        return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
+
+    def goodput(self, now_s: float) -> Goodput | None:
+        """Goodput up to now, or up to the end of the run; None before the first commit."""
+        return self._stretches.goodput(self.entry_times, (self.began_s, self.until_s(now_s)), self._hit_after)
+
+    def until_s(self, now_s: float) -> float:
+        """When the run ended; while it goes on `now_s`, or the time of the newest line if that is later."""
+        return self.newest_at_s if self.end is not None else max(now_s, self.newest_at_s)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds to the end of the run at the pace of the recent steps; None after the end or without a pace."""
+        run, folding = self.run, self.folding
+        if run is None or folding is None or self.end is not None:
+            return None
+        recent = np.array([commit.index for commit in folding.commits[-_RECENT_STEPS - 1 :]], np.intp)
+        times_s = self.entry_times(recent)
+        intervals_s = np.diff(times_s[~np.isnan(times_s)])
+        if not len(intervals_s):
+            return None
+        pace_s = float(np.minimum(intervals_s, _LONGEST_STEP * np.median(intervals_s)).mean())
+        left_s = (run.num_steps - folding.step) * pace_s
+        if run.max_minutes is not None:
+            left_s = min(left_s, self.began_s + 60.0 * run.max_minutes - now_s)
+        return max(0.0, left_s)
+
+    def next_save_s(self, plan: SavePlan, now_s: float) -> float | None:
+        """Seconds to the next checkpoint; None if none will come or it is unknown. Saves wait for a commit."""
+        if self.end is not None or self.folding is None:
+            return None
+        if plan.interval_steps:
+            goodput = self.goodput(now_s)
+            left = plan.interval_steps - self.folding.step % plan.interval_steps
+            return None if goodput is None else left * goodput.step_s
+        since_s, interval_s = self._saved_at_s, plan.interval_s
+        if self._cadence is not None:
+            since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
+        return max(0.0, since_s + interval_s - now_s) if interval_s else None
+
+    def events(self, most: int) -> Sequence[EventLine]:
+        return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
+
+    def events_since(self, num_events: int) -> Sequence[EventLine]:
+        """Events after the first `num_events`, as far as they are kept, in time order."""
+        new = self.num_events - num_events
+        return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        """Figures by their names in `summary.json`."""
+        yield "outcome", self.outcome
+        yield "outcome_reason", "" if self.end is None else self.end.reason
+        yield "steps_committed", self.num_committed
+        yield "steps_lost", len(self.folding.undone) if self.folding else 0
+        yield "restarts", self.folding.num_restarts if self.folding else 0
+        yield "final_loss", self.loss
+        yield "eval", self.evaluated
+        yield "groups_lost", len(self._fenced)
+        yield "groups_rejoined", self.num_rejoined
+        yield "microbatches_recomputed", self.recoveries.num_recomputed

@@ -1,0 +1,95 @@
+"""A lock that admits one job at a time to a directory."""
+
+import ctypes
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.formats.output import real_paths
+
+LOCK = "lock"
+_PR_GET_DUMPABLE = 3
+
+
+class Locked(ValueError):
+    """Another job holds the directory; the message names it."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """Holds the directory, creating it if absent, against other jobs on any machine until the process ends; a file that
+    is left over means nothing. Yields its `held_path`. Locked: another process holds it. OSError: it cannot be created
+    or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with held_path(folder) as held:
+        fd = os.open(held / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                where = real_paths(str(folder))
+                raise Locked(f"{where} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            yield held
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def held_path(folder: Path) -> Iterator[Path]:
+    """A path that leads every process of this machine and user to the directory, wherever it is moved, until the end of
+    the block: that of this process's descriptor of it, a link to where it is. Where that leads others nowhere, the
+    directory's own.
+    """
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = Path(f"/proc/{os.getpid()}/fd/{fd}")
+    try:
+        yield path if _leads_others(path, fd) else folder.absolute()
+    finally:
+        os.close(fd)
+
+
+def _leads_others(path: Path, fd: int) -> bool:
+    """Whether /proc shows this process, as it does not if it is of another process namespace, and to others of the same
+    user, as it does not for an interpreter with file capabilities.
+    """
+    try:
+        is_shown = os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+    return is_shown and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE) == 1
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process holds the directory; None if that cannot be determined here. Only for the directory of a run
+    that has begun: one that is starting could find the lock taken by this check.
+    """
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _holder(fd: int) -> str:
+    try:
+        holder = parsed_json(os.pread(fd, 1024, 0))
+        return f"process {holder['pid']} on host {holder['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that has not written its name yet"

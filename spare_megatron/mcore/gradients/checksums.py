@@ -1,0 +1,178 @@
+"""Checksums of int64 tensors, computed on their device: the checksum of a sum is the sum of the checksums.
+
+An element is weighted by its row and column in rows of `COLUMNS`. Two sums of the weighted elements are taken, modulo
+2^61 - 1 and modulo 2^64: each finds what the other cannot (docs/protocol.md, Checked sums). A checksum is three int64
+numbers, the first sum in two digits, so that those of up to 2^12 terms can be added as integers.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spare_megatron.mcore.gradients.digests import BLOCK_WORDS, pseudo_random
+
+PRIME = (1 << 61) - 1
+NUM_DIGITS = 3
+"""Numbers of a checksum."""
+
+COLUMNS = 1 << 11
+ROWS = 1 << 12
+"""Rows of a block, which are summed before anything is reduced: the weights of a block's rows add up to under 2^32."""
+
+_MOST_BLOCKS = 1 << 15
+"""More than the largest bucket has."""
+_DIGIT_BITS = 31
+_CPU_PIECE_ROWS = 64
+"""Rows that are weighted at a time on a CPU: 1 MiB stays in the cache of a core."""
+_DEVICE_PIECE_ROWS = 2048
+"""The same elsewhere: large against the start of a kernel, small against the memory of a device."""
+_ROW_WEIGHT_BITS = 20
+
+
+class Weights(NamedTuple):
+    """Weights of rows, of columns for either modulus, and of blocks for either; those for 2^64 are odd."""
+
+    rows: Tensor
+    columns: Tensor
+    wrapping_columns: Tensor
+    blocks: Tensor
+    wrapping_blocks: Tensor
+
+
+def checksum(parts: Sequence[Tensor]) -> Tensor:
+    """The checksum of flat tensors, each of which begins a row; never waits for the device."""
+    weights = weights_on(parts[0].device)
+    num_columns = min(max(len(part) for part in parts), COLUMNS)
+    reduced, wrapped = [], []
+    for wrapping, high in _blocks(parts, weights.rows, num_columns):
+        # Of the exact sum of a column, a + 2^32 b with 0 <= a < 2^64: `wrapping` modulo 2^64, and b.
+        low = wrapping - (high << 32)
+        column_sums = ((low & PRIME) + ((low >> 61) & 7) + _rotated(high % PRIME, 32)) % PRIME
+        reduced.append(_weighted(column_sums, weights.columns[:num_columns]))
+        wrapped.append((wrapping * weights.wrapping_columns[:num_columns]).sum())
+    first = _weighted(torch.stack(reduced), weights.blocks[: len(reduced)])
+    second = (torch.stack(wrapped) * weights.wrapping_blocks[: len(wrapped)]).sum()
+    return torch.stack([first >> _DIGIT_BITS, first & (1 << _DIGIT_BITS) - 1, second])
+
+
+def differ(summed: Tensor, computed: Tensor) -> Tensor:
+    """Whether a sum of checksums is not the checksum that was computed of the sum; a flag on the device."""
+
+    def first(digits: Tensor) -> Tensor:
+        return (_rotated(digits[0] % PRIME, _DIGIT_BITS) + digits[1] % PRIME) % PRIME
+
+    return (first(summed) != first(computed)) | (summed[2] != computed[2])
+
+
+def _blocks(parts: Sequence[Tensor], row_weights: Tensor, num_columns: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each block, the weighted sums of its columns modulo 2^64, and those of the high 32 bits of its elements."""
+    row, sums = 0, row_weights.new_zeros(2, num_columns)
+    for part in parts:
+        for piece in _pieces(part):
+            if row + len(piece) > ROWS:
+                yield sums[0], sums[1]
+                row, sums = 0, torch.zeros_like(sums)
+            of_rows = row_weights[row : row + len(piece)]
+            sums[0, : piece.shape[1]] += _column_sums(piece, of_rows)
+            sums[1, : piece.shape[1]] += _column_sums(piece >> 32, of_rows)
+            row += len(piece)
+    yield sums[0], sums[1]
+
+
+def _pieces(part: Tensor) -> Iterator[Tensor]:
+    """A few whole rows at a time, and the rest in a row by itself."""
+    num_rows, num_left = divmod(len(part), COLUMNS)
+    yield from part[: num_rows * COLUMNS].view(num_rows, COLUMNS).split(_piece_rows(part.device)) if num_rows else ()
+    if num_left:
+        yield part[-num_left:].view(1, num_left)
+
+
+def _piece_rows(device: torch.device) -> int:
+    return _CPU_PIECE_ROWS if device.type == "cpu" else _DEVICE_PIECE_ROWS
+
+
+def _column_sums(piece: Tensor, weights: Tensor) -> Tensor:
+    if piece.device.type == "cpu":
+        return torch.mv(piece.t(), weights)  # at memory bandwidth; GPUs have no product of integer matrices
+    return (piece * weights[:, None]).sum(0)
+
+
+def _weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """The sum of `values` times `weights` modulo the prime, both below it."""
+    digit = (1 << _DIGIT_BITS) - 1
+    high, low = values >> _DIGIT_BITS, values & digit
+    weight_high, weight_low = weights >> _DIGIT_BITS, weights & digit
+    middle = high * weight_low + low * weight_high  # below 2^62, as the high digits are below 2^30
+    # The high digits' product counts 2^62 times, that is twice.
+    products = 2 * (high * weight_high) + _rotated(middle % PRIME, _DIGIT_BITS) + (low * weight_low) % PRIME
+    products = products % PRIME
+    sums = _rotated((products >> _DIGIT_BITS).sum(), _DIGIT_BITS) + (products & digit).sum()
+    return sums % PRIME
+
+
+def _rotated(values: Tensor, num_bits: int) -> Tensor:
+    """`values` below 2^61 times 2^num_bits modulo the prime: bits beyond the 61st come in again below."""
+    return ((values << num_bits) & PRIME) | (values >> (61 - num_bits))
+
+
+@cache
+def weights_on(device: torch.device) -> Weights:
+    """Fixed pseudo-random weights; those of rows are odd, differ, and have 20 bits."""
+    numbers = pseudo_random(2 * BLOCK_WORDS + 1, 2 * (COLUMNS + _MOST_BLOCKS))
+    for_prime, wrapping = numbers.reshape(2, -1)
+    for_prime = np.maximum((for_prime >> np.uint64(3)) % np.uint64(PRIME), np.uint64(1))
+    wrapping = wrapping | np.uint64(1)
+    drawn = pseudo_random(2 * (BLOCK_WORDS + COLUMNS + _MOST_BLOCKS) + 1, 2 * ROWS)
+    odd = (drawn & np.uint64((1 << _ROW_WEIGHT_BITS) - 1)) | np.uint64(1)
+    rows = np.fromiter(dict.fromkeys(odd.tolist()), dtype=np.uint64)[:ROWS]
+    arrays = (rows, for_prime[:COLUMNS], wrapping[:COLUMNS], for_prime[COLUMNS:], wrapping[COLUMNS:])
+    return Weights(*(torch.from_numpy(array.view(np.int64).copy()).to(device) for array in arrays))
+
+
+class SumChecks:
+    """Checksums of staged buckets, one for each section, a range of the bucket that is summed and sent by itself.
+
+    What is counted beside the gradients is part of each of them.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._sections: Sequence[Sequence[slice]] = [[slice(0, length)] for length in lengths]
+        self._differ: dict[int, list[Tensor]] = {}
+
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        """Sets the sections of each bucket, before any is staged."""
+        self._sections = sections
+
+    @property
+    def num_digits(self) -> int:
+        """Numbers that a staged bucket has room for."""
+        return NUM_DIGITS * max(map(len, self._sections))
+
+    def write(self, bucket: int, local: Tensor, counted: Tensor, digits: Tensor) -> None:
+        """Writes the checksums of the local sums, from which the bucket was staged, to `digits`."""
+        digits.fill_(0)
+        for number, section in enumerate(self._sections[bucket]):
+            digits[NUM_DIGITS * number :][:NUM_DIGITS].copy_(checksum([local[section], counted]))
+
+    def compare(self, bucket: int, summed: Tensor, counted: Tensor, digits: Tensor, places: Sequence[slice]) -> None:
+        """Compares the sections within `places` of a complete sum with the sums of their checksums, on the device."""
+        received = [place.indices(len(summed)) for place in places]
+        self._differ[bucket] = [
+            differ(digits[NUM_DIGITS * number :][:NUM_DIGITS], checksum([summed[section], counted]))
+            for number, section in enumerate(self._sections[bucket])
+            if any(start <= section.start and section.stop <= stop for start, stop, _ in received)
+        ]
+
+    def wrong(self) -> tuple[int, ...]:
+        """The buckets that have been found wrong since the last call, ascending. Waits for the device."""
+        flags, self._differ = self._differ, {}
+        flat = [flag for of_bucket in flags.values() for flag in of_bucket]
+        found = iter(torch.stack(flat).tolist() if flat else ())
+        return tuple(sorted({bucket for bucket, of_bucket in flags.items() for _ in of_bucket if next(found)}))
+
+    def forget(self) -> None:
+        self._differ.clear()

@@ -1,0 +1,202 @@
+"""The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
+
+It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.gradients.partitions import StatePartitions
+from spare_megatron.mcore.model.process_groups import GroupCollection
+from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
+from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
+from spare_megatron.stacking.layout import PartitionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One of Megatron's gradient buffers, with its range in the flat space."""
+
+    gradients: Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParameter:
+    """A parameter, its part of Megatron's gradient buffer (flat), and its range in the flat space."""
+
+    parameter: torch.nn.Parameter
+    gradients: Tensor
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def buffers(chunks: Sequence[Chunk]) -> list[Any]:
+    """Megatron's gradient buffers in the order of the flat space.
+
+    Of a chunk those of divided experts come first: the others have the embeddings, whose gradients are ready last.
+    """
+    wrappers = [chunk.module for chunk in reversed(chunks)]
+    return [buffer for wrapper in wrappers for buffer in (*wrapper.expert_parallel_buffers, *wrapper.buffers)]
+
+
+def segments(chunks: Sequence[Chunk]) -> Iterator[Segment]:
+    stop = 0
+    for buffer in buffers(chunks):
+        start, stop = stop, stop + buffer.grad_data.numel()
+        yield Segment(gradients=buffer.grad_data, start=start, stop=stop)
+
+
+def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
+    for buffer, segment in zip(buffers(chunks), segments(chunks), strict=True):
+        for parameter, (start, stop, _) in buffer.param_index_map.items():
+            yield FlatParameter(
+                parameter=parameter,
+                gradients=segment.gradients[start:stop],
+                start=segment.start + start,
+                stop=segment.start + stop,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSpace:
+    """The flat gradient space of a rank, divided over lanes.
+
+    Attributes:
+        ranges: The scatter ranges; a bucket is this rank's own strip of one.
+        lanes: For each range, the process group of the lanes that share it.
+        own_segments: What the segments hold of own strips; the segments themselves if no other lane shares any.
+    """
+
+    segments: tuple[Segment, ...]
+    ranges: tuple[ScatterRange, ...]
+    lanes: tuple[dist.ProcessGroup, ...]
+    own_segments: tuple[Segment, ...]
+
+
+def flat_space(chunks: Sequence[Chunk], groups: GroupCollection, strip_elements: int) -> FlatSpace:
+    """The space in strips of at most `strip_elements`."""
+    whole = tuple(segments(chunks))
+    lanes = [groups.expert_lanes if is_divided_expert(one.params[0]) else groups.lanes for one in buffers(chunks)]
+    shared = [
+        ScatterRange(start=one.start, stop=one.stop, lane=sharing.rank(), num_lanes=sharing.size())
+        for one, sharing in zip(whole, lanes, strict=True)
+    ]
+    ranges = scatter_ranges(shared, strip_elements)
+    of_ranges = [lanes[bisect_right(whole, one.start, key=lambda segment: segment.start) - 1] for one in ranges]
+    own = whole if groups.lanes.size() == 1 else tuple(part for one in ranges for part in parts_of(whole, one.own))
+    return FlatSpace(segments=whole, ranges=ranges, lanes=tuple(of_ranges), own_segments=own)
+
+
+def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:
+    """The parts of some segments that lie in a range of the flat space."""
+    for segment in whole:
+        start, stop = max(segment.start, elements.start), min(segment.stop, elements.stop)
+        if start < stop:
+            gradients = segment.gradients[start - segment.start : stop - segment.start]
+            yield Segment(gradients=gradients, start=start, stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPart:
+    """A contiguous range of a bucket.
+
+    Attributes:
+        number: The state partition of these gradients; None if every data-parallel group needs them.
+        place: The range in the bucket.
+        counted: The ranges within it that Megatron counts for the norm; empty where `number` is None.
+    """
+
+    number: PartitionId | None
+    place: slice
+    counted: tuple[slice, ...]
+
+
+def gradient_parts(
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
+) -> tuple[tuple[GradientPart, ...], ...]:
+    """As few parts of each bucket as possible, ascending."""
+    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
+    parts: list[list[GradientPart]] = [[] for _ in buckets]
+    index = 0
+    for bucket, of_bucket in zip(buckets, parts, strict=True):
+        while index < len(ranges) and ranges[index].place.start < bucket.stop:
+            part = _within(ranges[index], bucket)
+            if of_bucket and of_bucket[-1].number == part.number and of_bucket[-1].place.stop == part.place.start:
+                part = _joined(of_bucket.pop(), part)
+            of_bucket.append(part)
+            if ranges[index].place.stop > bucket.stop:
+                break  # the rest is in the next bucket
+            index += 1
+    return tuple(map(tuple, parts))
+
+
+def _ranges(
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
+) -> Iterator[GradientPart]:
+    """The range of every partition fragment in the flat gradient space."""
+    starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
+    everywhere = needed_everywhere(chunks, groups)
+    for number in map(PartitionId, range(partitions.num_partitions)):
+        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
+            first = starts[fragment.parameter]
+            place = slice(first + fragment.start, first + fragment.stop)
+            if fragment.parameter in everywhere:
+                yield GradientPart(number=None, place=place, counted=())
+            else:
+                is_counted = counts_for_norm(fragment.parameter, groups)
+                yield GradientPart(number=number, place=place, counted=(place,) if is_counted else ())
+
+
+def _within(part: GradientPart, bucket: range) -> GradientPart:
+    """The part that lies in the bucket, relative to the bucket."""
+
+    def cut(place: slice) -> slice:
+        return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
+
+    return replace(part, place=cut(part.place), counted=tuple(map(cut, part.counted)))
+
+
+def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
+    counted = (*first.counted, *second.counted)
+    if first.counted and second.counted and first.counted[-1].stop == second.counted[0].start:
+        middle = slice(first.counted[-1].start, second.counted[0].stop)
+        counted = (*first.counted[:-1], middle, *second.counted[1:])
+    return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
+
+
+@contextmanager
+def diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
+    """In this context, gradients added before `kept_end` of the flat space are discarded.
+
+    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
+    """
+    kept = [flat for flat in parameters if flat.stop <= kept_end]
+    scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)
+    in_part = [flat for flat in parameters if flat.start < kept_end < flat.stop]
+    saved = [
+        (flat.gradients[: kept_end - flat.start], flat.gradients[: kept_end - flat.start].clone()) for flat in in_part
+    ]
+    own = [flat.parameter.main_grad for flat in kept]
+    for flat in kept:
+        flat.parameter.main_grad = scratch[: len(flat)].view(flat.parameter.shape)
+    try:
+        yield
+    finally:
+        for flat, gradients in zip(kept, own, strict=True):
+            flat.parameter.main_grad = gradients
+        for gradients, values in saved:
+            gradients.copy_(values)

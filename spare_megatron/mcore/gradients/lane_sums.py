@@ -1,0 +1,127 @@
+"""Sums of a rank's flat space over the lanes of its group, in place: each lane gets the sums of its own strips.
+
+After a computation own strips hold the group's sums. Before the next one of the step everything else is zeroed, so that
+the sum over lanes then is what was there plus what was added.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, Segment, parts_of
+from spare_megatron.mcore.gradients.strips import ScatterRange
+
+
+class LaneSums:
+    """Sums the local sums of a rank over lanes: the gradients of `local` range by range, and `counted` at once.
+
+    `counted` are small tensors, exact in the type of the first.
+    """
+
+    def __init__(
+        self, space: FlatSpace, lanes: dist.ProcessGroup, local: Sequence[Segment], counted: Sequence[Tensor]
+    ) -> None:
+        self._space, self._lanes = space, lanes
+        self._local, self._counted = local, counted
+        self._is_alone = lanes.size() == 1
+        self._is_summed = False  # in this step
+        self._kept: dict[int, list[Tensor]] = {}
+        self._next = len(space.ranges)
+        self._pending: tuple[int, _StripSum | None] | None = None
+
+    def reset(self) -> None:
+        """All local sums are zero."""
+        self._is_summed = False
+
+    def start(self, num_kept: int, num_kept_by_all: int) -> None:
+        """Before a computation, which adds to all ranges but those whose strips all lanes keep.
+
+        `num_kept`: leading strips that this lane keeps as they are.
+        """
+        if self._is_alone:
+            return
+        if self._is_summed:
+            self._clear_others(num_kept_by_all)
+        self._kept = {index: [part.clone() for part in self._own(index)] for index in range(num_kept_by_all, num_kept)}
+        self._next, self._is_summed = num_kept_by_all, True
+
+    def sum_counted(self) -> None:
+        """Collective over: the lanes."""
+        together = torch.cat([one.view(-1).to(self._counted[0].dtype) for one in self._counted])
+        dist.all_reduce(together, group=self._lanes)
+        for one, total in zip(self._counted, together.split([one.numel() for one in self._counted]), strict=True):
+            one.copy_(total.view_as(one))
+
+    def any_lane(self, flag: Tensor) -> Tensor:
+        """Whether a flag on the device is set on any lane. Collective over: the lanes."""
+        number = flag.to(torch.int64)
+        dist.all_reduce(number, group=self._lanes)
+        return number > 0
+
+    def sum_next(self, num_ready: int) -> Iterator[int]:
+        """Sums the first `num_ready` ranges over lanes, those that are not summed yet, and yields each after its sum.
+
+        The last of them goes on, while a backward pass does, until another one has begun or there is none left.
+        Collective over: the lanes that share the range.
+        """
+        while self._next < num_ready:
+            before, self._pending = self._pending, self._begin(self._next)
+            self._next += 1
+            if before is not None:
+                yield self._end(*before)
+        if self._pending is not None and self._next == len(self._space.ranges):
+            last, self._pending = self._pending, None
+            yield self._end(*last)
+
+    def _begin(self, index: int) -> tuple[int, "_StripSum | None"]:
+        of, lanes = self._space.ranges[index], self._space.lanes[index]
+        return index, _StripSum(whole_range(self._local, of), of, lanes) if lanes.size() > 1 else None
+
+    def _end(self, index: int, pending: "_StripSum | None") -> int:
+        if pending is not None:
+            pending.wait()
+        if index in self._kept:
+            for part, kept in zip(self._own(index), self._kept.pop(index), strict=True):
+                part.copy_(kept)
+        return index
+
+    def _clear_others(self, first: int) -> None:
+        """Leaves each sum on one lane: of ranges from `first` on those in own strips, and what is counted on lane 0."""
+        for of in self._space.ranges[first:]:
+            if of.num_lanes > 1:
+                local = whole_range(self._local, of)
+                local[: of.own.start - of.start].zero_()
+                local[of.own.stop - of.start :].zero_()
+        for one in self._counted if self._lanes.rank() else ():
+            one.zero_()
+
+    def _own(self, index: int) -> list[Tensor]:
+        return [part.gradients for part in parts_of(self._local, self._space.ranges[index].own)]
+
+
+def whole_range(local: Sequence[Segment], of: ScatterRange) -> Tensor:
+    """A range that other lanes share, which lies in one segment."""
+    [part] = parts_of(local, range(of.start, of.stop))
+    return part.gradients
+
+
+class _StripSum:
+    """The sum of a range over its lanes, into the own strip of each: in place, or beside it if strips are unequal."""
+
+    def __init__(self, whole: Tensor, of: ScatterRange, lanes: dist.ProcessGroup) -> None:
+        self._own = self._sum = whole[of.own.start - of.start : of.own.stop - of.start]
+        num_missing = of.strip_length * of.num_lanes - len(of)
+        if num_missing:
+            whole = torch.cat([whole, whole.new_zeros(num_missing)])
+            self._sum = whole[of.lane * of.strip_length :][: of.strip_length]
+        self._work = _scatter(self._sum, whole, group=lanes, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._sum is not self._own:
+            self._own.copy_(self._sum[: len(self._own)])
+
+
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed by torch 2.13

@@ -1,0 +1,312 @@
+"""Builds a rank's chunks of the GPT model, with the layer kernels that the run and device select."""
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_te_version
+
+from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
+from spare_megatron.config.model.model_shape import padded_vocab_size
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.model import rng
+from spare_megatron.mcore.model.attention import TorchCoreAttention
+from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
+from spare_megatron.mcore.model.process_groups import GroupCollection
+from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.mcore.model.versions import SUPPORTED, check_version
+
+
+def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """Layer and Adam implementations, and Megatron's fusions that are on. Raises ValueError as `layer_spec` does."""
+    transformer = transformer_config(config, device)
+    if uses_transformer_engine(config, device):
+        layers = f"transformer-engine {get_te_version()}"
+    else:
+        is_absent = device.type == "cuda" and not HAVE_TE
+        layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
+    is_parted = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1
+    of_torch = "torch, fused" if device.type == "cuda" else "torch"
+    fusions = [field.name for field in fields(transformer) if "fus" in field.name]
+    return {
+        "layers": layers,
+        "adam": of_torch if is_parted else adam_of_megatron(),
+        "fusions": ", ".join(name for name in fusions if getattr(transformer, name) is True) or "none",
+    }
+
+
+def choose_deterministic_kernels(config: RunConfig) -> None:
+    """With `reduce.mode=reproducible`, makes all GPU kernels of this process repeat their results bit for bit.
+
+    Call it before anything uses the GPU. Operations that have no such kernel raise RuntimeError afterwards.
+    """
+    if config.reduce.mode != "reproducible":
+        return
+    # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    if config.layout.tensor_parallel * config.layout.context_parallel * config.row_size > 1:
+        # Sums inside a group are floats, which switches of NVLink add in any order.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    # Not `warn_only`: with it, attention keeps its nondeterministic backward pass.
+    torch.use_deterministic_algorithms(True)
+    # It would fill every new tensor; uninitialized memory is never read here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def adam_of_megatron() -> str:
+    return "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer.
+
+    `stage` is the index among all chunks of the model; the first embeds the tokens, the last computes the loss.
+    """
+
+    module: DistributedDataParallel
+    stage: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext:
+    """What a model provider builds one chunk of the model from.
+
+    Attributes:
+        transformer: Megatron's configuration of the run.
+        groups: Process groups inside this data-parallel group; none of them crosses groups.
+        stage: Index among all `num_stages` chunks of the model, in layer order.
+        virtual_stage: Index among this rank's chunks; None unless the pipeline is virtual.
+    """
+
+    config: RunConfig
+    transformer: TransformerConfig
+    groups: ProcessGroupCollection
+    device: torch.device
+    stage: int
+    num_stages: int
+    virtual_stage: int | None
+
+    @property
+    def pre_process(self) -> bool:
+        """Whether the chunk takes the batch; the others take the output of the stage before."""
+        return self.stage == 0
+
+    @property
+    def post_process(self) -> bool:
+        """Whether the chunk computes the loss."""
+        return self.stage == self.num_stages - 1
+
+
+ModelProvider = Callable[[ModelContext], MegatronModule]
+"""Builds one chunk of the model, from the seeded default generators of torch."""
+
+
+def build_chunks(
+    config: RunConfig,
+    transformer: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    reduction: DistributedDataParallelConfig | None = None,
+    provider: ModelProvider | None = None,
+) -> list[Chunk]:
+    """This rank's chunks on `device`, in layer order; several if the pipeline is virtual. Equal in every data-parallel
+    group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron; ours never ask it to.
+    `provider` builds each chunk; `gpt_model` unless stated.
+
+    Collective over: all ranks of the group (stages that share embeddings synchronize them).
+    """
+    chunks = []
+    for virtual in range(config.layout.virtual_pipeline):
+        stage = virtual * groups.pp.size() + groups.pp.rank()
+        context = ModelContext(
+            config=config,
+            transformer=transformer,
+            groups=groups,
+            device=device,
+            stage=stage,
+            num_stages=groups.pp.size() * config.layout.virtual_pipeline,
+            virtual_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+        )
+        rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
+        # Megatron leaves position embeddings and the norms of torch on the CPU.
+        model = checked((provider or gpt_model)(context), context).to(device)
+        initialize_experts(model, transformer, partial(rng.seed_expert, config.train.seed, groups.tp.rank(), device))
+        module = DistributedDataParallel(
+            transformer,
+            reduction or DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            Float16Module(transformer, model) if transformer.bf16 else model,
+            pg_collection=groups,
+        )
+        chunks.append(Chunk(module=module, stage=stage, is_first=context.pre_process, is_last=context.post_process))
+    return chunks
+
+
+def gpt_model(context: ModelContext) -> GPTModel:
+    """A chunk of the GPT of the settings, in the layers that the device selects; the default model provider."""
+    config, groups = context.config, context.groups
+    model = GPTModel(
+        config=context.transformer,
+        transformer_layer_spec=_layers(context),
+        vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
+        max_sequence_length=config.model.seq_length,
+        pre_process=context.pre_process,
+        post_process=context.post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        position_embedding_type=config.model.position_embedding,
+        rotary_base=config.model.rope_base,
+        rope_scaling=config.model.rope_scaling_factor != 1.0,
+        rope_scaling_factor=config.model.rope_scaling_factor,
+        pg_collection=_with_replicas(groups),
+        vp_stage=context.virtual_stage,
+    )
+    if context.post_process:
+        _mask_padding(model, config.model.vocab_size, groups.tp.rank())
+    return model
+
+
+def _with_replicas(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """The groups for the layers, of whom experts alone ask in checkpoints which ranks have the same.
+
+    Megatron's wrapper must not know these ranks: it would sum gradients over them.
+    """
+    if not isinstance(groups, GroupCollection):
+        return groups
+    of_layers = copy.copy(groups)
+    of_layers.expt_dp = groups.expert_lanes_and_cp
+    return of_layers
+
+
+def _layers(context: ModelContext) -> ModuleSpec | TransformerBlockSubmodules:
+    """What the layers of a chunk are built of: one specification if all layers of the model are alike."""
+    config, transformer, device = context.config, context.transformer, context.device
+    num_dense, num_layers = config.model.num_dense_layers, config.model.num_layers
+    if not num_dense:
+        return layer_spec(config, transformer, device)
+    dense, mixture = (layer_spec(config, transformer, device, has_experts=has_experts) for has_experts in (False, True))
+    num_here = num_layers // context.num_stages
+    numbers = range(context.stage * num_here, (context.stage + 1) * num_here)
+    norm = TENorm if uses_transformer_engine(config, device) else LayerNormImpl
+    return TransformerBlockSubmodules(
+        layer_specs=[dense if number < num_dense else mixture for number in numbers], layer_norm=norm
+    )
+
+
+_OF_STAGES = ("set_input_tensor", "pre_process", "share_embeddings_and_output_weights")
+"""Attributes of a model that Megatron's schedules and its sums over tied embeddings use in a pipeline."""
+
+
+def checked(model: object, context: ModelContext) -> MegatronModule:
+    """What a provider returned, as Megatron's schedules need it. Raises ValueError if they cannot run it."""
+    if not isinstance(model, MegatronModule):
+        raise ValueError(
+            f"model_provider returned {type(model).__name__}; return a subclass of MegatronModule "
+            f"(megatron.core.transformer)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"the model of model_provider has no parameters to train in stage {context.stage}; add some")
+    missing = [name for name in _OF_STAGES if not hasattr(model, name)]
+    if missing and context.num_stages > 1:
+        raise ValueError(
+            f"{type(model).__name__} has no {' and no '.join(missing)}, which Megatron's pipeline needs, as in its "
+            f"GPTModel; add them, or set layout.pipeline_parallel=1"
+        )
+    if "set_input_tensor" in missing:
+        model.set_input_tensor = lambda _: None  # the schedule of one stage calls it, with nothing
+    if not hasattr(model, "model_type"):
+        model.model_type = ModelType.encoder_or_decoder
+    return model
+
+
+def _mask_padding(model: GPTModel, vocab_size: int, tensor_rank: int) -> None:
+    """Gives no probability to the columns that pad the vocabulary, so that the loss does not depend on the layout."""
+    num_columns = model.output_layer.output_size_per_partition
+    first = max(0, vocab_size - tensor_rank * num_columns)
+
+    def mask(_layer: torch.nn.Module, _given: object, output: tuple[torch.Tensor, object]) -> None:
+        logits, _ = output
+        # Not -inf: a fused softmax subtracts the maximum of a block, which may be padding alone.
+        logits[..., first:] = torch.finfo(logits.dtype).min
+
+    if first < num_columns:
+        model.output_layer.register_forward_hook(mask)
+
+
+def layer_spec(
+    config: RunConfig, transformer: TransformerConfig, device: torch.device, *, has_experts: bool = True
+) -> ModuleSpec:
+    """The layer implementation, of a layer with experts if the model has some.
+
+    Raises ImportError for an unsupported version of transformer-engine. Raises ValueError if it is required and not
+    available, or used features need it, or norms other than torch's.
+    """
+    num_experts = transformer.num_moe_experts if has_experts else None
+    if uses_transformer_engine(config, device):
+        if config.data.reset_attention_mask:
+            raise ValueError(
+                "data.reset_attention_mask=true needs model.transformer_impl=local: transformer-engine, whose layers "
+                "auto chooses on GPUs where it is installed, is not given these masks"
+            )
+        check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.megatron.get("moe_grouped_gemm", True),
+            qk_layernorm=transformer.qk_layernorm,
+            multi_latent_attention=transformer.multi_latent_attention,
+        )
+        if num_experts is not None:
+            prepare_experts(spec)
+        return spec
+    if config.layout.context_parallel > 1:
+        raise ValueError(
+            f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine on "
+            f"GPUs; set it to 1"
+        )
+    if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
+        raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization
+    )
+    refused = ", ".join(fields_set(config, NOT_OF_TORCH_NORMS))
+    if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
+        raise ValueError(
+            f"{refused}: these layers have the norms of torch, which do not support it; remove it, or install "
+            f"'transformer-engine{SUPPORTED['transformer-engine']}' (or, for LayerNorm, apex) and set "
+            f"model.transformer_impl=auto, which is {config.model.transformer_impl}"
+        )
+    spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    if num_experts is not None:
+        prepare_experts(spec)
+    return spec
+
+
+def uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
+    wanted = config.model.transformer_impl
+    if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
+        raise ValueError(
+            f"model.transformer_impl=transformer_engine needs GPUs and the package transformer-engine "
+            f"(device {device.type}, installed: {HAVE_TE}); set it to auto or local"
+        )
+    return HAVE_TE and device.type == "cuda" and wanted != "local"

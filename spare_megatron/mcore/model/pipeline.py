@@ -1,0 +1,179 @@
+"""Runs microbatches through the pipeline stages of a group, with Megatron's schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.mcore.model.experts import scale_auxiliary_losses
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.probe import Probe
+from spare_megatron.mcore.model.process_groups import GroupCollection
+from spare_megatron.stacking.plans import Microbatch, Numbered, share_of
+
+
+class Item(NamedTuple):
+    """A microbatch in the schedule; padding contributes nothing.
+
+    `is_digested`: it is audited, so that digests of it are taken. `is_audit`: another group owns it, and no sum gets
+    anything of it.
+    """
+
+    microbatch: Numbered
+    is_padding: bool = False
+    is_digested: bool = False
+    is_audit: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is one of those that this group adds to the sums of the step."""
+        return not (self.is_padding or self.is_audit)
+
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
+"""Maps per-token losses to the value to differentiate, a number of tokens, and values to log."""
+
+ForwardStep = Callable[[Chunk, Item], tuple[Tensor, LossFunction]]
+"""The forward pass of one microbatch through one chunk."""
+
+
+OnBackward = Callable[[Chunk, Item, Tensor], None]
+"""Called when the backward pass of a microbatch through a chunk begins, with the gradient of the chunk's output."""
+
+
+class ProbedCommunicator(P2PCommunicator):
+    """Megatron's transfers between stages, reported to a probe before each."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, transformer: TransformerConfig, probe: Probe) -> None:
+        super().__init__(group, transformer)
+        self._probe = probe
+        self.is_training = True
+        """Whether transfers are fault points; those of an evaluation are not."""
+
+    def _communicate(self, **transfer: Any) -> Any:
+        # All nine public transfers call this one, and only this one knows what is really sent and received.
+        is_sending = transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None
+        if self.is_training and is_sending:
+            self._probe(FaultPoint.SEND)
+        if self.is_training and (transfer["recv_prev"] or transfer["recv_next"]):
+            self._probe(FaultPoint.RECEIVE)
+        with self._probe.during(Operation.TRANSFER):
+            return super()._communicate(**transfer)
+
+
+class Pipeline:
+    """The schedule that the layout selects: one stage, 1F1B, or interleaved."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        transformer: TransformerConfig,
+        groups: GroupCollection,
+        chunks: Sequence[Chunk],
+        probe: Probe,
+    ) -> None:
+        num_stages = groups.pp.size()
+        self._probe = probe
+        self._chunks = {id(chunk.module): chunk for chunk in chunks}
+        self._schedule = get_forward_backward_func(
+            pp_size=num_stages, vp_size=transformer.virtual_pipeline_model_parallel_size
+        )
+        self._multiple = transformer.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+        self._fixed_arguments: dict[str, Any] = {
+            "model": [chunk.module for chunk in chunks],
+            "seq_length": config.model.seq_length,
+            "micro_batch_size": config.train.micro_batch_size,
+            "pg_collection": groups,
+        }
+        self._transfers = ProbedCommunicator(groups.pp, transformer, probe) if num_stages > 1 else None
+        if self._transfers is not None:
+            self._fixed_arguments["p2p_communicator"] = self._transfers
+
+    def num_passes(self, items: Sequence[Item]) -> int:
+        """Backward passes of each chunk in `run`, padding included."""
+        return len(pad(items, self._multiple)) if items else 0
+
+    def run(
+        self,
+        items: Sequence[Item],
+        forward_step: ForwardStep,
+        on_backward: OnBackward | None = None,
+        *,
+        is_forward_only: bool = False,
+    ) -> None:
+        """Adds gradients to the buffers, unless `is_forward_only`.
+
+        Collective over: all ranks of the lane, with the same items in order.
+        """
+        if not items:
+            # Megatron's schedule for one stage would run one microbatch even if there is none.
+            return
+        items = pad(items, self._multiple)
+        if self._transfers is not None:
+            self._transfers.is_training = not is_forward_only
+
+        def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
+            item, chunk = next(iterator), self._chunks[id(module)]
+            with self._probe.forward(item.microbatch.unit):
+                output, loss_function = forward_step(chunk, item)
+
+            def begin_backward(gradient: Tensor) -> None:
+                self._begin_backward(item)
+                if on_backward is not None:
+                    on_backward(chunk, item, gradient)
+
+            if not is_forward_only:
+                # The schedule runs the backward pass, which starts with the gradient of this output.
+                output.register_hook(begin_backward)
+            return output, loss_function
+
+        self._schedule(
+            forward_step_func=step,
+            data_iterator=[iter(items) for _ in self._chunks],
+            num_microbatches=len(items),
+            forward_only=is_forward_only,
+            **self._fixed_arguments,
+        )
+
+    def _begin_backward(self, item: Item) -> None:
+        if self._multiple > 1:
+            scale_auxiliary_losses(0.0 if item.is_padding else 1.0)
+        self._probe.backward(item.microbatch.unit)
+
+
+def share_in_lane(
+    work: Sequence[Microbatch], groups: GroupCollection, config: RunConfig, units_per_shard: int
+) -> list[Numbered]:
+    """The microbatches of a group's work that the lane of this rank computes, in order."""
+    return share_of(
+        work,
+        lane=groups.lanes.rank(),
+        num_lanes=groups.lanes.size(),
+        row_size=config.row_size,
+        units_per_shard=units_per_shard,
+    )
+
+
+def pad(items: Sequence[Item], multiple: int) -> list[Item]:
+    """Pads the items to the multiple that the interleaved schedule needs.
+
+    >>> [item.is_padding for item in pad([Item(Numbered(Microbatch(0, 0), 0))], 2)]
+    [False, True]
+    """
+    return [*items, *[items[-1]._replace(is_padding=True, is_digested=False)] * (-len(items) % multiple)]
+
+
+def summed_loss(losses: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The loss of a microbatch: the sum of its tokens' losses in fp32, and the number of tokens that count (int64).
+
+    `mask` is 0 at tokens that do not count and 1 at all others. Without one all count, and the number is None.
+    """
+    losses = losses.float()
+    return (losses.sum(), None) if mask is None else ((losses * mask).sum(), mask.count_nonzero())

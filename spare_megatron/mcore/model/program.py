@@ -1,0 +1,104 @@
+"""The program of a run: who builds the model, computes the loss of a microbatch and reads the data.
+
+The defaults are the GPT and the corpus of the settings, through the same interface as a user's file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from spare_megatron.config.program_file import LOSS_TERMS, LossTerm, import_program
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read
+from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset
+from spare_megatron.mcore.model.model import ModelProvider, gpt_model
+from spare_megatron.mcore.model.pipeline import summed_loss
+
+LOSS = "loss"
+"""The term of the loss that every program has, whose count divides the gradient."""
+
+Batch = Mapping[str, Tensor]
+"""Tensors of a microbatch by name, each [micro_batch_size, ...]; between the ends of a pipeline empty, unless
+`data.reset_attention_mask` is set."""
+
+Terms = Mapping[str, tuple[Tensor, Tensor | int | None]]
+"""Sum and count of each term of the loss; the count None stands for all tokens of the microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """Where in the training a forward pass is: all that it may depend on beside its batch and the parameters.
+
+    Attributes:
+        groups: Process groups inside this data-parallel group; none of them crosses groups.
+        first_sequence: Sequences consumed before the microbatch.
+        pre_process, post_process: Whether the chunk takes the batch, and whether it computes the loss.
+    """
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    device: torch.device
+    step: int
+    first_sequence: int
+    pre_process: bool
+    post_process: bool
+
+
+ForwardStep = Callable[[Batch, torch.nn.Module, StepContext], tuple[Tensor, Terms]]
+"""The forward pass of a microbatch through a chunk: its output and, from the last chunk, the terms of the loss."""
+
+DatasetsProvider = Callable[[RunConfig], Dataset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The roles of a run, of which a file defines `own`. `loss_terms` declares the terms beside `LOSS`, in the order of
+    their sums.
+    """
+
+    model_provider: ModelProvider
+    forward_step: ForwardStep
+    datasets_provider: DatasetsProvider
+    loss_terms: Mapping[str, LossTerm]
+    own: frozenset[str] = frozenset()
+
+    def corpus(self, config: RunConfig) -> Corpus:
+        """The training samples of a run. Raises ValueError as `datasets_provider` does."""
+        needed = keys_needed(config, has_own_forward_step="forward_step" in self.own)
+        return Corpus(config, self.datasets_provider(config), needed)
+
+    def forward(self, batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
+        """Calls `forward_step`. Raises UnreadMask if it has not read a mask that the settings ask for."""
+        masks = masks_to_read(context.config.data, pre_process=context.pre_process, post_process=context.post_process)
+        if not masks:
+            return self.forward_step(batch, model, context)
+        recorded = RecordedBatch(batch)
+        result = self.forward_step(recorded, model, context)
+        if unread := {key: setting for key, setting in masks.items() if key not in recorded.read}:
+            raise UnreadMask("forward_step", "read", unread)
+        return result
+
+
+def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
+    """The cross entropy of each next token, summed over the tokens that count; the default forward step."""
+    labels = batch["labels"] if context.post_process else None
+    output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
+    if not context.post_process:
+        return output, {}
+    return output, {LOSS: summed_loss(output, batch.get("loss_mask"))}
+
+
+def program_of(config: RunConfig) -> Program:
+    """The run's program; imports its file. Raises ValueError if it cannot be used."""
+    roles: Mapping[str, Any] = import_program(config.program) if config.program.file else {}
+    defaults = {
+        "model_provider": gpt_model,
+        "forward_step": gpt_forward_step,
+        "datasets_provider": corpus_dataset,
+        LOSS_TERMS: {},
+    }
+    return Program(**{**defaults, **roles}, own=frozenset(roles) - {LOSS_TERMS})

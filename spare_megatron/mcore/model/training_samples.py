@@ -1,0 +1,423 @@
+"""Training samples addressed by step and number in the batch: whichever lane computes a microbatch reads its tokens."""
+
+import os
+import shutil
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.distributed import ProcessGroup
+
+from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
+from spare_megatron.config.training.sample_index_folders import (
+    RENEWAL_S,
+    epoch_folder,
+    epoch_seed,
+    index_folder,
+    num_samples,
+    remove_unused,
+    renew,
+)
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.formats.store_space import gib
+from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
+from spare_megatron.mcore.model.attention import document_mask
+from spare_megatron.mcore.model.batches import stacked
+
+
+class _Vocabulary:
+    """The tokenizer interface of Megatron's dataset, for a corpus that is already tokens."""
+
+    pad = -1
+    """Occurs in no corpus."""
+
+    def __init__(self, vocab_size: int, end_of_document: int | None) -> None:
+        self.vocab_size = vocab_size
+        self.eod = -2 if end_of_document is None else end_of_document
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+
+
+def prepare_index(config: RunConfig) -> tuple[Path, ...]:
+    """Builds the sample index of each epoch that the run reads unless it exists; removes indices unused for long.
+
+    Call it in one process before the ranks start: they only load the indices, one folder per corpus, which it returns.
+    Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
+    """
+    if not config.data.corpora:
+        return ()
+    blend = _Blend(config)
+    _check_validation(config)
+    _check_space(config, blend)
+    for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
+        try:
+            for epoch in range(num_epochs):
+                if not epoch_folder(samples.folder, epoch).is_dir():
+                    _build_epoch(samples, epoch)
+        except MemoryError as error:
+            raise ValueError(
+                f"this machine has too little memory for the sample index of {samples.prefix}, {samples.per_epoch} "
+                f"sequences in an epoch: {error}; build it on a larger one, or cut the corpus in two"
+            ) from error
+        except OSError as error:
+            raise ValueError(
+                f"the sample index of {samples.prefix} cannot be written into {samples.folder.parent}: "
+                f"{error}; set data.cache to one that you may write, and that all nodes share"
+            ) from error
+    folders = tuple(samples.folder for samples in blend.parts)
+    for folder in folders:
+        renew(folder)
+        remove_unused(folder)
+    return folders
+
+
+def _check_validation(config: RunConfig) -> None:
+    """Raises ValueError for what is wrong with the validation sets."""
+    for name, windows in validation_sets(config).items():
+        if config.eval.every_steps and len(windows) < config.train.micro_batch_size:
+            raise ValueError(
+                f"validation set {name} has {len(windows)} sequences of model.seq_length={config.model.seq_length}, "
+                f"and an evaluation reads train.micro_batch_size={config.train.micro_batch_size} at a time; hold out "
+                f"more, or lower one of them"
+            )
+
+
+def _build_epoch(samples: "_Samples", epoch: int) -> None:
+    """Builds the index of one epoch aside, so that no other process ever finds a part of it."""
+    built = epoch_folder(samples.folder, epoch)
+    aside = samples.folder.with_name(f".{samples.folder.name}.{epoch}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        samples.open_epoch(epoch, aside)
+        built.parent.mkdir(parents=True, exist_ok=True)
+        aside.rename(built)
+    except OSError:
+        if not built.is_dir():  # else another process has renamed an equal index into place meanwhile
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_space(config: RunConfig, blend: "_Blend") -> None:
+    """Raises ValueError if the storage has no room for the missing epochs, before it is filled."""
+    place = next(path for path in blend.parts[0].folder.parents if path.is_dir())
+    epochs = blend.num_epochs(num_samples(config))
+    needed, free = 0, shutil.disk_usage(place).free
+    for samples, num_epochs in zip(blend.parts, epochs, strict=True):
+        num_built = len(list(samples.folder.glob("epoch-*")))
+        needed += max(0, num_epochs - num_built) * samples.epoch_bytes
+    if needed > free:
+        raise ValueError(
+            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need {gib(needed)} more for "
+            f"the sample indices of {sum(epochs)} epochs of {config.data.named}, and {place} has {gib(free)} free; "
+            f"lower train.steps: with train.max_minutes, only as many as the run can reach are needed; or set "
+            f"data.cache"
+        )
+
+
+class Dataset(Protocol):
+    """Training samples without end: the tensors of a sample, by name, are a function of its number alone."""
+
+    def __getitem__(self, number: int) -> Mapping[str, torch.Tensor]:
+        """The sample after `number` sequences have been consumed."""
+
+
+class _Blend:
+    """Maps the sequences consumed to the samples of several corpora, in the proportions of their weights.
+
+    Megatron's greedy choice for the first `_CHOICES` samples repeats, so that its index has the same size for every
+    run. A single corpus is a blend of one.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Opens the corpora. Raises ValueError if one is missing or too short."""
+        self.parts = tuple(_Samples(config, place) for place in range(len(config.data.corpora)))
+        weights = np.array([part.weight for part in config.data.corpora])
+        self._num_choices = _CHOICES if len(weights) > 1 else 1
+        self._chosen, self._earlier = np.zeros(self._num_choices, np.int16), np.zeros(self._num_choices, np.int64)
+        helpers.build_blending_indices(
+            self._chosen, self._earlier, weights / weights.sum(), len(weights), self._num_choices, False
+        )
+        self._counts = np.bincount(self._chosen, minlength=len(weights))
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The sample after `number` sequences have been consumed."""
+        part, place = self._place(number)
+        return part[place]
+
+    def address(self, number: int) -> str:
+        """Where the sample after `number` sequences lies, for people."""
+        part, place = self._place(number)
+        epoch, index = divmod(place, part.per_epoch)
+        return f"{part.prefix}, epoch {epoch}, sequence {index}"
+
+    def _place(self, number: int) -> tuple["_Samples", int]:
+        round_, choice = divmod(number, self._num_choices)
+        chosen = int(self._chosen[choice])
+        return self.parts[chosen], round_ * int(self._counts[chosen]) + int(self._earlier[choice])
+
+    def num_epochs(self, num_sequences: int) -> list[int]:
+        """Epochs of each corpus that so many sequences touch."""
+        rounds, rest = divmod(num_sequences, self._num_choices)
+        more = np.bincount(self._chosen[:rest], minlength=len(self.parts))
+        read = [rounds * int(count) + int(more[place]) for place, count in enumerate(self._counts)]
+        return [-(-number // part.per_epoch) for number, part in zip(read, self.parts, strict=True)]
+
+
+_CHOICES = 2**20
+
+
+class _Samples:
+    """The samples of one corpus without end: each once per epoch, in Megatron's order for the seed of the epoch."""
+
+    def __init__(self, config: RunConfig, place: int) -> None:
+        """Opens the corpus at a place in the blend. Raises ValueError if it is missing or too short."""
+        self.folder = index_folder(config, place)
+        self.prefix = str(Path(config.data.corpora[place].corpus).absolute())
+        self._config = _dataset_config(config, self.prefix)
+        self._seed_of = partial(epoch_seed, config.train.seed, place)
+        self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
+        documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
+        self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
+        self.per_epoch = _num_samples(self._config, config.data.split, self._indexed, documents)
+        self._open: dict[int, GPTDataset] = {}
+
+    @property
+    def epoch_bytes(self) -> int:
+        """Size of an epoch's index: place of each document, first document and offset of each sample, its place."""
+        return 4 * len(self._documents) + 12 * self.per_epoch + 4 * _BLOCK_BYTES
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The sample at a place in the order that goes on over all epochs."""
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch not in self._open:
+            folder = epoch_folder(self.folder, epoch)
+            if not folder.is_dir():
+                raise ValueError(
+                    f"the sample index {folder} is missing; call prepare_index once before the ranks start"
+                )
+            while len(self._open) >= _MOST_OPEN:
+                del self._open[min(self._open)]
+            self._open[epoch] = self.open_epoch(epoch, folder)
+        return self._open[epoch][index]
+
+    def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
+        """The dataset of one epoch, whose index Megatron builds in the folder unless it is there.
+
+        Without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks.
+        """
+        config = replace(self._config, random_seed=self._seed_of(epoch), path_to_cache=str(folder))
+        return GPTDataset(self._indexed, self.prefix, self._documents, None, Split.train, config)
+
+
+_MOST_OPEN = 2
+"""A step may read from two epochs."""
+
+_BLOCK_BYTES = 4096
+"""What a file takes of the storage at least; an epoch has four."""
+
+
+def _num_samples(config: GPTDatasetConfig, split: str, indexed: IndexedDataset, documents: range) -> int:
+    """Samples in the documents, each followed by one more token. Raises ValueError if there is none."""
+    num_tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    needed = config.sequence_length + 1
+    if num_tokens < needed:
+        prefix = indexed.path_prefix
+        part = f"documents {documents.start} to {documents.stop} of data.split={split} in {prefix}" if split else prefix
+        raise ValueError(
+            f"{part} has {num_tokens} tokens, a sample needs model.seq_length + 1 = {needed}; use a larger corpus or "
+            f"shorter sequences, or split it otherwise"
+        )
+    return (num_tokens - 1) // config.sequence_length
+
+
+def validation_sets(config: RunConfig) -> Mapping[str, "ValidationWindows"]:
+    """The validation sets of a run by name. Raises ValueError as `ValidationWindows`."""
+    return {name: ValidationWindows(config, name) for name in validation_names(config.data)}
+
+
+class ValidationWindows:
+    """A validation set, in the order of its text, in windows of `model.seq_length` that do not overlap."""
+
+    def __init__(self, config: RunConfig, name: str = HELD_OUT) -> None:
+        """Opens the corpora of the set. Raises ValueError if one is missing or has no window, or there is no such set.
+
+        `HELD_OUT` is what `data.split` holds out, unless `data.validation` has a set of that name.
+        """
+        data, self._length = config.data, config.model.seq_length
+        if name not in validation_names(data):
+            raise ValueError(
+                f"data.split={data.split or None} holds nothing out; set it as in 99,1"
+                if name == HELD_OUT
+                else f"data.validation has no set named {name}"
+            )
+        own = [(one.corpus, "", 0) for one in data.validation if one.name == name]
+        self._keys = _keys(config)
+        self._parts: list[tuple[IndexedDataset, int]] = []
+        self._begins = [0]
+        for corpus, split, share in own or [(part.corpus, data.split, 1) for part in data.corpora]:
+            prefix = str(Path(corpus).absolute())
+            self._config = _dataset_config(config, prefix)
+            indexed = GPTDataset.build_low_level_dataset(prefix, self._config)
+            documents = documents_of(split, share, GPTDataset.numel_low_level_dataset(indexed))
+            self._begins.append(self._begins[-1] + _num_samples(self._config, split, indexed, documents))
+            self._parts.append((indexed, int(indexed.index.sequence_pointers[documents.start])))
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The tokens of a window and the one that follows them, [seq_length + 1]."""
+        place = bisect_right(self._begins, number) - 1
+        indexed, begin_bytes = self._parts[place]
+        dtype = np.dtype(indexed.index.dtype)
+        offset = begin_bytes + (number - self._begins[place]) * self._length * dtype.itemsize
+        # Documents lie one after another in the file, as `spare train` checks.
+        return torch.from_numpy(indexed.bin_reader.read(dtype, self._length + 1, offset).astype(np.int64))
+
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        """What `Corpus.microbatch` has of a sequence, of a window: each [seq_length]."""
+        text, config = self[number], self._config
+        tokens = text[:-1].contiguous()
+        _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(
+            tokens,
+            config.tokenizer.eod,
+            config.reset_position_ids,
+            config.reset_attention_mask,
+            config.eod_mask_loss,
+            config.create_attention_mask,
+        )
+        sample = {"tokens": tokens, "labels": text[1:], "position_ids": position_ids, "loss_mask": loss_mask}
+        return {key: sample[key] for key in self._keys}
+
+
+def _keys(config: RunConfig) -> tuple[str, ...]:
+    """What a sample has; a mask of the loss only where there is something to mask."""
+    return ("tokens", "labels", "position_ids", *(["loss_mask"] if config.data.eod_mask_loss else []))
+
+
+def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=config.model.seq_length,
+        blend_per_split=[([prefix], None), None, None],
+        tokenizer=_Vocabulary(config.model.vocab_size, config.data.end_of_document),
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=False,  # `on_device` makes the mask
+        eod_mask_loss=config.data.eod_mask_loss,
+        create_attention_mask=False,
+    )
+
+
+def corpus_dataset(config: RunConfig) -> "IndexedCorpora":
+    """The corpus or blend of the settings; the default datasets provider. Raises ValueError if it is missing."""
+    return IndexedCorpora(config)
+
+
+class IndexedCorpora(_Blend):
+    """The corpora of a run, read through the index of `prepare_index`, whose lease they renew."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises ValueError if a corpus or its index is missing."""
+        super().__init__(config)
+        self._keys = _keys(config)
+        self._renew()
+        self[0]
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """The `tokens`, `labels` and `position_ids` of a sample, each [seq_length].
+
+        With `data.eod_mask_loss` also its `loss_mask`, 0 where a token does not count for the loss and 1 elsewhere.
+        """
+        if time.monotonic() - self._renewed_at_s > RENEWAL_S:
+            self._renew()
+        sample = super().__getitem__(number)
+        return {key: sample[key] for key in self._keys}
+
+    def _renew(self) -> None:
+        for part in self.parts:
+            renew(part.folder)
+        self._renewed_at_s = time.monotonic()
+
+
+class Corpus:
+    """The training samples of a run, addressed by the sequences consumed before them."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset | None = None, needed: Mapping[str, str] | None = None
+    ) -> None:
+        """Reads `dataset`, by default the corpora of the settings, whose samples have the keys `needed`. Raises
+        ValueError as `corpus_dataset` does.
+        """
+        self._samples = dataset or corpus_dataset(config)
+        self._config, self._needed = config, needed or {}
+        self._num_shards = config.layout.num_groups
+        self._ramp = config.spare.ramp
+        self._micro_batch_size = config.train.micro_batch_size
+        self._sequences_before = partial(sequences_before, config)
+        self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+        self._num_steps = config.train.steps
+
+    def microbatch(self, step: int, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of a step's microbatch with this linear number by name, each [micro_batch_size, ...].
+
+        Raises BadSample as `stacked` does.
+        """
+        first = self.first_sample(step, number)
+        samples = [self._samples[first + place] for place in range(self._micro_batch_size)]
+        return stacked(samples, self._config, self._needed)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
+
+        Raises ValueError if one of them cannot be read.
+        """
+        digest = sha256()
+        first, last = self._first_step, self._num_steps - 1
+        for step, index in ((first, 0), (last, self._ramp.at(last) - 1)):
+            for shard in range(self._num_shards):
+                try:
+                    batch = self.microbatch(step, shard * self._ramp.at(step) + index)
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"a sample of shard {shard} in step {step} cannot be read: {error}") from error
+                for _, values in sorted(batch.items()):
+                    digest.update(values.numpy().tobytes())
+        return digest.hexdigest()
+
+    def addresses(self, step: int, number: int) -> list[str]:
+        """Where the sequences of a microbatch lie; of a program's own dataset, which are read before them."""
+        first = self.first_sample(step, number)
+        numbers = range(first, first + self._micro_batch_size)
+        if isinstance(self._samples, _Blend):
+            return [self._samples.address(number) for number in numbers]
+        return [f"sequence {number}" for number in numbers]
+
+    def first_sample(self, step: int, number: int) -> int:
+        """Sequences consumed before the first sample of a microbatch; its others follow."""
+        return self._sequences_before(step) + number * self._micro_batch_size
+
+
+def on_device(
+    batch: dict[str, torch.Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    if device.type != "cpu":
+        batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
+    if config.data.reset_attention_mask:
+        assert config.data.end_of_document is not None, "the driver has found the token that ends a document"
+        batch["attention_mask"] = document_mask(batch["tokens"], config.data.end_of_document)
+    return get_batch_on_this_cp_rank(batch, context_parallel)

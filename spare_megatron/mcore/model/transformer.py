@@ -1,0 +1,204 @@
+"""Builds Megatron's TransformerConfig for a run and validates the `[megatron]` fields, which Megatron rarely does."""
+
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the customary name)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from spare_megatron.config.building import nearest
+from spare_megatron.config.megatron_fields import field_problems
+from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.checks.validate_experts import expert_problems
+from spare_megatron.mcore.model.versions import installed_version
+
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a declared type. Unknown kinds of type accept every value.
+
+    >>> from typing import Optional
+    >>> fits(1, Optional[float]), fits(True, int), fits([1, "a"], list[int]), fits("x", Literal["x", "y"])
+    (True, False, False, True)
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if list in (origin, kind):
+        return isinstance(value, list) and all(fits(item, one) for item in value for one in inner)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin is Callable or kind is Callable:
+        return callable(value)
+    if kind in (int, bool, str):
+        return type(value) is kind
+    if kind is float:
+        return type(value) in (int, float)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def in_words(kind: Any) -> str:
+    """Describes a declared type in an error message.
+
+    >>> from typing import Optional, Union
+    >>> in_words(Optional[Union[int, list[int]]])
+    'a whole number or a list (each a whole number)'
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(in_words(one) for one in inner if one is not NoneType))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if list in (origin, kind):
+        return f"a list (each {in_words(inner[0])})" if inner else "a list"
+    if origin is tuple:
+        return f"a list of {len(inner)} ({', '.join(map(in_words, inner))})"
+    if origin is Callable or kind is Callable:
+        return "a function"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(member.name for member in kind)}"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
+    """Megatron's configuration of a run's model and schedule; safe `[megatron]` fields override ours.
+
+    Raises ValueError if a `[megatron]` field is unknown, unsupported or of the wrong type, or Megatron rejects it.
+    """
+    _refuse(config)
+    fields = _fields(config, device)
+    with warnings.catch_warnings(action="ignore"):  # Megatron's own
+        try:
+            return TransformerConfig(**fields)
+        except Exception as error:  # its checks raise many types
+            raise ValueError(_refused_by_megatron(config, error)) from error
+
+
+def _refused_by_megatron(config: RunConfig, error: Exception) -> str:
+    """The error message: the values set and Megatron's error, or the source line of an assertion without text."""
+    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+    chosen = ", ".join(f"megatron.{key}={value!r}" for key, value in config.megatron.items()) or "this model and layout"
+    return f"megatron-core refuses {chosen}: {said}; change it"
+
+
+def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """All Megatron fields to set. Raises ValueError if a `[megatron]` value has the wrong type."""
+    model, layout = config.model, config.layout
+    dtype = torch.bfloat16 if model.precision == "bf16" else torch.float32
+    fields: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "bf16": model.precision == "bf16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": layout.tensor_parallel,
+        "context_parallel_size": layout.context_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
+        # Gradients stay sums over tokens: groups may compute different numbers of microbatches.
+        "calculate_per_token_loss": True,
+        # The default synchronizes the GPU at every transfer, to work around an old torch bug.
+        "batch_p2p_sync": False,
+    }
+    if model.num_experts is not None:
+        fields["expert_model_parallel_size"] = config.row_size
+        fields["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
+    if layout.virtual_pipeline > 1:
+        fields["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
+        fields["batch_p2p_comm"] = False
+    if config.reduce.mode == "reproducible" and device.type == "cuda":
+        fields["deterministic_mode"] = True
+    if device.type == "cpu":
+        fields["use_cpu_initialization"] = True
+    fields |= {key: _megatron_value(key, value) for key, value in model_fields(config).items()}
+    if fields["window_size"] is not None:
+        fields["window_size"] = tuple(fields["window_size"])  # transformer-engine compares it with tuples
+    return fields
+
+
+def _refuse(config: RunConfig) -> None:
+    """Raises ValueError with the field and the reason if `[megatron]` or the schedule is not supported."""
+    for problem in (*field_problems(config), *expert_problems(config)):
+        raise ValueError(problem)
+    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
+    for key in config.megatron:
+        if key not in known:
+            raise ValueError(
+                f"megatron.{key} is no field of megatron-core {installed_version('megatron-core')}; remove it"
+            )
+    layout = config.layout
+    if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
+        raise ValueError(
+            f"layout.virtual_pipeline={layout.virtual_pipeline} needs layout.pipeline_parallel > 1; set it to 1"
+        )
+    if layout.virtual_pipeline > 1 and config.megatron.get("batch_p2p_comm"):
+        # With two stages both transfers of a batch go to the same rank, and the receiver mixes them up.
+        raise ValueError(
+            "megatron.batch_p2p_comm=true corrupts gradients silently in the interleaved schedule; remove it, "
+            "or set layout.virtual_pipeline=1"
+        )
+
+
+def _megatron_value(key: str, value: Any) -> Any:
+    """Converts a value to the type of Megatron's field. Raises ValueError if it does not fit."""
+    (field,) = (field for field in dataclasses.fields(TransformerConfig) if field.name == key)
+    meant = _named(key, value, field.default) if isinstance(value, str) else value
+    if not fits(meant, field.type):
+        raise ValueError(f"megatron.{key}={value!r} must be {in_words(field.type)}; change it")
+    return meant
+
+
+def _is_activation(function: Any) -> bool:
+    """Whether a function maps each number by itself, and always alike."""
+    given = torch.linspace(-3.0, 3.0, 64).view(8, 8)
+    try:
+        result, part = function(given.clone()), function(given[:, :4].clone())
+        return bool(result.shape == given.shape) and torch.allclose(result[:, :4], part)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+
+
+def _squared_relu(values: torch.Tensor) -> torch.Tensor:
+    return F.relu(values).square()  # Megatron's own compiles itself at its first call
+
+
+_OUR_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "squared_relu": _squared_relu,
+}
+"""Activation functions that torch has under no name of its own."""
+
+
+def _named(key: str, value: str, default: Any) -> Any:
+    """Resolves a name to a function or enum member where Megatron expects one; otherwise returns the text."""
+    if key == "activation_func":
+        function = _OUR_FUNCTIONS.get(value) or getattr(F, value, None)
+        if not _is_activation(function):
+            raise ValueError(
+                f"megatron.activation_func={value} is no function of torch.nn.functional of each number by itself; try "
+                f"gelu or silu"
+            )
+        return function
+    if isinstance(default, Enum):
+        names = [member.name for member in type(default)]
+        if value not in names:
+            raise ValueError(
+                f"megatron.{key}={value} is none of {', '.join(names)}"
+                + (f"; did you mean {near}?" if (near := nearest(value, names)) else "; set one of them")
+            )
+        return type(default)[value]
+    return value

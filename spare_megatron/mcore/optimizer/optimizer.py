@@ -1,0 +1,139 @@
+"""Megatron's Adam (the fused one where installed) and learning-rate schedule, with state replicated in every group."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from spare_megatron.config.schema import ParameterRule, RunConfig
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.optimizer.parameter_rates import overrides
+
+
+class Optimizer:
+    """Updates all parameters of a rank, once per committed step."""
+
+    def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
+        self.megatron = build_adam(adam_config(config), chunks, groups, config.optimizer.rules)
+        self.schedule = make_schedule(config, self.megatron)
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Clips and applies the gradients. Returns their norm before clipping and the learning rate.
+
+        Collective over: all ranks of the group (the norm is over all parameters).
+        """
+        learning_rate = self.schedule.get_lr({})
+        was_applied, gradient_norm, _ = self.megatron.step()
+        assert was_applied, "only loss scaling, which fp16 alone needs, leaves a step out"
+        self.schedule.step(increment=1)
+        return float(gradient_norm), float(learning_rate)
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Adam's state of a parameter; empty before the first update."""
+        return dict(self.megatron.optimizer.state.get(parameter, {}))
+
+    def update_counts(self) -> list[float]:
+        """Update counts of the schedule and of a fused Adam's parameter groups; torch's are in `state_of`."""
+        groups = [] if USING_PYTORCH_OPTIMIZER else [group for group in self.megatron.param_groups if group["params"]]
+        return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, fp32 main parameters if any, and the schedule's position."""
+        return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a `state_dict` of torch's Adam (update count per parameter) or of a fused one (per parameter group).
+
+        All settings stay those of this run.
+        """
+        num_updates = state["schedule"]["num_steps"]
+        own = self.megatron.state_dict()
+        whole = state["megatron"].get("optimizer", state["megatron"])
+        whole["param_groups"] = own.get("optimizer", own)["param_groups"]  # those of this run's settings
+        adam = whole["state"]
+        of_parameters = [each for key, each in adam.items() if key != "common_step"]
+        if not USING_PYTORCH_OPTIMIZER:
+            adam.pop("common_step", None)
+            for each in of_parameters:
+                each.pop("step", None)
+        elif not any("step" in each for each in of_parameters):
+            adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron copies it to each parameter
+        self.megatron.load_state_dict(state["megatron"])
+        if not USING_PYTORCH_OPTIMIZER:
+            for group in self.megatron.param_groups:
+                group["step"] = num_updates
+        self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
+        self.schedule.load_state_dict(state["schedule"])
+
+    def sharded_state(self, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """`state_dict` with each tensor's place in the whole model; `is_loading` allocates missing state."""
+        state = self.megatron.sharded_state_dict(model, is_loading=is_loading)
+        if is_loading:
+            del state.get("optimizer", state)["param_groups"]  # a run with other rules has other groups
+        return {"megatron": state, "schedule": self.schedule.state_dict()}
+
+
+def adam_config(config: RunConfig) -> OptimizerConfig:
+    settings = config.optimizer
+    is_bf16 = config.model.precision == "bf16"
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+    )
+
+
+def build_adam(
+    config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection, rules: Sequence[ParameterRule]
+) -> MegatronOptimizer:
+    """Megatron's optimizer with the rates of `overrides`. Collective over: all ranks of the group."""
+    return get_megatron_optimizer(
+        config,
+        [chunk.module for chunk in chunks],
+        config_overrides=overrides(config, chunks, rules),
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+
+
+def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.Optimizer) -> OptimizerParamScheduler:
+    """The schedule of learning rate and weight decay; it writes both into the optimizer's parameter groups."""
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=settings.decay_steps or config.train.steps,
+        lr_decay_style=_DECAY_IN_MEGATRON.get(settings.decay_style, settings.decay_style),
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.train.steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=settings.wsd_decay_steps,
+        lr_wsd_decay_style=settings.wsd_decay_style,
+    )
+
+
+_DECAY_IN_MEGATRON = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}

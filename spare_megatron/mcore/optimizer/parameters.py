@@ -1,0 +1,74 @@
+"""The parameters of a rank: their names in the whole model, and fingerprints of their values."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+
+from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.model.model import Chunk
+
+_HASHED_BYTES = 32 * 2**20
+"""Parameters that are hashed at a time: a small part of a heartbeat interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedParameter:
+    """A parameter of this rank, or its part, with its fp32 gradient as a view of the gradient buffer.
+
+    `name` counts a GPT's layers from 0 over all stages and is `output_layer.weight` for the last stage's tied
+    embeddings.
+    `partition_dim` is the dimension divided over tensor-parallel ranks; None if each holds all of it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    main_grad: torch.Tensor
+    partition_dim: int | None
+
+
+def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
+    for chunk in chunks:
+        model = unwrap_model(chunk.module)
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers] if isinstance(model, GPTModel) else []
+        for local_name, parameter in model.named_parameters():
+            parts = local_name.split(".")
+            if numbers and parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(numbers[int(parts[2])])
+            is_divided = getattr(parameter, "tensor_model_parallel", False)
+            yield NamedParameter(
+                name=".".join(parts),
+                parameter=parameter,
+                main_grad=parameter.main_grad,
+                partition_dim=parameter.partition_dim if is_divided else None,
+            )
+
+
+def parameters_digest(chunks: Sequence[Chunk], further: Iterable[tuple[str, torch.Tensor]] = ()) -> TensorsDigest:
+    """Digest of this rank's parameters, in bf16 models of the fp32 copies that it has, and of further tensors."""
+    return TensorsDigest((*_optimized(chunks), *further))
+
+
+def parameters_sha256(
+    chunks: Sequence[Chunk], on_progress: Callable[[], None], further: Iterable[tuple[str, torch.Tensor]] = ()
+) -> str:
+    """SHA-256 of what `parameters_digest` is of, for files: on the host, and slow. Calls `on_progress` meanwhile."""
+    digest = sha256()
+    for name, tensor in (*_optimized(chunks), *further):
+        digest.update(name.encode())
+        for some in tensor.detach().reshape(-1).view(torch.uint8).split(_HASHED_BYTES):
+            digest.update(some.cpu().numpy())
+            on_progress()
+    return digest.hexdigest()
+
+
+def _optimized(chunks: Sequence[Chunk]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((named.name, optimized(named.parameter)) for named in named_parameters(chunks))
+
+
+def optimized(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What the optimizer updates: Megatron's fp32 copy of a bf16 parameter, or the parameter."""
+    return getattr(parameter, "main_param", parameter)

@@ -1,0 +1,160 @@
+"""Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
+from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
+from spare_megatron.process.heartbeats import HeartbeatPage
+from spare_megatron.machine.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
+from spare_megatron.process.reports import NodeMeasured, RankKey
+from spare_megatron.stacking.layout import MachineId
+
+_LEAST_STEPS = 4
+_LEAST_S = 2.0
+"""A window has so many steps of every rank, and takes so long, at least."""
+_WAITS = (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Totals of a rank's process since it began its first step."""
+
+    pid: int
+    num_steps: int
+    num_passes: int
+    pass_s: float
+    data_s: float
+    transfer_s: float
+    reduce_s: float
+    wait_s: float
+    starved_s: float
+    throttled_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """When a window began, and the totals at that time: of ranks, of the machine, and of answers of the store."""
+
+    at_s: float
+    ranks: dict[RankKey, _Totals]
+    machine: MachineCounters
+    answers: tuple[int, float]
+
+
+class MeasuredRanks(Protocol):
+    """The processes of the ranks on one node."""
+
+    @property
+    def pids(self) -> Mapping[RankKey, int]: ...
+
+    def page(self, key: RankKey) -> HeartbeatPage | None: ...
+
+    def device_index(self, key: RankKey) -> int | None: ...
+
+
+class Measurements:
+    """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all;
+    `clocks` of each GPU why its clock is reduced.
+    """
+
+    def __init__(
+        self,
+        ranks: MeasuredRanks,
+        machine: MachineId,
+        answers: Callable[[], tuple[int, float]],
+        clocks: Callable[[], Sequence[str]],
+    ) -> None:
+        self._ranks = ranks
+        self._machine = machine
+        self._answers = answers
+        self._clocks = clocks
+        self._begin: _Begin | None = None
+
+    def poll(self, now_s: float) -> NodeMeasured | None:
+        """The window that has ended by this monotonic time, if one has; another begins then."""
+        begin = self._begin
+        if begin is None:
+            self._begin = self._read(now_s)
+            return None
+        if now_s - begin.at_s < _LEAST_S or not self._has_steps(begin):
+            return None
+        end = self._begin = self._read(now_s)
+        times = [
+            self._times(key, began, ended)
+            for key, ended in end.ranks.items()
+            if (began := begin.ranks.get(key)) is not None
+            if began.pid == ended.pid and ended.num_steps > began.num_steps
+        ]
+        if not times:
+            return None
+        window_s = end.at_s - begin.at_s
+        clocks = self._clocks() if any(self._ranks.device_index(key) is not None for key in end.ranks) else ()
+        times = [replace(one, device=self._clock_of((one.group, one.rank), clocks)) for one in times]
+        return NodeMeasured(
+            machine=self._machine,
+            step_s=window_s / max(one.num_steps for one in times),
+            ranks=tuple(times),
+            signs=_signs(begin, end, window_s),
+        )
+
+    def _clock_of(self, key: RankKey, clocks: Sequence[str]) -> str:
+        index = self._ranks.device_index(key)
+        return "" if index is None or index >= len(clocks) else clocks[index]
+
+    def _has_steps(self, begin: _Begin) -> bool:
+        """Whether some rank has done enough steps; whole groups may be gone."""
+        pages = {key: self._ranks.page(key) for key in begin.ranks}
+        return any(
+            page is not None and page.num_steps - begin.ranks[key].num_steps >= _LEAST_STEPS
+            for key, page in pages.items()
+        )
+
+    def _read(self, now_s: float) -> _Begin:
+        pages = {key: (pid, self._ranks.page(key)) for key, pid in self._ranks.pids.items()}
+        ranks = {key: _totals(pid, page) for key, (pid, page) in pages.items() if page is not None}
+        return _Begin(now_s, ranks, read_machine(), self._answers())
+
+    def _times(self, key: RankKey, began: _Totals, ended: _Totals) -> RankTimes:
+        return RankTimes(
+            machine=self._machine,
+            group=key[0],
+            rank=key[1],
+            num_steps=ended.num_steps - began.num_steps,
+            num_passes=ended.num_passes - began.num_passes,
+            pass_s=ended.pass_s - began.pass_s,
+            data_s=ended.data_s - began.data_s,
+            transfer_s=ended.transfer_s - began.transfer_s,
+            reduce_s=ended.reduce_s - began.reduce_s,
+            wait_s=ended.wait_s - began.wait_s,
+            starved_s=ended.starved_s - began.starved_s,
+            throttled_s=ended.throttled_s - began.throttled_s,
+        )
+
+
+def _totals(pid: int, page: HeartbeatPage) -> _Totals:
+    spent_s = dict(zip(OPERATIONS, page.spent_s, strict=True))
+    return _Totals(
+        pid=pid,
+        num_steps=page.num_steps,
+        num_passes=page.num_passes,
+        pass_s=page.pass_s,
+        data_s=page.reading_s,
+        transfer_s=spent_s[Operation.TRANSFER],
+        reduce_s=spent_s[Operation.REDUCE],
+        wait_s=sum(spent_s[operation] for operation in _WAITS),
+        starved_s=starved_s(pid),
+        throttled_s=throttled_s(pid),
+    )
+
+
+def _signs(begin: _Begin, end: _Begin, window_s: float) -> MachineSigns:
+    before, after = begin.machine, end.machine
+    num_answers = end.answers[0] - begin.answers[0]
+    return MachineSigns(
+        answer_s=(end.answers[1] - begin.answers[1]) / max(1, num_answers),
+        retransmitted_per_s=(after.retransmitted - before.retransmitted) / window_s,
+        swapped_per_s=(after.swapped - before.swapped) / window_s,
+        busy=(after.busy_ticks - before.busy_ticks) / max(1, after.ticks - before.ticks),
+    )

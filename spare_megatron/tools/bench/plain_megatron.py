@@ -1,0 +1,136 @@
+"""Plain Megatron on the same model and data, the baseline of all comparisons: one world, no redundancy.
+
+Uses what Megatron's own training loop does: global parallel state, DistributedDataParallel, schedules, optimizer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.model import Chunk, build_chunks
+from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.model.pipeline import summed_loss
+from spare_megatron.mcore.model.transformer import transformer_config
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
+    """Makes this process `rank` of plain Megatron: tensor parallelism varies fastest, pipeline stages slowest.
+
+    A CUDA `device` must be the current one. Collective over: all ranks.
+    """
+    torch.set_num_threads(config.cluster.threads_per_rank)
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        cpu.install()
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.parallel.num_ranks,
+        timeout=TIMEOUT,
+        device_id=device if is_gpu else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.layout.tensor_parallel,
+        pipeline_model_parallel_size=config.layout.pipeline_parallel,
+        expert_model_parallel_size=config.row_size,
+    )
+
+
+def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
+    """Trains step by step in Megatron's world; each data-parallel rank computes an equal part of the batch.
+
+    Yields the rank's part of the model after each step. `is_sharded` selects the DistributedOptimizer (ZeRO-1). On
+    GPUs, and with `reduce.overlap`, gradients are reduced during the backward pass and the DistributedOptimizer gathers
+    parameters during the next forward pass: `start_param_sync(force_sync=True)` of the module gathers them before.
+    """
+    chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
+    corpus, schedule = Corpus(config), get_forward_backward_func()
+    for step in range(config.train.steps):
+        chunk.module.zero_grad_buffer()
+        optimizer.zero_grad()
+        schedule(
+            forward_step_func=_forward,
+            data_iterator=_batches(config, corpus, step, device),
+            model=[chunk.module],
+            num_microbatches=len(_numbers(config, step)),
+            seq_length=config.model.seq_length,
+            micro_batch_size=config.train.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        learning_rate.step(increment=1)
+        yield chunk
+
+
+def build_rank(
+    config: RunConfig, device: torch.device, *, is_sharded: bool
+) -> tuple[Chunk, MegatronOptimizer, OptimizerParamScheduler]:
+    transformer = transformer_config(config, device)
+    transformer.finalize_model_grads_func = finalize_model_grads
+    chunk = _build(config, transformer, device, is_sharded)
+    gathers_later = chunk.module.ddp_config.overlap_param_gather
+    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    optimizer = build_adam(adam, [chunk], groups, config.optimizer.rules)
+    return chunk, optimizer, make_schedule(config, optimizer)
+
+
+def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded: bool) -> Chunk:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (chunk,) = build_chunks(config, transformer, groups, device, transfers(config, device, is_sharded=is_sharded))
+    chunk.module.broadcast_params()
+    if chunk.module.ddp_config.overlap_grad_reduce:
+        transformer.no_sync_func = chunk.module.no_sync
+    return chunk
+
+
+def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
+    """How ranks exchange gradients and updated parameters."""
+    overlaps = config.reduce.overlap or device.type == "cuda"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
+        use_distributed_optimizer=is_sharded,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps and is_sharded,
+    )
+
+
+def _batches(config: RunConfig, corpus: Corpus, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    for number in _numbers(config, step):
+        batch = corpus.microbatch(step, number)
+        yield on_device(batch, config, device, parallel_state.get_context_parallel_group())
+
+
+def _numbers(config: RunConfig, step: int) -> range:
+    """The microbatches of this data-parallel rank."""
+    num_ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    each = config.layout.num_groups * config.spare.ramp.at(step) // num_ranks
+    return range(rank * each, (rank + 1) * each)
+
+
+def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    output = module(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+
+    def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        loss, counted = summed_loss(losses, batch.get("loss_mask"))
+        num_tokens = torch.tensor(losses.numel(), dtype=torch.int) if counted is None else counted.int()
+        return loss, num_tokens, {"loss": loss.detach()}
+
+    return output, loss_function

@@ -1,0 +1,104 @@
+"""`spare campaign`: a training run under many injected faults, and whether it survived all of them."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_folders
+from spare_megatron.cli.preset import HELP, OverridesOption
+from spare_megatron.cli.printing import message, say_json
+from spare_megatron.cli.running import (
+    RunDirectory,
+    choose_run_dir,
+    load_runnable,
+    reported_interruption,
+    run_and_show,
+)
+from spare_megatron.machine.standard_streams import outlasting
+
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+
+
+@outlasting()
+def campaign(
+    config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps.")],
+    minutes: Annotated[
+        float | None, typer.Option(help="End the run after this many minutes, whatever train.steps is.")
+    ] = None,
+    overrides: OverridesOption = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, progress on stderr.")] = False,
+) -> None:
+    """Train under injected faults and check that all were masked.
+
+    Example: `spare campaign campaign_cpu --minutes 10`
+
+    Exit codes:
+
+    - 0: the journal is valid, every due fault struck, no process outlived the run or grew
+    - 1: at least one of these does not hold
+    - 2: the configuration cannot run
+    - 130: interrupted
+    """
+    from spare_megatron.tools.campaign.campaign_table import print_campaign
+    from spare_megatron.tools.campaign.process_watch import ProcessWatch, process_problems
+    from spare_megatron.tools.campaign.campaign_figures import campaign_figures
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.formats.output import NotWritten, whole_file
+
+    console = RunConsole(stderr=as_json)
+    times = [] if minutes is None else [f"train.max_minutes={minutes}"]
+    with explained_errors("campaign"):
+        loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
+        _refuse_a_run_without_faults(loaded)
+        directory = RunDirectory(choose_run_dir(loaded, run_dir))
+        check_folders(loaded, directory.path)
+        with reported_interruption("campaign", directory), ProcessWatch() as watch:
+            summary = run_and_show(loaded, directory, console, watch.on_event)
+        folder = directory.path
+        try:
+            figures = campaign_figures(read_journal(folder), summary)
+        except (OSError, ValueError) as error:  # not exit code 2: the run has begun
+            message("campaign", f"the journal cannot be read: {error}")
+            raise typer.Exit(1) from error
+    processes = watch.report()
+    problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
+
+    def result() -> dict[str, Any]:
+        known = {"run_dir": str(folder), "is_passed": not problems, "problems": problems}
+        return {**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)}
+
+    try:
+        with whole_file("--run-dir", folder / "campaign.json") as file:
+            file.write_text(json.dumps(result()) + "\n")
+    except NotWritten as error:  # hours have gone into the figures: they are shown all the same
+        problems.append(f"campaign.json could not be written: {error.reason}")
+    print_campaign(summary, figures, processes, problems, folder, console)
+    if as_json:
+        say_json(result())
+    raise typer.Exit(1 if problems else 0)
+
+
+def _refuse_a_run_without_faults(config: "RunConfig") -> None:
+    """Raises ValueError where the run could only end with the finding that no fault struck."""
+    from spare_megatron.driver.fault_rates import draw_faults
+
+    faults = config.faults
+    if faults.trace:
+        return
+    if faults.mean_steps is None:
+        raise ValueError("faults.trace is empty and faults.mean_steps absent: no fault would strike; set one of them")
+    if not draw_faults(config):
+        raise ValueError(
+            f"faults.mean_steps={faults.mean_steps} draws no fault that redundancy can mask in train.steps="
+            f"{config.train.steps}, of which the last faults.recovery_steps={faults.recovery_steps} are spared; lower "
+            f"faults.mean_steps or faults.recovery_steps, or raise train.steps or spare.redundancy"
+        )

@@ -1,0 +1,91 @@
+"""Figures of a run under many faults, from its journal alone."""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spare_megatron.journal.proofs.proof import fold_journal, is_due
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.state.goodput import Goodput, find_goodput
+from spare_megatron.journal.records import FaultRecord
+from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.summary import Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultCount:
+    """Faults of one kind: `due` if the run reached their moment and group, `masked` if their step was committed."""
+
+    planned: int
+    due: int
+    fired: int
+    masked: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignFigures:
+    """Figures beyond `summary.json`; recovery times are None without a recovery. `losses` counts fences."""
+
+    faults: Mapping[str, FaultCount]
+    losses: int
+    admissions: int
+    recovery_p50_s: float | None
+    recovery_p99_s: float | None
+    goodput: Goodput | None
+
+    def problems(self, summary: Summary) -> list[str]:
+        """Why the run did not withstand its faults; empty if it did."""
+        found = [f"spare check: {reason}" for reason in summary.reasons]
+        if summary.verdict != "valid" and not found:
+            found.append(f"spare check: {summary.verdict}")
+        if summary.outcome != "finished":
+            found.append(f"the run ended as {summary.outcome}: {summary.outcome_reason}")
+        for kind, count in self.faults.items():
+            if count.fired < count.due:
+                found.append(f"{kind}: {count.fired} of {count.due} faults that were due struck")
+            if count.masked < count.fired:
+                found.append(f"{kind}: {count.masked} of {count.fired} faults that struck were masked")
+        if not any(count.fired for count in self.faults.values()):
+            found.append("no fault struck; set faults.mean_steps lower, or train longer")
+        return found
+
+
+def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
+    """Figures of an ended run; raises ValueError unless the journal has exactly one run record."""
+    runs = journal.of(RunRecord)
+    if len(runs) != 1:
+        raise ValueError(f"the journal has {len(runs)} run records, expected 1; is it that of one run?")
+    fold = fold_journal(journal, runs[0])
+    fences = [entry for entry in fold.entries.values() if entry["entry"] == "fence"]
+    recoveries_s = [recovery.total_s for recovery in summary.recoveries]
+    p50_s, p99_s = np.percentile(recoveries_s, [50, 99]) if recoveries_s else (None, None)
+    members = [frozenset(range(runs[0].num_groups)), *(commit.members for commit in fold.kept)]
+    return CampaignFigures(
+        faults=_count_faults(journal, runs[0], fold),
+        losses=len({(entry["group"], entry.get("incarnation", 0)) for entry in fences}),
+        admissions=sum(len(after - before) for before, after in itertools.pairwise(members)),
+        recovery_p50_s=None if p50_s is None else float(p50_s),
+        recovery_p99_s=None if p99_s is None else float(p99_s),
+        goodput=find_goodput(journal, fold),
+    )
+
+
+def _count_faults(journal: Journal, run: RunRecord, fold: Fold) -> dict[str, FaultCount]:
+    struck = {(r.step, r.group, r.rank, r.phase, r.kind) for r in journal.of(FaultRecord)}
+    committed = {commit.step for commit in fold.kept}
+    planned, due, fired, masked = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    for fault in run.faults:
+        kind, step = fault["kind"], fault["step"]
+        has_fired = (step, fault["group"], fault["rank"], fault["phase"], kind) in struck
+        planned[kind] += 1
+        due[kind] += has_fired or is_due(fault, fold)
+        fired[kind] += has_fired
+        masked[kind] += has_fired and step in committed
+    return {
+        kind: FaultCount(planned=planned[kind], due=due[kind], fired=fired[kind], masked=masked[kind])
+        for kind in sorted(planned)
+    }

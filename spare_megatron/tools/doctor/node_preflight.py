@@ -1,0 +1,225 @@
+"""Examines all nodes before a run: the driver's process sends requests to one process on each node."""
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
+from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
+from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
+from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
+from spare_megatron.process.node_connection import connect
+
+_FACTS_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
+"""Longest wait for a node's answer to each request."""
+_NUM_TIMES = 8
+_MOST_ROUNDS = 64
+"""Limit of consecutive write tests, about a second each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FactsWanted:
+    data: DataConfig
+    control: ControlConfig
+    ports: tuple[int, ...]
+    folder: Path
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeExamined:
+    facts: NodeFacts
+    host: str
+    port: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Write:
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Send:
+    host: str
+    port: int
+    key: bytes
+
+
+class _TellTime:
+    """Asks for the node's clock."""
+
+
+def serve_examination(folder: Path, node: int, wait_s: float) -> None:
+    """Main function of the process on a node other than the driver's. Raises ValueError if no driver awaits it."""
+    with connect(folder, node, wait_s) as driver:
+        with socket.socket(fileno=os.dup(driver.fileno())) as same:
+            host = str(same.getsockname()[0])
+        _answer_requests(driver, host)
+
+
+def examine(
+    config: RunConfig,
+    *,
+    names: Sequence[str],
+    folder: Path,
+    checkpoints: Path,
+    host: str,
+    start: StartNode | None,
+    wait_s: float,
+) -> list[NodeMeasurements]:
+    """Examines all nodes. ValueError: the folder of the checkpoints cannot be written from here.
+
+    Args:
+        config: A configuration without problems of its own.
+        names: Names of the nodes, in the order of the run.
+        folder: Where the nodes meet; all of them share it.
+        checkpoints: The folder of the checkpoints; created for the time of the examination if it is missing.
+        host: The address of this machine that the others reach.
+        start: Starts the process of a node. None: the first node is this one, and a user starts the others.
+        wait_s: Longest wait for the nodes to connect.
+    """
+    with contextlib.ExitStack() as held:
+        token = held.enter_context(_token_in(checkpoints))
+        nodes = NodeProcesses()
+        if start is None:
+            nodes.connections[0] = held.enter_context(served_here(partial(_answer_requests, host=host)))
+        held.enter_context(nodes.closed_at_the_end())
+        meeting = Meeting(
+            folder=folder,
+            host=host,
+            logs=folder / "doctor",
+            command=lambda node: f"spare doctor --node {node} --folder {folder}",
+            start=start,
+            wait_s=wait_s,
+        )
+        held.enter_context(connected(nodes, range(0 if start is not None else 1, len(names)), meeting))
+        return _Examination(config, names, checkpoints, token, nodes).run()
+
+
+class _Examination:
+    def __init__(
+        self, config: RunConfig, names: Sequence[str], checkpoints: Path, token: str, nodes: NodeProcesses
+    ) -> None:
+        self._config = config
+        self._names = names
+        self._checkpoints = checkpoints
+        self._token = token
+        self._nodes = nodes
+
+    def run(self) -> list[NodeMeasurements]:
+        examined = self._collect_facts()
+        clocks = {node: self._clock(node) for node in examined}
+        writes = self._write([node for node, seen in examined.items() if seen.facts.sees_folder])
+        targets, links = self._links(examined)
+        reports = []
+        for node, name in enumerate(self._names):
+            failure = self._nodes.failures.get(node, "")
+            if failure:
+                reports.append(NodeMeasurements(name=name, failure=failure))
+                continue
+            reports.append(
+                NodeMeasurements(
+                    name=name,
+                    facts=examined[node].facts,
+                    clock=clocks[node],
+                    write=writes.get(node),
+                    link_to=self._names[targets[node]] if node in targets else "",
+                    link=links.get(node),
+                )
+            )
+        return reports
+
+    def _collect_facts(self) -> dict[int, _NodeExamined]:
+        num_nodes = len(self._names)
+        orders = {
+            node: _FactsWanted(
+                data=self._config.data,
+                control=self._config.control,
+                ports=own_etcd_ports(self._config, node, num_nodes),
+                folder=self._checkpoints,
+                token=self._token,
+            )
+            for node in range(num_nodes)
+        }
+        return self._nodes.ask(orders, _FACTS_S)
+
+    def _clock(self, node: int) -> ClockOffset | None:
+        """The quickest of several readings of the node's clock, because it has the smallest error."""
+        readings = []
+        for _ in range(_NUM_TIMES):
+            before_s = time.time()
+            answer = self._nodes.ask({node: _TellTime()}, _TIME_S)
+            after_s = time.time()
+            if node in answer:
+                ahead_s = answer[node] - (before_s + after_s) / 2
+                readings.append(ClockOffset(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
+        return min(readings, key=lambda clock: clock.error_s, default=None)
+
+    def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:
+        """Write speeds with as many nodes at once as write a checkpoint together; of very many nodes a sample."""
+        at_once = nodes_per_group(self._config)
+        rounds = [nodes[first : first + at_once] for first in range(0, len(nodes), at_once)]
+        rates: dict[int, Rate] = {}
+        for together in rounds[:: -(-len(rounds) // _MOST_ROUNDS) or 1]:
+            orders = {node: _Write(file=self._checkpoints / f"{self._token}-{node}") for node in together}
+            rates |= self._nodes.ask(orders, _WRITE_S)
+        return rates
+
+    def _links(self, examined: Mapping[int, _NodeExamined]) -> tuple[dict[int, int], dict[int, Rate]]:
+        """Each node sends to the next one in a ring, all at once. Returns the targets and the speeds."""
+        ring = sorted(node for node in examined if node not in self._nodes.failures)
+        if len(ring) < 2:
+            return {}, {}
+        targets = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+        orders = {
+            node: _Send(host=examined[to].host, port=examined[to].port, key=examined[to].key)
+            for node, to in targets.items()
+        }
+        return targets, self._nodes.ask(orders, _SEND_S)
+
+
+@contextlib.contextmanager
+def _token_in(folder: Path) -> Iterator[str]:
+    """Creates a file by which other nodes recognize the folder. Removes it and new folders at the end."""
+    token = f".doctor-{secrets.token_hex(8)}"
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / token).touch(exist_ok=False)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be written from here: {error.strerror}; change its owner, or set checkpoint.folder or "
+            f"--folder to another"
+        ) from error
+    try:
+        yield token
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / token).unlink()
+            for path in made:
+                path.rmdir()
+
+
+def _answer_requests(driver: Connection, host: str) -> None:
+    with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
+        while True:
+            match driver.recv():
+                case _FactsWanted(data=data, control=control, ports=ports, folder=folder, token=token):
+                    facts = examine_node(data=data, control=control, ports=ports, folder=folder, token=token)
+                    driver.send(_NodeExamined(facts=facts, host=host, port=sink.port, key=sink.key))
+                case _TellTime():
+                    driver.send(time.time())
+                case _Write(file=file):
+                    driver.send(write_speed(file))
+                case _Send(host=to, port=port, key=key):
+                    driver.send(send_speed(to, port, key))

@@ -1,0 +1,51 @@
+"""What audits cost and find: closed forms over the steps between them.
+
+An audit is one microbatch of the m that a group computes in a step, for each group in every E-th step. A lasting fault
+of a group is found in the next step with audits, for certain. A fault in a single microbatch is found if that one is
+audited, which is one of m in one of E steps: its share equals the price.
+"""
+
+from dataclasses import dataclass
+
+from spare_megatron.core.audits.audits import default_every_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditPrice:
+    """Audits every `every_steps` steps.
+
+    Attributes:
+        price: Share of a step's compute that they add; less where groups have slack.
+        horizon_steps: Steps within which a lasting fault is found.
+        found_share: Share of faults in a single microbatch that are found; more where groups have slack.
+    """
+
+    every_steps: int
+    price: float
+    horizon_steps: int
+    found_share: float
+
+
+def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditPrice:
+    """For m = `num_microbatches` per shard; by default as often as `audit.every_steps` is.
+
+    >>> audit_price(16)
+    AuditPrice(every_steps=7, price=0.008928571428571428, horizon_steps=7, found_share=0.008928571428571428)
+    """
+    every_steps = every_steps or default_every_steps(num_microbatches)
+    price = 1 / (num_microbatches * every_steps)
+    return AuditPrice(every_steps=every_steps, price=price, horizon_steps=every_steps, found_share=price)
+
+
+def num_judges(redundancy: int, *, last_resort: bool) -> int:
+    """Groups that can compute a microbatch, up to the three that settle which of two is wrong: its hosts, or any group
+    where all read the same data. With one there are no audits; with two a mismatch may halt the run.
+    """
+    return 3 if last_resort else min(redundancy, 3)
+
+
+def audit_curve(num_microbatches: int) -> tuple[AuditPrice, ...]:
+    """Half, one, two, four times the default price and so on, up to audits in every step."""
+    default = default_every_steps(num_microbatches)
+    intervals = {2 * default, *(max(1, round(default / 2**power)) for power in range(default.bit_length() + 1))}
+    return tuple(audit_price(num_microbatches, every) for every in sorted(intervals, reverse=True))

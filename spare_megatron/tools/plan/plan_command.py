@@ -1,0 +1,273 @@
+"""`spare plan`: which redundancy and cadence to train with on a cluster."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spare_megatron.cli.errors import do_each, explained_errors
+from spare_megatron.cli.folders import check_plot_file
+from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
+from spare_megatron.tools.plan.plan_result import Answer, as_figures
+from spare_megatron.tools.plan.plan_options import (
+    ASSUMED_MICROBATCHES,
+    ASSUMED_SLICE_COPY,
+    ASSUMED_SLOW,
+    ASSUMED_SLOW_FACTOR,
+    ASSUMED_STEP,
+    ASSUMED_STEPS,
+    Domains,
+    Holding,
+    LastResort,
+    LossRate,
+    Question,
+    Reforming,
+    Returning,
+    Slow,
+    Widths,
+    check_redundancy_asked,
+    facts_of,
+    limits_of,
+    partition_copy_s_of,
+    policies_of,
+    policy_of,
+    slow_rate_of,
+    widths_of,
+)
+from spare_megatron.cli.printing import say, say_json
+from spare_megatron.formats.quantities import format_duration
+
+_Groups = Annotated[int, typer.Option(help="Number of data-parallel groups, and of shards.")]
+_Restart = Annotated[str, typer.Option(help="Time from a wipe-out until training continues, as in 60m.")]
+_Save = Annotated[str, typer.Option(help="Time that training stalls for one save, as in 60s.")]
+_Mtbf = Annotated[str | None, typer.Option(help="Mean time between losses of any group, as in 300s, 5m or 2h.")]
+_Rate = Annotated[
+    float | None, typer.Option(help="Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group.")
+]
+_Gpus = Annotated[int | None, typer.Option(help="For --failures-per-node-day.")]
+_Step = Annotated[str | None, typer.Option(help="Time to compute one shard on one group.", show_default=ASSUMED_STEP)]
+_Reduce = Annotated[
+    str | None, typer.Option(help="Time of the rest of a step, mostly the reduction.", show_default="10ms per group")
+]
+_Microbatches = Annotated[
+    int | None, typer.Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
+]
+_Transfer = Annotated[
+    str | None, typer.Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
+]
+_Spares = Annotated[
+    int | None,
+    typer.Option(help="Spare groups, or machines with --reform, that replace lost ones at once.", show_default="0"),
+]
+_Steps = Annotated[
+    int | None,
+    typer.Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
+]
+_PerDomain = Annotated[int | None, typer.Option(help="Groups in one rack or power domain, with consecutive ids.")]
+_DomainMtbf = Annotated[
+    str | None, typer.Option(help="Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
+]
+_LastResort = Annotated[
+    bool,
+    typer.Option(
+        "--last-resort", help="Let any group read any shard, so that only the loss of all groups is a wipe-out."
+    ),
+]
+_Fetch = Annotated[
+    str | None, typer.Option(help="Time until a group has data of shards outside its stack.", show_default="0s")
+]
+_PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        help="stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin is "
+        "microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
+        show_default="see above",
+    ),
+]
+_Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard. [default: the best]")]
+_SliceCopy = Annotated[
+    str | None,
+    typer.Option(
+        help="Time to copy one partition (slice) of the optimizer state whose host is lost.",
+        show_default=ASSUMED_SLICE_COPY,
+    ),
+]
+_ShardSize = Annotated[str | None, typer.Option(help="Size of one shard in memory, as in 64MiB.")]
+_Memory = Annotated[str | None, typer.Option(help="Memory limit of a group for its shards, as in 2GB.")]
+_ReadRate = Annotated[str | None, typer.Option(help="Rate at which a group reads shards, as in 1GB/s.")]
+
+_Lanes = Annotated[
+    str | None,
+    typer.Option(
+        "--widths", help="Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane."
+    ),
+]
+_OverGroups = Annotated[
+    str | None,
+    typer.Option(
+        help="Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
+        "[default: all of an assumed --reduce, else 0s]",
+    ),
+]
+
+_SlowEvery = Annotated[
+    str | None, typer.Option(help="Mean time until a given group turns slow, as in 30d: what that costs is shown.")
+]
+_SlowFor = Annotated[
+    str | None, typer.Option(help="Mean time for which a group is slow; for --slow-every.", show_default=ASSUMED_SLOW)
+]
+_SlowFactor = Annotated[
+    float | None,
+    typer.Option(
+        help="Time per microbatch of a slow group over that of the others.", show_default=f"{ASSUMED_SLOW_FACTOR:g}"
+    ),
+]
+
+_HOPELESS = 1e6
+"""Time to train over that without losses from which on a plan is refused."""
+
+
+def plan(
+    groups: _Groups,
+    restart: _Restart,
+    save: _Save,
+    mtbf: _Mtbf = None,
+    failures_per_node_day: _Rate = None,
+    gpus_per_node: _Gpus = None,
+    gpus_per_group: _Gpus = None,
+    step: _Step = None,
+    reduce: _Reduce = None,
+    microbatches: _Microbatches = None,
+    repair: Repair = None,
+    transfer: _Transfer = None,
+    join: Join = None,
+    spares: _Spares = None,
+    reform: Reform = None,
+    machines_per_group: Machines = None,
+    steps: _Steps = None,
+    groups_per_domain: _PerDomain = None,
+    domain_mtbf: _DomainMtbf = None,
+    last_resort: _LastResort = False,
+    fetch: _Fetch = None,
+    policy: _PolicyName = None,
+    redundancy: _Redundancy = None,
+    slice_copy: _SliceCopy = None,
+    shard_size: _ShardSize = None,
+    memory: _Memory = None,
+    read_rate: _ReadRate = None,
+    widths: _Lanes = None,
+    over_groups: _OverGroups = None,
+    slow_every: _SlowEvery = None,
+    slow_for: _SlowFor = None,
+    slow_factor: _SlowFactor = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw time to train, endured losses and lost time into this PNG file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Plan redundancy and checkpoint cadence for a cluster.
+
+    Estimates the fastest redundancy and cadence, and what to expect of them; nothing is measured. Without --policy,
+    --reform implies reform, --repair rejoin, --microbatches or --last-resort microbatch, and otherwise it is stack, as
+    in the SPARe paper. The table compares all policies that apply.
+
+    Example: `spare plan --groups 600 --mtbf 300s --restart 60m --save 60s --microbatches 16`
+
+    Exit code 2: invalid input.
+    """
+    question = Question(
+        groups=groups,
+        losses=LossRate(mtbf, failures_per_node_day, gpus_per_node, gpus_per_group),
+        restart=restart,
+        save=save,
+        step=step,
+        reduce=reduce,
+        returning=Returning(repair, transfer, join, spares),
+        reforming=Reforming(reform, machines_per_group, steps),
+        microbatches=microbatches,
+        policy=policy,
+        redundancy=redundancy,
+        holding=Holding(shard_size, memory, read_rate),
+        domains=Domains(groups_per_domain, domain_mtbf),
+        last_resort=LastResort(last_resort, fetch),
+        slice_copy=slice_copy,
+        widths=Widths(widths, over_groups),
+        slow=Slow(slow_every, slow_for, slow_factor),
+    )
+    _answer(question, plot, as_json=as_json)
+
+
+def _answer(question: Question, plot: Path | None, *, as_json: bool) -> None:
+    with explained_errors("plan"):
+        if plot is not None:
+            check_plot_file(plot)
+        answer = answer_to(question)
+        outputs: list[Callable[[], None]] = [partial(_show, answer, as_json=as_json)]
+        if plot is not None:
+            outputs.append(partial(_draw, answer, plot, as_json=as_json))
+        do_each(outputs)
+
+
+def _show(answer: Answer, *, as_json: bool) -> None:
+    if as_json:
+        say_json(as_figures(answer))
+        return
+    from spare_megatron.tools.plan.plan_table import print_answer
+
+    print_answer(answer)
+
+
+def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
+    from spare_megatron.tools.plan.plan_plot import write_plot
+
+    write_plot(plot, answer.facts, answer.plan, answer.alternatives)
+    if not as_json:
+        say(f"curves in {plot}")
+
+
+def answer_to(question: Question) -> Answer:
+    """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
+    from spare_megatron.tools.plan.partition_redundancy import plan_partitions
+    from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict
+    from spare_megatron.tools.plan.slow_group_costs import slow_cost
+    from spare_megatron.tools.plan.width import plans_by_width
+
+    facts = facts_of(question)
+    limits = limits_of(question.holding)
+    chosen = policy_of(question)
+    check_redundancy_asked(question, facts, limits)
+    fixed = question.redundancy
+    best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
+    if not best.time_to_train_ratio < _HOPELESS or best.time_to_wipe_out_s < facts.times.step_s:
+        raise ValueError(
+            f"no training at redundancy {best.redundancy}: with a loss every "
+            f"{format_duration(facts.times.loss_interval_s)} a step of {format_duration(facts.times.step_s)} and a "
+            f"save of {format_duration(facts.checkpoint.save_s)} rarely complete; check --mtbf (or the failure "
+            f"rate), --step and --save"
+        )
+    names = {
+        "step": question.step,
+        "reduce": question.reduce,
+        "microbatches": question.microbatches,
+        "slice_copy": question.slice_copy,
+    }
+    if question.returning.repair is not None or question.reforming.reform is not None:
+        names["join"] = question.returning.join
+    if question.reforming.reform is not None:
+        names["steps"] = question.reforming.steps
+    lanes, over_groups_s = widths_of(question, facts.times.reduce_s)
+    rate, units = slow_rate_of(question), 1 if chosen == "stack" else facts.num_microbatches
+    return Answer(
+        facts=facts,
+        plan=best,
+        frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
+        slices=plan_partitions(facts, best, partition_copy_s_of(question)),
+        alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
+        limits=limits,
+        assumed=frozenset(name for name, value in names.items() if value is None),
+        widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
+        slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
+    )

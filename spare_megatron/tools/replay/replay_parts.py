@@ -1,0 +1,300 @@
+"""Which machines compute a replay, with which devices, and how the ranks on them come together."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.core.machines.places import Assignment, Holding, Places
+from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
+from spare_megatron.tools.replay.replay_ranks import (
+    ComputePart,
+    DescribeMachine,
+    MachineFacts,
+    OfRank,
+    PartComputed,
+    answer_requests,
+)
+from spare_megatron.driver.slurm import allocation
+from spare_megatron.driver.slurm.slurm_commands import job_fields
+from spare_megatron.driver.slurm.steps import node_step, start_step
+from spare_megatron.journal.journal_view import JournalView
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.machine.lock import locked
+from spare_megatron.process.processes import set_environment_of_ranks
+from spare_megatron.process.specs import device_of
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
+from spare_megatron.store import tcp_store
+from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.version import NUM_DIGITS, code_digest
+
+_FACTS_S = 120.0
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """On which machines a replay is computed.
+
+    Attributes:
+        group: On those of this group, with its devices; None: on this machine.
+        machine: On those of the group that this machine, or one in its stead, was last in; then `group` is None.
+        wait_s: Longest wait for other machines.
+        on_awaited: Called with what a user has to do for them.
+    """
+
+    group: int | None = None
+    machine: int | None = None
+    wait_s: float = 300.0
+    on_awaited: Callable[[str], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRank:
+    """A rank of the replay. `number` is that among the ranks of all groups, of which some may share its device."""
+
+    rank: int
+    device: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The ranks on one machine. `node` is the number of its supervisor."""
+
+    node: int
+    ranks: tuple[PartRank, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What each rank of the group has found, and node -> host of the machines that have computed."""
+
+    of_ranks: list[OfRank]
+    hosts: dict[int, str]
+
+
+def folder_of_replay(run_dir: Path) -> Path:
+    """Where the machines of a replay meet."""
+    return run_dir / "replay"
+
+
+# --------------------------------------------------------------------------------------------------------- the parts
+
+
+def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[Part, ...]:
+    """The group's ranks on the machines that hold its places at the end of the journal; with None those of a group that
+    is alone on this machine. ValueError: there is no such group, or no machine holds a place of it.
+    """
+    if group is None:
+        layout, cluster = replace(config.layout, num_groups=1, max_groups=None), replace(config.cluster, num_nodes=1)
+        return (_part(replace(config, layout=layout, cluster=cluster), GroupId(0), PlaceId(0), node=0),)
+    num_groups = config.parallel.num_groups
+    if not 0 <= group < num_groups:
+        raise ValueError(f"--group={group}: the run has groups 0 to {num_groups - 1}")
+    return _parts_by(_places(config, _assignments(view)), config, GroupId(group))
+
+
+def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tuple[GroupId, tuple[Part, ...]]:
+    """The last group that was whole with the machine, or one in its stead, and the group's ranks on its machines of
+    that time. ValueError: there is no such machine, or it is in several groups.
+    """
+    layout, assignments = config.parallel, _assignments(view)
+    if not 0 <= machine < layout.num_nodes:
+        raise ValueError(f"--group=machine:{machine}: the run has machines 0 to {layout.num_nodes - 1}")
+    for end in range(len(assignments), -1, -1):
+        places = _places(config, assignments[:end])
+        holding = places.held_by(MachineId(machine))
+        group, *others = layout.groups_on(machine if holding is None else holding.place)
+        if others:
+            named = ", ".join(map(str, (group, *others)))
+            raise ValueError(f"--group=machine:{machine}: it has groups {named}; name one of them")
+        held = [places.holder_of(PlaceId(place)) for place in layout.nodes_of(group)]
+        if holding is not None and None not in held:
+            return group, _parts_by(places, config, group)
+    raise AssertionError("every machine begins in a group that is whole")
+
+
+def _parts_by(places: Places, config: RunConfig, group: GroupId) -> tuple[Part, ...]:
+    parts = []
+    for place in map(PlaceId, config.parallel.nodes_of(group)):
+        holder = places.holder_of(place)
+        if holder is None:
+            raise ValueError(
+                f"--group={group}: no machine holds its place {place} at the end of the journal, since the last one "
+                f"has taken another; choose another group, or name a machine that was in it, as machine:N"
+            )
+        parts.append(_part(config, group, place, node=holder % config.parallel.num_nodes))
+    return tuple(parts)
+
+
+def _assignments(view: JournalView) -> list[Assignment]:
+    """Of machines to places, in their order; every supervisor concerned journals each."""
+    records = {line.record.index: line.record for line in view.rare if isinstance(line.record, PlacesRecord)}
+    return [
+        Assignment(holdings=tuple(Holding(*holding) for holding in record.holdings))  # type: ignore[arg-type]
+        for _, record in sorted(records.items())
+    ]
+
+
+def _places(config: RunConfig, assignments: Sequence[Assignment]) -> Places:
+    places = Places(config.parallel)
+    for assignment in assignments:
+        places.apply(assignment)
+    return places
+
+
+def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Part:
+    layout = config.parallel
+    ranks = [rank for on_place, rank in layout.ranks_on(place) if on_place == group]
+    return Part(
+        node=node,
+        ranks=tuple(
+            PartRank(rank=rank, device=device_of(config, group, rank), number=group * layout.ranks_per_group + rank)
+            for rank in ranks
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the machines
+
+
+def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mapping[str, Any], where: Where) -> Computed:
+    """Has the machines compute `task`, with what all ranks are to do, and leaves no process on any of them.
+
+    ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
+    """
+    set_environment_of_ranks()
+    remote = _remote(config, parts, where)
+    if where.group is not None and config.cluster.launcher == "hand":
+        where.on_awaited(f"this machine acts as node {parts[0].node} of group {where.group}")
+    with contextlib.ExitStack() as held:
+        nodes, host = NodeProcesses(), "127.0.0.1"
+        for node in (part.node for part in parts if part.node not in remote):
+            nodes.connections[node] = held.enter_context(served_here(answer_requests))
+        held.enter_context(nodes.closed_at_the_end())
+        if remote:
+            meeting = _meeting(config, run_dir, remote, where)
+            held.enter_context(locked(meeting.folder))
+            held.enter_context(connected(nodes, remote, meeting))
+            host = meeting.host
+        facts = nodes.ask({part.node: DescribeMachine() for part in parts}, _FACTS_S)
+        if nodes.failures:
+            raise ValueError("; ".join(f"node {node}: {why}" for node, why in sorted(nodes.failures.items())))
+        _check(config, parts, facts, where)
+        store = tcp_store.listen(host, timedelta(seconds=config.control.startup_timeout_s))
+        orders = {part.node: _order(config, part, {**task, "store": [host, store.port]}) for part in parts}
+        found = _collect(nodes, orders, facts, where)
+        return Computed(
+            of_ranks=[found[rank] for rank in range(len(found))],
+            hosts={part.node: facts[part.node].host for part in parts},
+        )
+
+
+def _remote(config: RunConfig, parts: Sequence[Part], where: Where) -> tuple[int, ...]:
+    """The nodes that other processes than this one are for."""
+    nodes = tuple(part.node for part in parts)
+    if where.group is None or config.cluster.launcher == "local":
+        return ()
+    return nodes if config.cluster.launcher == "srun" else nodes[1:]
+
+
+def _meeting(config: RunConfig, run_dir: Path, remote: Sequence[int], where: Where) -> Meeting:
+    """How the processes of these nodes come. ValueError: a node's machine is not known, or in no job."""
+
+    def command(node: int) -> str:
+        return f"spare replay {run_dir} --node {node}"
+
+    start: StartNode | None = None
+    if config.cluster.launcher == "srun":
+        job, names = _nodes_in_job(run_dir, remote)
+        start = partial(_start_step, config.slurm, job, names, run_dir.absolute(), where.wait_s)
+        hosts = [allocation.address_of(names[node]) for node in remote[:2]]  # one of them may be this machine
+    else:
+        hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
+        where.on_awaited("".join(f"on node {node}: {command(node)}\n" for node in remote).rstrip())
+    host = address_towards(hosts)
+    if start is None or len(remote) > 1:
+        refuse_loopback(host, hosts)
+    folder = folder_of_replay(run_dir)
+    return Meeting(folder=folder, host=host, logs=folder / "logs", command=command, start=start, wait_s=where.wait_s)
+
+
+def _nodes_in_job(run_dir: Path, nodes: Sequence[int]) -> tuple[str, dict[int, str]]:
+    """The number of a job that has these nodes' machines, and their names in Slurm."""
+    claims = allocation.Claims(run_dir)
+    names = {node: claims.last_of(node) for node in nodes}
+    for node, name in names.items():
+        if not name:
+            raise ValueError(
+                f"--group: {run_dir / 'nodes'} does not say which machine node {node} is, as none of its supervisors "
+                f"has started; choose another group, or start this without --group on a machine of it"
+            )
+    job_id = allocation.job_with(list(names.values()), run_dir.absolute())
+    return job_fields(job_id)["JobId"], names
+
+
+def _start_step(
+    slurm: SlurmConfig, job: str, names: Mapping[int, str], run_dir: Path, wait_s: float, node: int, log: Path
+) -> Any:
+    words = ("replay", str(run_dir), "--node", str(node), "--wait-s", str(wait_s))
+    return start_step(node_step(slurm, f"replay-{node}", names[node], words, job), log)
+
+
+def _check(config: RunConfig, parts: Sequence[Part], facts: Mapping[int, MachineFacts], where: Where) -> None:
+    """ValueError: a machine has another code, or lacks the devices of its ranks."""
+    for part in parts:
+        found = facts[part.node]
+        machine = "this machine" if where.group is None else f"node {part.node} ({found.host})"
+        group = "a group" if where.group is None else f"group {where.group}"
+        if found.code != code_digest():
+            raise ValueError(
+                f"{machine} has code {found.code[:NUM_DIGITS]} of spare_megatron, and this process "
+                f"{code_digest()[:NUM_DIGITS]}: install the same on all nodes"
+            )
+        if config.cluster.device == "gpu":
+            num_needed = 1 + max(int(rank.device.partition(":")[2]) for rank in part.ranks)
+            if found.num_gpus < num_needed:
+                raise ValueError(
+                    f"the run has computed on GPUs, and CPUs give other bits: {group} needs {num_needed}, and "
+                    f"{machine} shows {found.num_gpus}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
+                )
+
+
+def _order(config: RunConfig, part: Part, task: Mapping[str, Any]) -> ComputePart:
+    tasks = [{**task, "rank": one.rank, "device": one.device, "number": one.number} for one in part.ranks]
+    return ComputePart(config=dump_run_config(config), tasks=tuple(tasks))
+
+
+def _collect(
+    nodes: NodeProcesses, orders: Mapping[int, ComputePart], facts: Mapping[int, MachineFacts], where: Where
+) -> dict[int, OfRank]:
+    """What each rank has found. ValueError: a rank or a machine has failed, or all are too slow."""
+    pending = {nodes.connections[node]: node for node in orders}
+    for connection, node in pending.items():
+        with contextlib.suppress(OSError):  # found gone below
+            connection.send(orders[node])
+    found: dict[int, OfRank] = {}
+    end_s = time.monotonic() + _TIMEOUT_S
+    while pending:
+        ready = wait(list(pending), max(0.0, end_s - time.monotonic()))
+        if not ready:
+            raise ValueError(f"the replay has not ended within {_TIMEOUT_S:g} s; name one --microbatch")
+        for connection in [connection for connection in pending if connection in ready]:
+            node = pending.pop(connection)
+            machine = "" if where.group is None else f"node {node} ({facts[node].host}): "
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError):
+                raise ValueError(f"{machine}its process has ended before it has computed") from None
+            if not isinstance(answer, PartComputed):
+                raise ValueError(f"{machine}{answer.reason}")
+            found |= answer.of_ranks
+    return found

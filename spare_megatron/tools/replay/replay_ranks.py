@@ -1,0 +1,128 @@
+"""The ranks of a replay on one machine: a process on it starts, watches and ends them for the command that asks for the
+replay, wherever that runs.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.process.node_connection import connect
+from spare_megatron.process.processes import set_environment_of_ranks
+from spare_megatron.version import code_digest
+
+_POLL_S = 0.05
+_SHOWN = 2000
+"""Characters of what a rank has printed before it failed."""
+
+OfRank = list[dict[str, Any]]
+"""What a rank finds: of each microbatch its boundaries on this rank, its number and its samples."""
+
+
+class DescribeMachine:
+    """Asks for the machine's facts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    host: str
+    num_gpus: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePart:
+    """Asks for the part of these ranks. `config` is the text of the configuration; `tasks` has for each rank what it
+    needs beside that (`rank.replay_rank.ReplayTask`).
+    """
+
+    config: str
+    tasks: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartComputed:
+    of_ranks: Mapping[int, OfRank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFailed:
+    reason: str
+
+
+def serve_part(folder: Path, node: int, wait_s: float) -> None:
+    """Main function of the process on a machine other than the command's. ValueError: no command awaits it."""
+    set_environment_of_ranks()
+    answer_requests(connect(folder, node, wait_s))
+
+
+def answer_requests(asking: Connection) -> None:
+    """Returns when the connection is closed, and leaves no rank behind. Ranks have the environment of this process."""
+    with asking, contextlib.suppress(EOFError, OSError):
+        while True:
+            match asking.recv():
+                case DescribeMachine():
+                    host, num_gpus = socket.gethostname(), len(visible_gpus())
+                    asking.send(MachineFacts(host=host, num_gpus=num_gpus, code=code_digest()))
+                case ComputePart() as part:
+                    asking.send(_compute(part, asking))
+
+
+def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed:
+    """Raises EOFError once the connection is closed."""
+    ranks: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            config = folder / "config.toml"
+            config.write_text(part.config, encoding="utf-8")
+            try:
+                for task in part.tasks:
+                    rank = task["rank"]
+                    ranks[rank] = _start({**task, "config": str(config), "parent": os.getpid()}, _log(folder, rank))
+                _await(ranks, folder, asking)
+            finally:
+                for process in ranks.values():
+                    process.kill()
+                    process.wait()
+            return PartComputed(of_ranks={rank: _found(_log(folder, rank)) for rank in ranks})
+    except (OSError, ValueError) as error:
+        return PartFailed(reason=str(error))
+
+
+def _start(task: Mapping[str, Any], output: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-P", "-m", "spare_megatron.tools.replay.replay_rank", json.dumps(task)]
+    with output.open("wb") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+
+
+def _await(ranks: "Mapping[int, subprocess.Popen[bytes]]", folder: Path, asking: Connection) -> None:
+    """Waits until all ranks have ended. ValueError: one has failed."""
+    while any(process.poll() is None for process in ranks.values()):
+        if any(process.returncode for process in ranks.values()):
+            break
+        if wait([asking], _POLL_S):
+            asking.recv()  # nothing comes before the answer
+    for rank, process in ranks.items():
+        if process.returncode:
+            text = _log(folder, rank).read_text(errors="replace")[-_SHOWN:]
+            raise ValueError(f"rank {rank} of the replay has ended with {process.returncode}:\n{text}")
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def _found(output: Path) -> OfRank:
+    lines = output.read_text(errors="replace").splitlines()
+    found: OfRank = json.loads(next(line.partition(" ")[2] for line in reversed(lines) if line.startswith("replayed ")))
+    return found

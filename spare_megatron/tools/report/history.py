@@ -1,0 +1,265 @@
+"""The history of a run from its journal, as arrays over its committed steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.journal.fold import Committed
+from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.losses import losses_of
+from spare_megatron.journal.state.rank_paces import over_others
+from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord
+from spare_megatron.journal.state.recoveries import Recovery
+from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.run_state import RunState
+
+Presence = Literal["training", "lost", "away"]
+Floats = npt.NDArray[np.float64]
+Table = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedSteps:
+    """The committed steps in the order of the log; all arrays have one element per step.
+
+    Attributes:
+        ended_s: When the groups read the commit, median over groups, in seconds since the run's record.
+        loss: Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`.
+        is_undone: A restart from a checkpoint discarded the step.
+        members: The groups that took part when it was committed.
+        lost: The groups that began it and were lost before its commit.
+        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported.
+        load: Microbatches of it that each group computed, same shape.
+    """
+
+    step: npt.NDArray[np.int64]
+    ended_s: Floats
+    loss: Floats
+    grad_norm: Floats
+    learning_rate: Floats
+    is_undone: npt.NDArray[np.bool_]
+    members: Sequence[frozenset[int]]
+    lost: Sequence[frozenset[int]]
+    step_s: Table
+    load: Table
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def taken_s(self) -> Floats:
+        """Seconds from commit to commit; the first from the run's record."""
+        return np.diff(self.ended_s, prepend=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """How fast ranks computed, in some of the committed steps.
+
+    Attributes:
+        commit: Indices of the steps.
+        ratio: Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps,
+            groups, ranks of a group); NaN if not reported.
+    """
+
+    commit: npt.NDArray[np.intp]
+    ratio: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Consecutive steps that a group spent in one state; seconds since the run's record."""
+
+    group: int
+    from_s: float
+    to_s: float
+    presence: Presence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoss:
+    """A group found lost.
+
+    Attributes:
+        found_s: Seconds since the run's record.
+        rank: The rank that did not arrive; -1 if its whole node is lost.
+        pending: Operations of its ranks at that time, as far as known.
+        is_given_up: The group stays away.
+    """
+
+    found_s: float
+    group: int
+    rank: int
+    cause: str
+    pending: str
+    is_given_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A run."""
+
+    run: RunRecord
+    verdict: str
+    figures: dict[str, object]
+    """By their names in `summary.json`."""
+    goodput: Goodput | None
+    """Where its time went; None if it has no step."""
+    steps: CommittedSteps
+    paces: Paces
+    pace_changes: Sequence[tuple[int, Mapping[int, float]]]
+    """Index of a committed step, and the paces by which it and later ones are dealt, over those of most groups; groups
+    that are as fast as most are not named."""
+    losses: Sequence[GroupLoss]
+    recoveries: Sequence[Recovery]
+    began_s: float | None
+    """When the run began, in seconds since the epoch; None for a simulated run."""
+    lasted_s: float
+    """Seconds from then to its end, or to now."""
+    checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    """How saves ended, each with its seconds since the run's record."""
+    culprits: Sequence[CulpritRecord]
+    """What held the run back, as it was named."""
+    num_places_taken: int
+    """By machines that replaced others or moved to make groups whole."""
+    evaluations: Mapping[str, Mapping[int, float]]
+    """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
+    params: Mapping[tuple[int, str], frozenset[str]]
+    """As `RunState.params` returns them, as far as they have been read."""
+
+    def tokens_per_s(self) -> Floats | None:
+        """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
+        return tokens_per_second(self.run, self._whole_batch_s())
+
+    def utilization(self) -> Floats | None:
+        """Model FLOPs utilization of the groups that committed each step; NaN and None as in `tokens_per_s`."""
+        num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
+        return flops_utilization(self.run, self._whole_batch_s(), num_ranks)
+
+    def _whole_batch_s(self) -> Floats:
+        """Seconds of each step, had it the batch that the run has after the ramp."""
+        taken_s = self.steps.taken_s / [self.run.size_of_step(step) for step in self.steps.step.tolist()]
+        taken_s[:1] = np.nan
+        return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
+
+
+def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
+    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch. ValueError: the
+    journal lacks the run's record, with which every journal begins.
+    """
+    if run_state.run is None:
+        raise ValueError("the journal has no run record: there is nothing to show")
+    return History(
+        run=run_state.run,
+        verdict=verdict,
+        figures=dict(run_state.figures()),
+        goodput=run_state.goodput(now_s),
+        steps=_steps(run_state),
+        paces=_paces(run_state),
+        pace_changes=[
+            (commit, {int(group): permille / 1000 for group, permille in paces.items()})
+            for commit, paces in run_state.pace_changes
+        ],
+        losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
+        recoveries=run_state.recoveries.found(),
+        began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
+        lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
+        - run_state.began_s,
+        checkpoints=[
+            (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
+        ],
+        culprits=run_state.culprits,
+        num_places_taken=run_state.num_places_taken,
+        evaluations=_evaluations(run_state),
+        params=run_state.params(),
+    )
+
+
+def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
+    assert run_state.folding is not None, "a run has a log"
+    found: dict[str, dict[int, float]] = {}
+    for evaluation in run_state.folding.evaluations:
+        for name, loss in losses_of(evaluation.sums).items():
+            found.setdefault(name, {})[evaluation.step] = loss
+    return found
+
+
+def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
+    return checkpoint[0]
+
+
+def _told_commits(run_state: RunState) -> list[Committed]:
+    assert run_state.folding is not None, "a run has a log"
+    return [commit for commit in run_state.folding.commits if commit.attempt < len(run_state.steps.loss)]
+
+
+def _paces(run_state: RunState) -> Paces:
+    attempts = np.array([commit.attempt for commit in _told_commits(run_state)], np.int64)
+    kept, pace_s = run_state.steps.paces.of(attempts)
+    return Paces(commit=kept, ratio=over_others(pace_s))
+
+
+def _steps(run_state: RunState) -> CommittedSteps:
+    assert run_state.folding is not None, "a run has a log"
+    table, undone = run_state.steps, run_state.folding.undone
+    commits = _told_commits(run_state)
+    attempts = np.array([commit.attempt for commit in commits], np.intp)
+    return CommittedSteps(
+        step=np.array([commit.step for commit in commits], np.int64),
+        ended_s=run_state.entry_times(np.array([commit.index for commit in commits], np.intp)) - run_state.began_s,
+        loss=table.loss[attempts],
+        grad_norm=table.grad_norm[attempts],
+        learning_rate=table.learning_rate[attempts],
+        is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
+        members=[commit.members for commit in commits],
+        lost=[
+            frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
+            for commit in commits
+        ],
+        step_s=table.step_s[attempts],
+        load=table.load[attempts],
+    )
+
+
+def _loss(record: LossRecord, found_s: float) -> GroupLoss:
+    return GroupLoss(
+        found_s=found_s,
+        group=record.group,
+        rank=record.rank,
+        cause=record.cause,
+        pending=", ".join(f"rank {item['rank']}: {item['operation']}" for item in record.pending),
+        is_given_up=record.is_given_up,
+    )
+
+
+def presence(history: History) -> list[Interval]:
+    """The states of each group as maximal intervals, ordered by group and time."""
+    steps = history.steps
+    states: list[Presence | None] = [None] * history.run.most_groups
+    since_s, before_s = [0.0] * history.run.most_groups, 0.0
+    found: list[Interval] = []
+    drawn: tuple[frozenset[int], frozenset[int]] | None = None
+    for ended_s, members, lost in zip(steps.ended_s.tolist(), steps.members, steps.lost, strict=True):
+        if drawn != (members, lost):
+            for group, state in _states(history.run.most_groups, members, lost):
+                if states[group] != state:
+                    found += _interval(group, since_s[group], before_s, states[group])
+                    states[group], since_s[group] = state, before_s
+            drawn = members, lost
+        before_s = ended_s
+    for group, last in enumerate(states):
+        found += _interval(group, since_s[group], before_s, last)
+    return sorted(found, key=lambda item: (item.group, item.from_s))
+
+
+def _states(num_groups: int, members: frozenset[int], lost: frozenset[int]) -> Iterator[tuple[int, Presence]]:
+    for group in range(num_groups):
+        yield group, "training" if group in members else "lost" if group in lost else "away"
+
+
+def _interval(group: int, from_s: float, to_s: float, state: Presence | None) -> Iterator[Interval]:
+    if state is not None:
+        yield Interval(group=group, from_s=from_s, to_s=to_s, presence=state)

@@ -1,0 +1,281 @@
+"""Renders one self-contained HTML page for a run, or for two side by side. It works from a file, without a network.
+Plots and the library that draws them are compressed inside it; a plot is drawn when it comes into view.
+"""
+
+import base64
+import gzip
+import html
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+import markupsafe
+import numpy as np
+import plotly.graph_objects as go
+
+from spare_megatron.journal.event_texts import groups_named, text_of_culprit
+from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
+from spare_megatron.formats.printable import printable
+from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
+from spare_megatron.tools.report.equality import compare
+from spare_megatron.tools.report.figures import (
+    dealt_paces,
+    group_map,
+    load_around,
+    loss_curves,
+    presence_map,
+    rank_map,
+    step_curves,
+    step_times,
+    waterfall,
+)
+from spare_megatron.tools.report.history import Floats, History
+
+MOST_LOADS = 12
+"""Losses with a plot of loads. The map of loads has all of them."""
+MOST_ROWS = 300
+"""Limit of a table. The last rows are shown."""
+
+
+_MOST_CULPRITS = 5
+
+_CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
+    ("Gradient norm", "", "norm", lambda history: history.steps.grad_norm),
+    ("Learning rate", "", "learning rate", lambda history: history.steps.learning_rate),
+    ("Tokens per second", "From commit to commit.", "tokens/s", History.tokens_per_s),
+    (
+        "Model FLOPs utilization",
+        "Of the peak of the ranks that took part; operations done twice are not counted.",
+        "MFU, %",
+        lambda history: None if (share := history.utilization()) is None else 100 * share,
+    ),
+)
+"""Title, note, label and values of the plots over steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A plot with its heading and a sentence on how to read it."""
+
+    title: str
+    note: str
+    figure: go.Figure
+
+
+def report(history: History, config: str) -> str:
+    """The page of one run. `config` is its resolved configuration as text, or what replaces it."""
+    return _render({history.run.name: history}, plots_of(history), config)
+
+
+def comparison(histories: Mapping[str, History]) -> str:
+    """The page of two runs, by names that distinguish them."""
+    plots = list(curves_of(histories))
+    for name, history in histories.items():
+        if history.goodput is not None:
+            plots.append(_plot(f"Where the time went: {name}", "", waterfall(history.goodput)))
+        plots.append(_plot(f"Groups over time: {name}", "", presence_map(history)))
+    return _render(histories, plots, "")
+
+
+def live_page(name: str, config: str) -> str:
+    """The page of a run that is served. It polls for `live_content`."""
+    return _page(name, _content("", "", []), "", "", config, poll="data")
+
+
+def live_content(history: History) -> str:
+    """The present content of a served page, as JSON."""
+    histories = {history.run.name: history}
+    return _content(_head(histories), _tables(histories), plots_of(history))
+
+
+def _render(histories: Mapping[str, History], plots: list[Plot], config: str) -> str:
+    return _page(" and ".join(histories), _content("", "", plots), _head(histories), _tables(histories), config)
+
+
+def _page(name: str, content: str, head: str, tables: str, config: str, poll: str = "") -> str:
+    return _template("page").render(
+        name=name,
+        content=_pack(content),
+        head=head,
+        tables=tables,
+        config=markupsafe.escape(printable(config, keep="\n\t")),
+        library=_library(),
+        poll=poll,
+    )
+
+
+def _content(head: str, tables: str, plots: list[Plot]) -> str:
+    drawn = []
+    for plot in plots:
+        figure = json.loads(plot.figure.to_json(validate=False))
+        figure["data"] = [{key: _escaped(key, value) for key, value in trace.items()} for trace in figure["data"]]
+        drawn.append({"title": plot.title, "note": plot.note, "figure": figure})
+    return json.dumps({"head": head, "tables": tables, "plots": drawn}, separators=(",", ":"))
+
+
+_LABELS = ("name", "text", "x", "y")
+"""Parts of a trace that may hold names, causes and other text from elsewhere, in which plotly.js would see tags."""
+
+
+def _escaped(key: str, value: Any) -> Any:
+    """The value of a trace with all that is markup to plotly.js shown as it is."""
+    if key not in _LABELS:
+        return value
+    if isinstance(value, list):
+        return [_escaped(key, one) for one in value]
+    return html.escape(printable(value), quote=False) if isinstance(value, str) else value
+
+
+def _head(histories: Mapping[str, History]) -> str:
+    figures = {name: dict(_figures_of(history)) for name, history in histories.items()}
+    rows = list(dict.fromkeys(row for of_run in figures.values() for row in of_run))
+    equality = compare(*histories.values()) if len(histories) == 2 else None
+    return _template("head").render(figures=figures, rows=rows, equality=equality)
+
+
+def _tables(histories: Mapping[str, History]) -> str:
+    return _template("tables").render(
+        histories=histories, most_rows=MOST_ROWS, duration=format_duration, size=format_bytes
+    )
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    return environment.from_string(files(__package__).joinpath(f"{name}.html.j2").read_text())
+
+
+@cache
+def _library() -> str:
+    """The part of plotly.js that `figures` needs: a third of what the Python package brings."""
+    return _pack(files(__package__).joinpath("plotly/plotly-cartesian.min.js").read_text())
+
+
+def _pack(text: str) -> str:
+    """Compresses the text to a third; the page unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def _figures_of(history: History) -> Iterator[tuple[str, str]]:
+    figures, goodput = history.figures, history.goodput
+    loss = figures["final_loss"]
+    yield "spare check", history.verdict
+    yield "outcome", f"{figures['outcome']} {figures['outcome_reason']}".strip()
+    if history.began_s is not None:
+        yield "began", datetime.fromtimestamp(history.began_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield "wall time", format_duration(history.lasted_s)
+    run = history.run
+    if run.host:
+        yield "host", run.host
+    if run.version:
+        yield "version, commit", f"{run.version}, {run.commit or 'unknown'}"
+    yield "steps committed", f"{figures['steps_committed']} of {history.run.num_steps}"
+    yield "steps done again after a restart", str(figures["steps_lost"])
+    num_ranks = history.run.ranks_per_group
+    lanes = f" in {run.lanes} lanes" if run.lanes > 1 else ""
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{lanes}"
+    yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
+    yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
+    if history.num_places_taken:
+        yield "places that other machines took", str(history.num_places_taken)
+    for record in history.culprits[-_MOST_CULPRITS:]:
+        yield "held back", text_of_culprit(record)
+    yield "microbatches computed again", str(figures["microbatches_recomputed"])
+    yield "last loss", f"{loss:.4f}" if loss else "none"
+    for name, losses in history.evaluations.items():
+        step, found = list(losses.items())[-1]
+        yield f"last evaluation, {name}", f"{found:.4f} after {step} steps"
+    yield from _speed_of(history)
+    if history.checkpoints:
+        counts = Counter(record.outcome for _, record in history.checkpoints)
+        yield "checkpoints", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    if goodput is not None:
+        yield "goodput", f"{goodput.goodput:.1%} of the wall time was useful"
+        yield (
+            "quiet step, longest pause",
+            f"{format_duration(goodput.step_s)}, {format_duration(goodput.longest_pause_s)}",
+        )
+
+
+def _speed_of(history: History) -> Iterator[tuple[str, str]]:
+    tokens, utilization = history.tokens_per_s(), history.utilization()
+    if tokens is not None and not np.isnan(tokens).all():
+        yield "tokens/s of the median step", format_count(float(np.nanmedian(tokens)))
+        if utilization is not None:
+            yield "MFU of the median step", f"{np.nanmedian(utilization):.1%}"
+
+
+def plots_of(history: History) -> list[Plot]:
+    plots = list(curves_of({history.run.name: history}))
+    if len(history.steps):
+        plots.append(_plot("Step time", "From commit to commit.", step_times(history)))
+    if history.goodput is not None:
+        note = "A quiet step is the median one with all groups and no fault; what a step took beyond it is lost."
+        plots.append(_plot("Where the time went", note, waterfall(history.goodput)))
+    if len(history.steps):
+        plots += [
+            _plot("Groups over time", "", presence_map(history)),
+            _plot("Step time of each group", "Slow groups stand out as rows.", group_map(history, "step_s")),
+            _plot("Microbatches of each group", "What each group computed.", group_map(history, "load")),
+        ]
+    return [*plots, *_paces_of(history), *_loads_of(history)]
+
+
+def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
+    """The curves over steps that the runs have: a simulated run has none."""
+    losses = _known(histories, lambda history: history.steps.loss)
+    if losses:
+        yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curves(losses))
+    for title, note, label, values in _CURVES:
+        curves = _known(histories, values)
+        if curves:
+            yield _plot(title, note, step_curves(curves, label))
+
+
+def _known(
+    histories: Mapping[str, History], values: Callable[[History], Floats | None]
+) -> dict[str, tuple[History, Floats]]:
+    """The runs that have these values, with them. A run whose values are all 0 or absent is left out."""
+    found = {name: (history, values(history)) for name, history in histories.items()}
+    return {name: (history, data) for name, (history, data) in found.items() if data is not None and np.nansum(data**2)}
+
+
+def _paces_of(history: History) -> Iterator[Plot]:
+    slowest = find_slowest(history.paces.ratio)
+    if slowest is not None:
+        note = "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. " + _told(
+            slowest, history.run.ranks_per_stage
+        )
+        yield _plot("Compute of each rank", note, rank_map(history))
+    if any(paces for _, paces in history.pace_changes):
+        note = "Time of a microbatch by which work is dealt. Groups without a line are as fast as most."
+        yield _plot("Pace of each group", note, dealt_paces(history))
+
+
+def _told(slowest: Slowest, ranks_per_stage: int) -> str:
+    """The slowest rank in words, and the next one, whose ratio shows how far scatter goes."""
+    first = f"group {slowest.group} rank {slowest.rank} (stage {slowest.rank // ranks_per_stage})"
+    second = f"group {slowest.next_group} rank {slowest.next_rank} (stage {slowest.next_rank // ranks_per_stage})"
+    return f"Slowest: {first}: {slowest.ratio:.2f} x the median; next: {second}: {slowest.next_ratio:.2f} x."
+
+
+def _loads_of(history: History) -> Iterator[Plot]:
+    hit = [index for index, lost in enumerate(history.steps.lost) if lost and index > 0]
+    for index in hit[:MOST_LOADS]:
+        title = f"Step {history.steps.step[index]}: {groups_named(history.steps.lost[index])} lost"
+        yield _plot(title, "What each group computed, patches included.", load_around(history, index))
+
+
+def _plot(title: str, note: str, figure: go.Figure) -> Plot:
+    return Plot(title=title, note=note, figure=figure)

@@ -1,0 +1,106 @@
+"""Runs one simulation from a scenario and a seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Resume
+from spare_megatron.journal.lines import Line
+from spare_megatron.tools.simulate.replication import disjoint_sets, run_replication
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.simulated_journal import LineSink, SimulatedJournal
+from spare_megatron.tools.simulate.spare_run import Clock, SpareRun
+from spare_megatron.tools.simulate.world import Result, World
+from spare_megatron.stacking.layout import GroupId
+
+
+def simulate(scenario: Scenario, seed: int, journal: LineSink | None = None, clock: Clock | None = None) -> Result:
+    """Trains in virtual time; the same arguments give the same result and the same journal, byte for byte.
+
+    Args:
+        scenario: checkpoint_only runs as spare with one host per shard.
+        seed: Seeds separate streams for jitter, losses and repair times.
+        journal: Receives the lines that a real run of this history would journal; slow, O(N^2) per attempt.
+        clock: Real seconds, for `Result.decision_s`.
+
+    Raises:
+        Stalled: The run makes next to no progress.
+        ValueError: A journal is requested under replication, which has no decision log.
+    """
+    world = World(scenario, seed)
+    if scenario.policy == "replication":
+        if journal is not None:
+            raise ValueError("the policy replication keeps no decision log, so that there is nothing to journal")
+        run_replication(world, disjoint_sets(scenario))
+        return world.result(decision_s=0.0)
+    run = SpareRun(world, SimulatedJournal(scenario, world, journal) if journal else None, clock)
+    run.run()
+    return world.result(run.decision_s)
+
+
+What = Literal["commit", "save", "join", "loss", "restart"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """An entry of the decision log.
+
+    Attributes:
+        at_s: When the entry is folded.
+        what: A commit that orders a save or admits groups is named for that; a restart is recorded when training
+            resumes.
+        num_alive: Groups that take part after the entry, before any join.
+        num_steps: Steps committed by then and not rolled back.
+    """
+
+    at_s: float
+    what: What
+    num_alive: int
+    num_steps: int
+
+
+def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:
+    """The moments of one run, ascending; for replication, which has no log, of the policy spare. Raises `Stalled`."""
+    if scenario.policy == "replication":
+        scenario = replace(scenario, policy="spare")
+    world = World(scenario, seed)
+    recorder = _Recorder(scenario, world)
+    SpareRun(world, recorder, None).run()
+    return tuple(recorder.moments)
+
+
+class _Recorder(SimulatedJournal):
+    """Keeps only the log's entries; most of a journal is the contributions to attempts."""
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        self.moments: list[Moment] = []
+        super().__init__(scenario, world, _drop)
+        self._num_steps = 0
+
+    def on_entry(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the base class's signature
+        match entry:
+            case Commit(step=step, save=save, admit=admit):
+                self._num_steps = step + 1
+                self._add("save" if save else "join" if admit else "commit")
+            case Restart(step=step):
+                self._num_steps = step
+                self._add("restart")
+            case Resume():
+                self._add("join")
+            case Fence():
+                self._add("loss")
+
+    def _add(self, what: What) -> None:
+        alive = int(self._world.fleet.is_up.sum())
+        self.moments.append(Moment(at_s=self._world.now_s, what=what, num_alive=alive, num_steps=self._num_steps))
+
+    def on_attempt(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+        pass
+
+    def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
+        pass
+
+
+def _drop(line: Line) -> None:
+    pass

@@ -1,0 +1,164 @@
+"""Tracks which groups take part, are under repair, or are ready to be admitted."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from spare_megatron.tools.simulate.failures import FailureProcess, Loss
+from spare_megatron.tools.simulate.machines import Machines
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.stacking.layout import GroupId
+
+
+class Fleet:
+    """The groups of a simulated run. Time only moves forward, as far as the caller says.
+
+    Failed hardware (a group's, or one of its nodes) is repaired into the pool of spares. A lost group reserves what is
+    free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
+    state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
+    left a lost group stays away until a restart, which brings back all groups and spares. With re-forming a loss takes
+    one machine instead, nothing is reserved, and `core.reforming` decides which groups are whole again. A group with a
+    notice of its loss may leave before. `num_lost`: groups lost so far, counting each loss. `max_down`: the most groups
+    down at a time.
+    """
+
+    def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
+        self._scenario, self._process, self._rng = scenario, process, rng
+        self.is_up = np.ones(scenario.max_groups, dtype=np.bool_)
+        self.num_lost = self.num_drained = 0
+        self.max_down = 0
+        self.losses_by_cause: Counter[str] = Counter()
+        self.cause_of: dict[GroupId, str] = {}
+        self._hardware_s = [0.0] * scenario.num_spares
+        self._machines = None if scenario.reform_s is None else Machines(scenario)
+        self._noticed: list[Loss] = []  # in the future, with the groups that were up
+        further = range(scenario.num_groups, scenario.max_groups)
+        self.is_up[further.start :] = False
+        self._ready_s = dict.fromkeys(map(GroupId, further), 0.0)
+        self._down_s = 0.0  # sum over groups
+        self._num_down = len(further)
+        self._changed_s = 0.0
+
+    @property
+    def next_loss_s(self) -> float:
+        return self._noticed[0].at_s if self._noticed else self._process.next_s()
+
+    def noticed(self, now_s: float) -> set[GroupId]:
+        """The groups that take part and know by now that they will be lost."""
+        while self._scenario.notice_s and self._process.next_s() <= now_s + self._scenario.notice_s:
+            is_safe = self.is_up.copy()
+            is_safe[[group for loss in self._noticed for group in loss.groups]] = False
+            if not is_safe.any():
+                break
+            self._noticed.append(self._process.strike(is_safe))
+        return {group for loss in self._noticed for group in loss.groups if self.is_up[group]}
+
+    def drain(self, now_s: float, groups: Iterable[GroupId]) -> None:
+        """These groups leave; they are lost when they are due all the same."""
+        for group in groups:
+            self.is_up[group] = False
+            self.num_drained += 1
+            self._count(now_s, self._num_down + 1)
+
+    def lose(self) -> Loss:
+        """Strikes the next loss, and returns it with those groups that took part."""
+        loss = self._noticed.pop(0) if self._noticed else self._process.strike(self.is_up)
+        hit = tuple(group for group in loss.groups if self.is_up[group])
+        for group in loss.groups:
+            self.is_up[group] = False
+            self.cause_of[group] = loss.cause
+        repaired_at_s = [loss.at_s + self._repair_time(loss) for _ in loss.groups]
+        if self._machines is None:
+            for group, at_s in zip(loss.groups, repaired_at_s, strict=True):
+                self._reserve(group, loss.at_s, at_s)
+        else:
+            self._return_until(loss.at_s)
+            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss.groups, repaired_at_s))
+        self.num_lost += len(loss.groups)
+        self.losses_by_cause[loss.cause] += len(loss.groups)
+        self._count(loss.at_s, self._num_down + len(hit))
+        return replace(loss, groups=hit)
+
+    def lose_until(self, now_s: float) -> list[Loss]:
+        losses = []
+        while self.next_loss_s <= now_s:
+            losses.append(self.lose())
+        return losses
+
+    def ready(self, now_s: float) -> tuple[GroupId, ...]:
+        """The groups that wait to be admitted, ascending."""
+        self._return_until(now_s)
+        if not self._ready_s:
+            return ()
+        return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
+
+    def ready_by(self, until_s: float) -> dict[GroupId, float]:
+        """When each lost group can be admitted, of those that are whole by then if no further machine is lost."""
+        coming = [] if self._machines is None else self._machines.whole_by(until_s)
+        return self._ready_s | {group: self._formed_s(whole_at_s) for group, whole_at_s in coming}
+
+    def ready_from(self, group: GroupId, at_s: float) -> None:
+        """Makes a lost group ready to be admitted at `at_s`."""
+        self._ready_s[group] = at_s
+
+    def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> None:
+        for group in groups:
+            del self._ready_s[group]
+            self.is_up[group] = True
+        self._count(now_s, self._num_down - len(groups))
+        self._process.came_back(now_s, groups, self.is_up)
+
+    def restart(self, began_s: float, now_s: float) -> None:
+        """Brings back all groups and all spares."""
+        came_back = tuple(GroupId(group) for group in np.flatnonzero(~self.is_up).tolist())
+        self._count(began_s, 0)
+        self._changed_s = now_s
+        self.is_up[:] = True
+        self._ready_s.clear()
+        self._noticed.clear()  # these machines are replaced like lost ones
+        self._hardware_s = [now_s] * self._scenario.num_spares
+        if self._machines is not None:
+            self._machines.restart()
+        self._process.restarted(began_s, now_s, came_back)
+
+    def mean_down(self, now_s: float, restarting_s: float) -> float:
+        """Mean number of groups down over the time outside restarts."""
+        self._count(now_s, self._num_down)
+        return self._down_s / (now_s - restarting_s) if now_s > restarting_s else 0.0
+
+    def _reserve(self, group: GroupId, lost_at_s: float, repaired_at_s: float) -> None:
+        """Hardware that fails joins the pool once it is repaired; the group takes what is free first."""
+        if repaired_at_s < inf:
+            heapq.heappush(self._hardware_s, repaired_at_s)
+        if self._hardware_s:
+            free_s = heapq.heappop(self._hardware_s)
+            self._ready_s[group] = max(free_s, lost_at_s) + self._scenario.costs.state_transfer_s
+
+    def _return_until(self, now_s: float) -> None:
+        if self._machines is not None:
+            self._note_whole(self._machines.return_until(now_s))
+
+    def _note_whole(self, groups: Iterable[tuple[GroupId, float]]) -> None:
+        """Groups that have all their machines since some time: their processes start, then they fetch the state."""
+        self._ready_s |= {group: self._formed_s(whole_at_s) for group, whole_at_s in groups}
+
+    def _formed_s(self, whole_at_s: float) -> float:
+        return whole_at_s + (self._scenario.reform_s or 0.0) + self._scenario.costs.state_transfer_s
+
+    def _repair_time(self, loss: Loss) -> float:
+        mean_s = self._scenario.repair_s if loss.repair_s is None else loss.repair_s
+        if mean_s is None:
+            return inf
+        is_fact = self._scenario.failures.kind == "trace" and loss.repair_s is not None
+        is_random = self._scenario.repair_is_random and not is_fact
+        return float(self._rng.exponential(mean_s)) if is_random else mean_s
+
+    def _count(self, now_s: float, num_down: int) -> None:
+        self._down_s += self._num_down * max(now_s - self._changed_s, 0.0)
+        self._changed_s = max(now_s, self._changed_s)
+        self._num_down = num_down
+        self.max_down = max(self.max_down, num_down)

@@ -1,0 +1,211 @@
+"""Loads scenarios from presets and TOML files, and holds the published results of SPARe (arXiv 2603.00357)."""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from spare_megatron.config.building import advice
+from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.tools.simulate.failures import UNNAMED, Cause, Loss
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.stacking.layout import GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPoint:
+    """The best published result of "replication" or "spare", at stack granularity, for one number of groups."""
+
+    policy: str
+    num_groups: int
+    redundancy: int
+    time_to_train_ratio: float
+    availability: float
+
+
+PUBLISHED = tuple(
+    PublishedPoint(policy=policy, num_groups=n, redundancy=r, time_to_train_ratio=ratio, availability=up)
+    for policy, n, r, ratio, up in (
+        ("replication", 200, 3, 6.07, 0.6174),
+        ("replication", 600, 3, 4.27, 0.7989),
+        ("replication", 1000, 3, 3.88, 0.8441),
+        ("spare", 200, 9, 2.92, 0.8700),
+        ("spare", 600, 8, 2.49, 0.9390),
+        ("spare", 1000, 9, 2.34, 0.9654),
+    )
+)
+"""600,000 H100, a loss every 5 min, shards of 64 s, saves of 60 s, restarts of 60 min, 10,000 steps."""
+
+
+def published(scenario_name: str) -> tuple[PublishedPoint, ...]:
+    """The paper's points for one of its scenarios; none for other scenarios.
+
+    >>> [point.time_to_train_ratio for point in published("paper_n600")]
+    [4.27, 2.49]
+    """
+    return tuple(point for point in PUBLISHED if scenario_name == f"paper_n{point.num_groups}")
+
+
+T = TypeVar("T")
+
+TRACE_FILE = "failures.trace_file"
+"""Key of a CSV file of losses, relative to the TOML file that names it."""
+
+REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
+"""What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
+
+MIX = "failures.mix."
+"""Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
+
+_TRACE_HEAD = "seconds,group[,repair_s][,cause]"
+
+
+class ScenarioError(ValueError):
+    """A scenario cannot be read or is invalid."""
+
+
+def preset_names() -> tuple[str, ...]:
+    folder = files("spare_megatron.simulator") / "presets"
+    return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Scenario:
+    """Loads the scenario of a preset, by its name, or of a TOML file, by a path that ends in .toml. `overrides`: values
+    by dotted key, or arguments `a.b=value` with the value in TOML or a bare string. ScenarioError: there is no such
+    preset or file, it cannot be parsed, a key is unknown, or a value is invalid.
+    """
+    text, folder = _read(name_or_path)
+    try:
+        values = dict(_flatten(parsed_toml(text), ""))
+    except ValueError as error:
+        raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
+    values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
+    values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
+    _check_keys(values)
+    if values.get("reform_s") not in (None, "none"):
+        values = REFORM_COSTS | values
+    try:
+        values["failures.mix"] = _take_mix(values)
+        if values.get(TRACE_FILE):
+            values["failures.trace"] = read_trace(folder / str(values.pop(TRACE_FILE)))
+        return _build(Scenario, values, "")
+    except ScenarioError:
+        raise
+    except ValueError as error:
+        raise ScenarioError(f"{name_or_path}: {error}") from error
+
+
+def read_trace(path: Path) -> tuple[Loss, ...]:
+    """Reads losses from a CSV file with columns seconds, group[, repair_s][, cause]; raises ScenarioError."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ScenarioError(f"cannot read the trace {path}: {error.strerror}") from error
+    if not rows:
+        raise ScenarioError(f"the trace {path} holds no losses; it needs a head {_TRACE_HEAD} and lines")
+    losses = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            repair_s = float(row["repair_s"]) if row.get("repair_s") else None
+            at_s, group = float(row["seconds"]), GroupId(int(row["group"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScenarioError(f"{path}:{number}: {row} is no loss with {_TRACE_HEAD}") from error
+        losses.append(Loss(at_s=at_s, groups=(group,), repair_s=repair_s, cause=row.get("cause") or UNNAMED))
+    return tuple(sorted(losses, key=lambda loss: loss.at_s))
+
+
+def _read(name_or_path: str | Path) -> tuple[str, Path]:
+    """The text, and the folder that paths in it are relative to."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        try:
+            return path.read_text(encoding="utf-8"), path.parent
+        except OSError as error:
+            raise ScenarioError(f"cannot read the scenario {path}: {error.strerror}") from error
+    if str(name_or_path) not in preset_names():
+        known = ", ".join(preset_names())
+        raise ScenarioError(f"there is no preset {name_or_path}; known: {known}; a file has to end in .toml")
+    preset = files("spare_megatron.simulator") / "presets" / f"{name_or_path}.toml"
+    return preset.read_text(encoding="utf-8"), Path.cwd()
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    causes = {key[len(MIX) :].rpartition(".")[0] for key in values if key.startswith(MIX)}
+    known = [key for key in _keys(Scenario, "") if key not in ("failures.mix", "failures.trace")]
+    known += [TRACE_FILE, *(f"{MIX}{name}.{field}" for name in causes for field in ("weight", "repair_s"))]
+    for key in values:
+        if key not in known:
+            raise ScenarioError(f"unknown setting {key}; {advice(key, known)}")
+
+
+def _take_mix(values: dict[str, Any]) -> tuple[Cause, ...]:
+    """Removes the causes' keys from `values` and returns the causes, in the order in which they are first named."""
+    keys = [key for key in values if key.startswith(MIX)]
+    prefixes = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+    found = {key: values.pop(key) for key in keys}
+    return tuple(
+        _build(Cause, found | {f"{prefix}.name": prefix.removeprefix(MIX)}, f"{prefix}.") for prefix in prefixes
+    )
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ScenarioError(f"{text} must have the form key=value")
+    try:
+        return key.strip(), parsed_toml(f"value = {value.strip()}")["value"]
+    except ValueError:
+        return key.strip(), value.strip()
+
+
+def _keys(kind: type[Any], prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _keys(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    hints = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        key, hint = f"{prefix}{field.name}", hints[field.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            found[field.name] = _build(hint, values, f"{key}.")
+        elif key in values:
+            found[field.name] = _convert(values[key], hint, key)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ScenarioError(f"the scenario has to set {key}")
+    return kind(**found)
+
+
+def _convert(value: Any, hint: Any, key: str) -> Any:
+    """Converts a value to its field's type; accepts whole numbers for seconds and "none" for None."""
+    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if NoneType in choices and (value is None or value == "none"):
+        return None
+    kind = choices[0]
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ScenarioError(f"{key}={value!r} has to be one of {', '.join(get_args(kind))}")
+    if get_origin(kind) is tuple:
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise ScenarioError(f"{key}={value!r} has to be of type {kind.__name__}")

@@ -1,0 +1,332 @@
+"""Drives the real controller in virtual time: executes its actions and returns the resulting events."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from spare_megatron.core.log.actions import (
+    Action,
+    AdmitGroups,
+    AppendEntry,
+    AttemptFinish,
+    AttemptReduce,
+    AwaitHosts,
+    BuildCommunicator,
+    ChangePaces,
+    ComputePatch,
+    ComputeStep,
+    DrainGroups,
+    FinishRun,
+    GatherParams,
+    LoadCheckpoint,
+    ReadEntry,
+    ReadVotes,
+    SaveCheckpoint,
+    StartRepairs,
+    StopWipeOut,
+    UpdateModel,
+)
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.entries import Entry, Fence, Restart, SaveEnd
+from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.tools.simulate.compute_fit import FloatArray, stacks_of
+from spare_megatron.tools.simulate.simulated_journal import SimulatedJournal
+from spare_megatron.tools.simulate.world import World
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
+from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
+
+
+class Copies:
+    """Copies of state partitions in progress, one after another per receiver, in `copy_s` each; None: never any."""
+
+    def __init__(self, copy_s: float | None) -> None:
+        self._copy_s = inf if copy_s is None else copy_s
+        self._whole_at_s: dict[Repair, float] = {}
+
+    def start(self, copies: Sequence[Repair], now_s: float) -> None:
+        """Requests exactly these copies. Those in progress go on; after the loss of its donor a copy starts over."""
+        under_way = {copy: self._whole_at_s[copy] for copy in copies if copy in self._whole_at_s}
+        free_at_s: dict[GroupId, float] = defaultdict(lambda: now_s)
+        for copy, at_s in under_way.items():
+            free_at_s[copy.receiver.group] = max(free_at_s[copy.receiver.group], at_s)
+        for copy in copies:
+            if copy not in under_way:
+                free_at_s[copy.receiver.group] += self._copy_s
+                under_way[copy] = free_at_s[copy.receiver.group]
+        self._whole_at_s = under_way
+
+    def whole(self, now_s: float) -> dict[GroupId, tuple[PartitionId, ...]]:
+        """Receiver -> the partitions whose requested copies are complete by now."""
+        found: dict[GroupId, tuple[PartitionId, ...]] = {}
+        for copy, at_s in self._whole_at_s.items():
+            if at_s <= now_s:
+                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.partition)
+        return found
+
+
+Clock = Callable[[], float]
+
+_PACE_NS = 1_000_000
+"""Of a group that is not slow; only ratios matter."""
+
+
+class SpareRun:
+    """Executes the controller's actions; holds no policy. `decision_s`: seconds spent in the controller, by `clock`."""
+
+    def __init__(self, world: World, journal: SimulatedJournal | None, clock: Clock | None) -> None:
+        scenario = world.scenario
+        self._world = world
+        self._simulated_journal = journal
+        self._clock = clock
+        self._placement = make_placement(
+            scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
+        )
+        self._all_groups = tuple(GroupId(group) for group in range(scenario.max_groups))
+        setup = ControllerSetup(
+            placement=self._placement,
+            microbatches_per_shard=scenario.microbatches_per_shard,
+            num_steps=scenario.num_steps,
+            granularity=scenario.granularity,
+            saves=self._save_policy(),
+            last_resort=scenario.last_resort,
+            fetch=scenario.fetch,
+            partitions=self._partition_setup(),
+            rounds=scenario.rounds,
+            pause_s=scenario.costs.restart_s if scenario.policy == "spare" else None,
+        )
+        self.decision_s = 0.0
+        self._controller = Controller(setup)
+        self._log: list[Entry] = []
+        self._incarnations: Counter[GroupId] = Counter()
+        self._votes: dict[GroupId, Vote] = {}
+        self._members: tuple[GroupId, ...] = ()  # of the present attempt
+        self._factors: FloatArray | None = None  # of the groups in the present step; None without slow ones
+        self._save_ends: tuple[SaveEnd, ...] = ()  # not yet in a commit
+        self._has_to_rebuild = False
+        self._built_at_s = 0.0
+        self._fetching: tuple[Work | None, float] = (None, 0.0)
+        self._copies = Copies(scenario.slice_copy_s)
+
+    def _save_policy(self) -> SavePolicy:
+        scenario = self._world.scenario
+        if scenario.expected_group_life_s is not None:
+            return SavePolicy(group_life_s=scenario.expected_group_life_s)
+        cadence_s = scenario.save_cadence_s()
+        return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
+
+    def _partition_setup(self) -> PartitionSetup | None:
+        scenario = self._world.scenario
+        if not scenario.slice_redundancy:
+            return None
+        return PartitionSetup(
+            num_groups=scenario.num_groups,
+            redundancy=scenario.slice_redundancy,
+            groups_per_domain=scenario.placed_groups_per_domain,
+        )
+
+    def run(self) -> None:
+        actions: deque[Action] = deque(self._handle(RunStarted()))
+        while not isinstance(action := actions.popleft(), FinishRun):
+            for event in self._execute(action):
+                actions.extendleft(reversed(self._handle(event)))
+        self._world.ledger.mark_saved()
+        if self._simulated_journal:
+            self._simulated_journal.on_finish(action.step, self._controller.members)
+
+    def _handle(self, event: Event) -> tuple[Action, ...]:
+        if self._clock is None:
+            return self._controller.handle(event, now_s=self._world.now_s)
+        began_s = self._clock()
+        actions = self._controller.handle(event, now_s=self._world.now_s)
+        self.decision_s += self._clock() - began_s
+        return actions
+
+    def _execute(self, action: Action) -> tuple[Event, ...]:
+        """Executes one action and returns its events; the cases are in the order of a step."""
+        match action:
+            case ComputeStep(plan=plan):
+                self._compute_step(plan)
+            case AttemptReduce():
+                return self._attempt(action)
+            case ReadEntry(index=index):
+                return (self._read(index),)
+            case AppendEntry(index=index, entry=entry):
+                if index == len(self._log):
+                    self._log.append(entry)
+            case UpdateModel(step=step, attempt=attempt):
+                self._world.update(len(self._members))
+                self._save_ends = ()
+                if self._simulated_journal:
+                    self._simulated_journal.on_update(step, attempt, self._members)
+            case ReadVotes(attempt=attempt):
+                return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
+            case BuildCommunicator():
+                self._has_to_rebuild = True
+                self._built_at_s = self._world.fenced_at_s + self._world.scenario.costs.rebuild_s
+            case ComputePatch(plan=plan):
+                self._compute_patch(plan)
+            case SaveCheckpoint(step=step):
+                self._world.save(step)
+                self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
+                if self._simulated_journal:
+                    self._simulated_journal.on_comparison(step, self._members)
+            case DrainGroups(members=members):
+                self._incarnations.update(member.group for member in members)
+                self._world.drain(tuple(member.group for member in members))
+            case ChangePaces():
+                pass  # the next plan says it
+            case AdmitGroups(members=members):
+                self._world.take_in(tuple(member.group for member in members))
+            case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
+                vote = Vote(is_complete=True, plan_digest=plan_digest)
+                return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
+            case GatherParams() | LoadCheckpoint():
+                pass  # included in the costs of update and restart
+            case StartRepairs(copies=copies):
+                self._copies.start(copies, self._world.now_s)
+            case AwaitHosts():
+                return (self._await_hosts(action),)
+            case StopWipeOut(partitions=partitions):
+                self._world.num_state_wipe_outs += bool(partitions)
+                return (self._start_over(),)
+            case _:
+                raise AssertionError(f"nothing in a simulated run asks for {action}")
+        return ()
+
+    # ------------------------------------------------------------------------------------------------ one attempt
+
+    def _compute_step(self, plan: StepPlan) -> None:
+        began_s = self._world.now_s
+        factors = self._world.slow.factors(began_s)
+        self._factors = factors if (factors != 1.0).any() else None
+        self._world.compute(plan.step, self._stacks_of(plan.work))
+        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
+        if self._simulated_journal:
+            self._simulated_journal.on_step_computed(plan, began_s)
+
+    def _compute_patch(self, plan: StepPlan) -> None:
+        self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
+        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        if self._simulated_journal:
+            self._simulated_journal.on_patch(plan)
+
+    def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
+        self._members = action.members
+        lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._wait_for_sum()
+        self._has_to_rebuild = False
+        lost = self._world.notice(lost) if lost else ()
+        vote = Vote(is_complete=not lost, plan_digest=action.plan_digest, save_ends=self._save_ends)
+        self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
+        for group, partitions in self._copies.whole(self._world.now_s).items():
+            if group in self._votes:
+                self._votes[group] = replace(vote, restored=partitions)
+        for group in self._world.fleet.noticed(self._world.now_s):
+            if group in self._votes:
+                self._votes[group] = replace(self._votes[group], leaves=True)
+        self._measure_paces()
+        if self._simulated_journal:
+            self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
+        if not lost:
+            waiting = self._present(self._world.fleet.ready(self._world.now_s))
+            return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
+        self._fence(lost)
+        return ()
+
+    def _measure_paces(self) -> None:
+        """Adds the paces to the votes, if they are measured; equal votes stay one object."""
+        if self._controller.deals_by_pace:
+            usual: dict[Vote, Vote] = {}
+            factors = {} if self._factors is None else dict(enumerate(self._factors.tolist()))
+            for group, vote in self._votes.items():
+                factor = factors.get(group, 1.0)
+                if factor == 1.0:
+                    self._votes[group] = usual.setdefault(vote, replace(vote, pace_ns=_PACE_NS))
+                else:
+                    self._votes[group] = replace(vote, pace_ns=round(_PACE_NS * factor))
+
+    def _wait_for_sum(self) -> tuple[GroupId, ...]:
+        """Waits for the new communicator, if any, and the reduction; returns the groups whose loss stopped it."""
+        world, reduce = self._world, ("reduce", self._world.reduce_s(self._members))
+        if not self._has_to_rebuild:
+            return world.wait((reduce,))
+        lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))
+        if self._simulated_journal:
+            self._simulated_journal.on_rebuild()
+        return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
+
+    def _stacks_of(self, work: Work) -> float:
+        scenario = self._world.scenario
+        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs, self._factors)
+
+    def _fence(self, lost: Sequence[GroupId]) -> None:
+        for member in self._present(lost):
+            if self._simulated_journal:
+                self._simulated_journal.on_fence(member, len(self._log))
+            self._log.append(Fence(group=member.group, incarnation=member.incarnation))
+            self._incarnations[member.group] += 1
+
+    def _await_hosts(self, action: AwaitHosts) -> Event:
+        """Waits until hosts are back, unless they come later than a restart would be over."""
+        if action.index < len(self._log):
+            return self._read(action.index)
+        back_s = self._world.hosts_back_s(self._placement.hosts[shard] for shard in action.shards)
+        if back_s is None:
+            return self._start_over()
+        wait = ("pause", max(back_s - self._world.now_s, 0.0))
+        lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._world.wait((wait,))
+        if lost:
+            self._fence(self._world.notice(lost))
+            return self._read(action.index)
+        self._world.num_pauses += 1
+        ready = self._world.fleet.ready(max(back_s, self._world.now_s))
+        return HostsRead(waiting=self._present(ready))
+
+    def _start_over(self) -> EntryRead:
+        """Restarts after a wipe-out; fences appended meanwhile are folded, and their actions dropped."""
+        self._restart()
+        while self._controller.head < len(self._log) - 1:
+            self._handle(self._read(self._controller.head))
+        return self._read(self._controller.head)
+
+    def _restart(self) -> None:
+        self._world.restart()
+        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._all_groups)))
+
+    def _present(self, groups: Sequence[GroupId]) -> tuple[Member, ...]:
+        return tuple(Member(group, self._incarnations[group]) for group in groups)
+
+    def _read(self, index: int) -> EntryRead:
+        entry = self._log[index]
+        if self._simulated_journal:
+            self._simulated_journal.on_entry(index, entry)
+        return EntryRead(index=index, entry=entry)
+
+    def _fetch_s(self, work: Work) -> float:
+        """Seconds by which waiting for data of shards that it does not host delays the last group."""
+        scenario = self._world.scenario
+        if not scenario.last_resort or not scenario.costs.fetch_s:
+            return 0.0
+        if self._fetching[0] is not work:
+            self._fetching = (work, self._delay_s(work))
+        return self._fetching[1]
+
+    def _delay_s(self, work: Work) -> float:
+        hosts, owners = self._placement.host_array, work.owners
+        is_cold = owners != NO_OWNER
+        for column in hosts.T:
+            is_cold &= owners != column[:, None]
+        if not is_cold.any():
+            return 0.0
+        cold = Work(np.where(is_cold, owners, NO_OWNER).astype(owners.dtype))
+        costs = self._world.scenario.costs
+        late_s = costs.fetch_s + (self._stacks_of(cold) - self._stacks_of(work)) * costs.compute_s
+        return max(late_s, 0.0)

@@ -1,0 +1,174 @@
+"""`spare preprocess`: text becomes the indexed dataset that training reads."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.printing import say, say_json
+from spare_megatron.tools.text.text_progress import TextProgress
+from spare_megatron.machine.interrupts import deferred, raising
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from spare_megatron.tools.text.documents import Skipped
+    from spare_megatron.tools.text.tokenizer import TokenizerSource
+
+INPUTS = Annotated[list[Path], typer.Option("--input", help="Text file, file of JSON, or folder of them. Repeatable.")]
+SUFFIX = Annotated[
+    list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
+]
+EXCLUDE = Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")]
+JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each object of JSON, as in text.")]
+
+
+def preprocess(
+    inputs: INPUTS,
+    output_prefix: Annotated[
+        Path, typer.Option(help="Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.")
+    ] = "byte",
+    json_key: JSON_KEY = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize. The output does not depend on it.")] = 1,
+    suffix: SUFFIX = None,
+    exclude: EXCLUDE = None,
+    end_of_document: Annotated[
+        str, typer.Option(help="Token that ends a document, where the tokenizer does not say it.")
+    ] = "",
+    split_pattern: Annotated[str, typer.Option(help="For tiktoken: the regular expression, or @FILE with it.")] = "",
+    special_token: Annotated[
+        list[str] | None, typer.Option(help="For tiktoken: TEXT=ID of a special token. Repeatable.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Convert text to the dataset that `spare train` reads.
+
+    Each text file becomes one document, as does the text in each object of a file of JSON lines or of a JSON array
+    (.jsonl, .ndjson or .json; also with .gz or .zst), in sorted order of the paths. Text files in folders are skipped
+    and counted if they are not UTF-8 or contain byte 0; a file that is named itself is refused.
+
+    Example: `spare preprocess --input docs.jsonl.zst --json-key text --tokenizer hf:tokenizer.json --workers 8
+    --output-prefix data/corpus`
+    """
+    with explained_errors("preprocess"):
+        from spare_megatron.tools.text.tokenizer import read_tokenizer
+
+        source = read_tokenizer(
+            tokenizer,
+            end_of_document=end_of_document,
+            split_pattern=split_pattern,
+            special_tokens=special_token or (),
+        )
+        reading = _Reading(inputs=inputs, json_key=json_key, suffixes=suffix or (), excluded_folders=exclude or ())
+        figures, skipped = _convert(reading, source, output_prefix, workers, overwrite=overwrite)
+        if as_json:
+            say_json(figures)
+        else:
+            say(*_describe(output_prefix, figures, skipped).split("\n"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What is read, as the options say."""
+
+    inputs: Sequence[Path]
+    json_key: str | None
+    suffixes: Sequence[str]
+    excluded_folders: Sequence[str]
+
+
+def _convert(
+    reading: _Reading, source: "TokenizerSource", output_prefix: Path, workers: int, *, overwrite: bool
+) -> tuple[dict[str, object], "Skipped"]:
+    """Writes the dataset. Returns its figures and what was skipped. ValueError: it cannot be made."""
+    from spare_megatron.tools.text.corpus_writer import write_corpus
+    from spare_megatron.formats.output import named_errors
+    from spare_megatron.tools.text.documents import Skipped, batches_of, find_files, json_among
+    from spare_megatron.tools.text.tokenization import tokenizing
+    from spare_megatron.tools.text.tokenizer import build
+
+    built = build(source)
+    check_output(output_prefix, overwrite=overwrite)
+    paths = find_files(reading.inputs, suffixes=reading.suffixes, excluded_folders=frozenset(reading.excluded_folders))
+    check_apart([*paths, *source.paths], output_prefix)
+    json_forms = json_among(paths, reading.json_key)
+    batches = batches_of(paths, json_forms, reading.json_key, frozenset(reading.inputs))
+    skipped = Skipped()
+    num_text_bytes = 0
+
+    def documents() -> Iterator["np.ndarray"]:
+        nonlocal num_text_bytes
+        for batch in tokenized:
+            yield from batch.documents()
+            skipped.add(batch.skipped)
+            num_text_bytes += batch.num_text_bytes
+            progress.advance(batch.num_input_bytes, batch.tokens.size)
+
+    with raising(), TextProgress(paths) as progress, tokenizing(batches, source, workers) as tokenized:
+        with named_errors("--output-prefix", output_prefix):
+            counts = write_corpus(
+                documents(),
+                output_prefix,
+                vocab_size=built.vocab_size,
+                tokenizer=source.identity,
+                noted_end=built.end_of_document,
+                publishing=deferred(),
+            )
+    figures = {
+        "documents": counts.num_documents,
+        "tokens": counts.num_tokens,
+        "bytes": num_text_bytes,
+        "skipped_files": skipped.files.total(),
+        "skipped_documents": skipped.documents.total(),
+        "tokenizer": source.identity,
+        "vocab_size": built.vocab_size,
+    }
+    return figures, skipped
+
+
+def check_output(prefix: Path, *, overwrite: bool) -> None:
+    """Makes the output's folder. ValueError: it is not writable, the dataset exists, or the prefix is a folder."""
+    if prefix.is_dir():
+        raise ValueError(f"--output-prefix {prefix} is a folder; name the files in it, as in {prefix / 'corpus'}")
+    existing = [file for file in outputs_of(prefix) if file.exists()]
+    if existing and not overwrite:
+        raise ValueError(f"{existing[0]} exists; choose another --output-prefix or give --overwrite")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder of --output-prefix {prefix} cannot be made: {error.strerror}") from error
+    if not os.access(prefix.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the folder of --output-prefix {prefix} cannot be written; choose another")
+
+
+def outputs_of(prefix: Path) -> list[Path]:
+    """The files of a dataset: tokens, index, and the note of what the tokens are."""
+    return [Path(f"{prefix}{ending}") for ending in (".bin", ".idx", ".json")]
+
+
+def check_apart(paths: Sequence[Path], prefix: Path) -> None:
+    """Refuses to write over what is read, such as a corpus.json; ValueError."""
+    outputs = [file for file in outputs_of(prefix) if file.exists()]
+    for path in paths:
+        if any(path.samefile(file) for file in outputs):
+            raise ValueError(f"{path} is read, and --output-prefix {prefix} would write over it; choose another")
+
+
+def _describe(prefix: Path, figures: dict[str, object], skipped: "Skipped") -> str:
+    text = (
+        f"{prefix}.bin and .idx: {figures['documents']} documents, {figures['tokens']} tokens, {figures['bytes']} "
+        f"bytes; tokenizer {figures['tokenizer']}, vocabulary {figures['vocab_size']}"
+    )
+    for what, reasons in (("files", skipped.files), ("documents", skipped.documents)):
+        if reasons:
+            listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+            text += f"\nskipped {reasons.total()} {what}: {listed}"
+    return text

@@ -1,0 +1,276 @@
+"""The fields of Hugging Face's config.json, by family: types and defaults are those of `transformers`.
+
+Every field that its configurations and models of these families read is in one place: in a class, which `hf_config` or
+`hf_gpt2` translates; in `ONLY`, whose other values no model here has; or in `WITHOUT_EFFECT`. Fields that it does not
+read have no effect there, and none here. Loads without torch.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+from spare_megatron.tools.weights.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
+from spare_megatron.config.limits import PositiveFloat, PositiveInt
+
+Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeFields:
+    """What Llama, Qwen and Mixtral have in common; the defaults are Llama's."""
+
+    vocab_size: PositiveInt = 32000
+    hidden_size: PositiveInt = 4096
+    intermediate_size: PositiveInt = 11008
+    num_hidden_layers: PositiveInt = 32
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    hidden_act: Literal["silu"] = "silu"
+    max_position_embeddings: PositiveInt = 2048
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaFields(RopeFields):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: Literal[None] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Fields(RopeFields):
+    vocab_size: PositiveInt = 151936
+    intermediate_size: PositiveInt = 22016
+    num_key_value_heads: PositiveInt | None = 32
+    max_position_embeddings: PositiveInt = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Fields(Qwen2Fields):
+    head_dim: PositiveInt = 128
+    attention_bias: Literal[False] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralFields(RopeFields):
+    intermediate_size: PositiveInt = 14336
+    num_key_value_heads: PositiveInt = 8
+    max_position_embeddings: PositiveInt = 131072
+    rms_norm_eps: PositiveFloat = 1e-5
+    num_local_experts: PositiveInt = 8
+    num_experts_per_tok: PositiveInt = 2
+    sliding_window: Literal[None] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt2Fields:
+    vocab_size: PositiveInt = 50257
+    n_positions: PositiveInt = 1024
+    n_embd: PositiveInt = 768
+    n_layer: PositiveInt = 12
+    n_head: PositiveInt = 12
+    n_inner: PositiveInt | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh", "gelu"] = "gelu_new"
+    layer_norm_epsilon: PositiveFloat = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    sliding_window: Literal[None] = None
+
+
+FIELDS: Mapping[str, type[RopeFields | Gpt2Fields]] = {
+    "llama": LlamaFields,
+    "qwen2": Qwen2Fields,
+    "qwen3": Qwen3Fields,
+    "mixtral": MixtralFields,
+    "gpt2": Gpt2Fields,
+}
+
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+}
+"""Second names of fields (`attribute_map` of the configurations)."""
+
+DEFAULT_ROPE_BASE: Mapping[str, float] = {"llama": 1e4, "qwen2": 1e4, "qwen3": 1e4, "mixtral": 1e6}
+
+TOKEN_IDS: Mapping[str, Any] = {
+    "bos_token_id": int | None,
+    "eos_token_id": int | list[int] | None,
+    "pad_token_id": int | None,
+}
+
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    **TOKEN_IDS,
+    "transformers_version": str | None,
+    "architectures": list[str] | None,
+    "output_hidden_states": bool | None,
+    "return_dict": bool | None,
+    "chunk_size_feed_forward": int,
+    "id2label": dict[str, str] | None,
+    "label2id": dict[str, int | str] | None,
+    "problem_type": Literal["regression", "single_label_classification", "multi_label_classification"] | None,
+    "initializer_range": float,
+    "use_cache": bool,
+    "pretraining_tp": int | None,
+    "attention_dropout": int | float | None,
+    "resid_pdrop": int | float,
+    "embd_pdrop": int | float,
+    "attn_pdrop": int | float,
+    "output_router_logits": bool,
+    "router_aux_loss_coef": float,
+    "router_jitter_noise": float,
+    "summary_type": str,
+    "summary_use_proj": bool,
+    "summary_activation": str | None,
+    "summary_proj_to_labels": bool,
+    "summary_first_dropout": int | float,
+    "reorder_and_upcast_attn": bool,
+}
+"""Fields that do not change which function of the tokens a model of these families is, and their types: of other tasks,
+of a training (dropout, jitter, losses of routers), of how something is computed."""
+
+_DTYPES = (None, "float32", "bfloat16", "float16")
+
+ONLY: Mapping[str, Collection[Any]] = {
+    "dtype": _DTYPES,
+    "torch_dtype": _DTYPES,
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "quantization": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "kv_sharing_modes": (None,),
+    "attention_chunk_size": (None,),
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "configuration_files": (None, []),
+    "transformers_weights": (None,),
+    "fusion_config": (None, {}),
+    # Fields of other families, and of code that comes with the weights: `transformers` passes over them here.
+    "auto_map": (None, {}),
+    "attn_logit_softcapping": (None, False),
+    "final_logit_softcapping": (None, False),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "scale_emb": (None, 1.0),
+    "scale_depth": (None,),
+    "clip_qkv": (None,),
+    "use_qk_norm": (None, False),
+    "rope_interleaved": (None, False),
+    "rotary_pct": (None, 1.0),
+    "no_rope_layers": (None, []),
+    "attn_temperature_tuning": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "use_parallel_residual": (None, False),
+    "alibi": (None, False),
+}
+"""Fields that change the function or what is stored, and the values with which they do not."""
+
+_WHERE = "config.json: "
+
+
+def fields_in(content: Mapping[str, Any]) -> RopeFields | Gpt2Fields:
+    """The fields of a config.json, checked one by one. Raises ValueError."""
+    family = content.get("model_type")
+    if not isinstance(family, str) or family not in FIELDS:
+        raise ValueError(f"{_WHERE}model_type={shown(family)} is none of {', '.join(FIELDS)}, which can be imported")
+    require_values(ONLY, content, _WHERE)
+    require_kinds(WITHOUT_EFFECT, content, _WHERE)
+    schema, other_names = FIELDS[family], OTHER_NAMES.get(family, {})
+    kinds = get_type_hints(schema, include_extras=True)
+    require_kinds({other: kinds[usual] for other, usual in other_names.items()}, content, _WHERE)
+    return read_fields(schema, _by_usual_names(content, other_names), _WHERE)
+
+
+def _by_usual_names(content: Mapping[str, Any], other_names: Mapping[str, str]) -> Mapping[str, Any]:
+    found = dict(content)
+    for other, usual in other_names.items():
+        if other in content and found.setdefault(usual, content[other]) != content[other]:
+            raise _contradiction(_WHERE, content, other, usual)
+    return found
+
+
+def token_ids_in(content: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The ids of special tokens that a config.json or generation_config.json names. Raises ValueError."""
+    require_kinds(TOKEN_IDS, content, f"{file}: ")
+    return {name: content[name] for name in TOKEN_IDS if name in content}
+
+
+# ----------------------------------------------------------------------------------------------------------- RoPE
+
+_ROPE_KINDS: Mapping[str, Any] = {"rope_theta": NumberFromOne, "factor": NumberFromOne}
+
+_ROPE_VALUES: Mapping[str, Collection[Any]] = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
+
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+
+LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL_LENGTH: 8192}
+"""Of the scaling of Llama 3.1: what megatron-core fixes; only the factor can be chosen."""
+
+
+def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, float]:
+    """Base and scaling factor, from `rope_parameters`, or from `rope_scaling` and `rope_theta`, as files of before
+    transformers 5 have it. Raises ValueError for other scalings, and for fields that contradict each other.
+    """
+    require_kinds(_ROPE_KINDS, content, _WHERE)
+    usual = {"rope_theta": content.get("rope_theta", DEFAULT_ROPE_BASE[family]), _ORIGINAL_LENGTH: seq_length}
+    found = {
+        name: _rope_table(content, name, usual) for name in ("rope_scaling", "rope_parameters") if content.get(name)
+    }
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        raise _contradiction(_WHERE, content, *found)
+    for name, table in found.items():
+        return _checked(table, f"{_WHERE}{name}.")
+    return float(usual["rope_theta"]), 1.0
+
+
+def _rope_table(content: Mapping[str, Any], name: str, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The table under its names of today, with what `transformers` takes from other fields."""
+    table = dict(content[name])
+    kind = table.setdefault("rope_type", table.get("type", "default"))
+    if table.pop("type", kind) != kind:
+        raise _contradiction(f"{_WHERE}{name}.", content[name], "rope_type", "type")
+    for field in ("rope_theta", _ORIGINAL_LENGTH) if kind == "llama3" else ("rope_theta",):
+        value = table.setdefault(field, content.get(field, usual[field]))
+        if field in content and content[field] != value:
+            raise _contradiction(_WHERE, {**content, f"{name}.{field}": value}, f"{name}.{field}", field)
+    return table
+
+
+def _checked(table: Mapping[str, Any], where: str) -> tuple[float, float]:
+    require_values(_ROPE_VALUES, table, where)
+    require_kinds(_ROPE_KINDS, table, where)
+    scaling = ("factor", *LLAMA3_CONSTANTS) if table["rope_type"] == "llama3" else ()
+    if missing := [field for field in scaling if field not in table]:
+        raise ValueError(f"{where}{missing[0]} is missing, which rope_type={table['rope_type']} needs")
+    if unknown := sorted(table.keys() - {"rope_theta", *_ROPE_VALUES, *scaling}):
+        raise ValueError(f"{where}{unknown[0]}={shown(table[unknown[0]])} has no equal here")
+    require_values({field: (value,) for field, value in LLAMA3_CONSTANTS.items()}, table, where)
+    return float(table["rope_theta"]), float(table.get("factor", 1.0))
+
+
+def _contradiction(where: str, values: Mapping[str, Any], one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{where}{one}={shown(values[one])} and {other}={shown(values[other])} contradict each other; make them equal, "
+        f"or remove one"
+    )

@@ -1,0 +1,185 @@
+"""Which tensors of Hugging Face's models make up which tensor of Megatron's, and what else may be stored."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+from spare_megatron.tools.weights.hf_config import Architecture, Model
+from spare_megatron.tools.weights.hf_gpt2 import Gpt2
+from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
+from spare_megatron.config.schema import RunConfig
+
+_MODULES: Mapping[str, Sequence[str]] = {
+    "embedding.word_embeddings": ["model.embed_tokens"],
+    "decoder.layers.self_attention.linear_qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "decoder.layers.self_attention.linear_proj": ["self_attn.o_proj"],
+    "decoder.layers.self_attention.linear_qkv.layer_norm": ["input_layernorm"],
+    "decoder.layers.self_attention.q_layernorm": ["self_attn.q_norm"],
+    "decoder.layers.self_attention.k_layernorm": ["self_attn.k_norm"],
+    "decoder.layers.mlp.linear_fc1": ["mlp.gate_proj", "mlp.up_proj"],
+    "decoder.layers.mlp.linear_fc1.layer_norm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.linear_fc2": ["mlp.down_proj"],
+    "decoder.final_layernorm": ["model.norm"],
+    "output_layer": ["lm_head"],
+}
+"""Megatron's modules, and those that have their rows in Llama and Qwen; of layers without the layer's prefix."""
+
+_MODULES_OF_MIXTRAL: Mapping[str, Sequence[str]] = {
+    **_MODULES,
+    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.router": ["block_sparse_moe.gate"],
+    "decoder.layers.mlp.experts.experts.linear_fc1": [
+        "block_sparse_moe.experts.{expert}.w1",
+        "block_sparse_moe.experts.{expert}.w3",
+    ],
+    "decoder.layers.mlp.experts.experts.linear_fc2": ["block_sparse_moe.experts.{expert}.w2"],
+}
+"""The same of Mixtral, whose experts have tensors of their own."""
+
+_MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
+    "embedding.word_embeddings": ["transformer.wte"],
+    "embedding.position_embeddings": ["transformer.wpe"],
+    "decoder.layers.self_attention.linear_qkv": ["attn.c_attn"],
+    "decoder.layers.self_attention.linear_proj": ["attn.c_proj"],
+    "decoder.layers.self_attention.linear_qkv.layer_norm": ["ln_1"],
+    "decoder.layers.mlp.linear_fc1": ["mlp.c_fc"],
+    "decoder.layers.mlp.linear_fc1.layer_norm": ["ln_2"],
+    "decoder.layers.mlp.linear_fc2": ["mlp.c_proj"],
+    "decoder.final_layernorm": ["transformer.ln_f"],
+    "output_layer": ["lm_head"],
+}
+"""The same of GPT-2, whose linear layers are transposed, and have queries, keys and values in one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPair:
+    """A tensor of Megatron's, and the names and shapes of those that Hugging Face divides its rows into.
+
+    Megatron orders rows of queries, keys and values by query group, and joins the gate and the other input of the
+    feed-forward layers, and all experts. Hugging Face's may have all blocks in one part.
+    """
+
+    tensor: ModelTensor
+    parts: Mapping[str, tuple[int, ...]]
+    is_transposed: bool
+
+    @property
+    def _is_qkv(self) -> bool:
+        return _is_qkv(self.tensor)
+
+    def split(self, values: Tensor, model: Model) -> dict[str, Tensor]:
+        blocks = self._blocks_of(values, model)
+        if len(self.parts) < len(blocks):
+            blocks = [torch.cat(blocks)]
+        if self.is_transposed:
+            blocks = [block.T for block in blocks]
+        return {name: block.contiguous() for name, block in zip(self.parts, blocks, strict=True)}
+
+    def join(self, parts: Sequence[Tensor], model: Model) -> Tensor:
+        blocks = [part.T for part in parts] if self.is_transposed else list(parts)
+        if not self._is_qkv:
+            return torch.cat(blocks).view(self.tensor.shape)
+        if len(blocks) == 1:
+            blocks = list(blocks[0].split(_rows(self.tensor.shape[0], model)))
+        rows = [block.reshape(model.num_query_groups, -1, model.head_dim, *block.shape[1:]) for block in blocks]
+        return torch.cat(rows, dim=1).view(self.tensor.shape)
+
+    def _blocks_of(self, values: Tensor, model: Model) -> list[Tensor]:
+        if not self._is_qkv:
+            return list((values.flatten(0, 1) if values.dim() == 3 else values).chunk(len(self.parts)))
+        rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
+        return [part.reshape(-1, *values.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
+
+
+def _is_qkv(tensor: ModelTensor) -> bool:
+    return ".linear_qkv." in tensor.key and ".layer_norm_" not in tensor.key
+
+
+def _rows(num_rows: int, model: Model) -> list[int]:
+    """Of queries, keys and values."""
+    keys = model.num_query_groups * model.head_dim
+    return [num_rows - 2 * keys, keys, keys]
+
+
+def _modules_of(model: Model) -> Mapping[str, Sequence[str]]:
+    if isinstance(model, Gpt2):
+        return _MODULES_OF_GPT2
+    return _MODULES if model.num_experts is None else _MODULES_OF_MIXTRAL
+
+
+def tied_names(model: Model) -> tuple[str, str]:
+    """The tensors of the output layer and of the embedding, which are one if the model is tied."""
+    modules = _modules_of(model)
+    return f"{modules['output_layer'][0]}.weight", f"{modules['embedding.word_embeddings'][0]}.weight"
+
+
+def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
+    """All tensors of the model, which is that of the settings, in the order of its layers."""
+    is_gpt2, modules = isinstance(model, Gpt2), _modules_of(model)
+    layers = "transformer.h" if is_gpt2 else "model.layers"
+    for tensor in model_tensors(config):
+        kind = "bias" if tensor.key.endswith("bias") else "weight"
+        module = tensor.key.removesuffix(kind)[:-1]
+        names = [name if tensor.layer is None else f"{layers}.{tensor.layer}.{name}" for name in modules[module]]
+        if len(tensor.shape) == 3:
+            names = [name.format(expert=expert) for expert in range(tensor.shape[0]) for name in names]
+        others = tensor.shape[-1:] if len(tensor.shape) > 1 else ()
+        num_rows = math.prod(tensor.shape) // math.prod(others)
+        is_split_qkv = _is_qkv(tensor) and len(names) > 1
+        rows = _rows(num_rows, model) if is_split_qkv else [num_rows // len(names)] * len(names)
+        is_transposed = is_gpt2 and tensor.layer is not None and bool(others)
+        yield TensorPair(
+            tensor=tensor,
+            parts={
+                f"{name}.{kind}": (*others, part) if is_transposed else (part, *others)
+                for name, part in zip(names, rows, strict=True)
+            },
+            is_transposed=is_transposed,
+        )
+
+
+_FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+_MASK = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+_LEAST_MASKED = -1e4
+"""What GPT-2 adds to the scores of later tokens is at most this."""
+
+
+def is_constant(name: str, read: Callable[[], Tensor], model: Model) -> bool:
+    """Whether a stored tensor is no parameter but what the model computes with anyway: frequencies of RoPE, GPT-2's
+    masks. Old versions of `transformers` have stored them.
+    """
+    if isinstance(model, Gpt2):
+        mask = _MASK.fullmatch(name)
+        return mask is not None and _is_mask(read(), is_bias=mask[1] == "bias", length=model.seq_length)
+    return _FREQUENCIES.fullmatch(name) is not None and _has_frequencies(read(), model)
+
+
+def _is_mask(values: Tensor, *, is_bias: bool, length: int) -> bool:
+    if not is_bias:
+        return values.numel() == 1 and values.item() <= _LEAST_MASKED
+    if values.numel() != length**2:
+        return False
+    return torch.equal(values.float().view(length, length), torch.ones(length, length).tril())
+
+
+def _has_frequencies(values: Tensor, model: Architecture) -> bool:
+    if values.shape != (model.head_dim // 2,) or not values.is_floating_point():
+        return False
+    used = RotaryEmbedding(
+        kv_channels=model.head_dim,
+        rotary_percent=1.0,
+        rotary_base=model.rope_base,
+        rope_scaling=model.rope_scaling_factor != 1.0,
+        rope_scaling_factor=model.rope_scaling_factor,
+        use_cpu_initialization=True,
+    ).inv_freq
+    limits = torch.finfo(values.dtype)  # they were rounded to that type, and computed by other versions
+    tolerance = {"rtol": 8 * limits.eps, "atol": limits.tiny * limits.eps}
+    return torch.allclose(values.double(), used.to(values.dtype).double(), **tolerance)

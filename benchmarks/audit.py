@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from benchmarks.audit_groups import NUM_GROUPS, Case, PlayedGroups
 from benchmarks.origin import origin
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.audits.audits import default_every_steps
@@ -34,6 +33,7 @@ from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration.mcore_group import CPU, run_ranks
 
 MICROBATCHES = 2

@@ -14,6 +14,9 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, word_of
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
@@ -23,9 +26,6 @@ from spare_megatron.core.log.actions import (
     ComputeStep,
     UpdateModel,
 )
-from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, word_of
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Commit, Fence, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote

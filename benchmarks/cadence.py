@@ -31,11 +31,11 @@ from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.state.goodput import find_goodput
+from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, FaultRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import find_goodput
 from spare_megatron.tools.plan.plan import availability
 
 OPTIMAL = "optimal"

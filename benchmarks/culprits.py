@@ -20,9 +20,9 @@ from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.slow_machines.culprit import Cause
-from spare_megatron.faults.points import FaultKind
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultKind
 from spare_megatron.process.reports import CulpritChanged, RunEvent
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.tools.bench.bench_throughput import measure, problems_of, training_alone
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.tools.bench.bench_throughput import measure, problems_of, training_alone
 
 
 def main() -> None:

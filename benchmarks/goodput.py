@@ -39,9 +39,9 @@ from benchmarks.peers.peer_run import PATIENT, NvrxTimes, TorchftTimes, run_peer
 from benchmarks.slow_spells import Spell, began_s, draw_spells, write_program
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.tools.simulate.run_replay import replay

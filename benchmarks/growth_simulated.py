@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from benchmarks.power_law import fit_if_any
 from benchmarks.reorder import NUM_MICROBATCHES, loss_order, survivors_of
-from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
-from spare_megatron.tools.simulate.scenario import Scenario
-from spare_megatron.tools.simulate.world import Result
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.world import Result
 
 T = TypeVar("T")
 REDUNDANCY = 9

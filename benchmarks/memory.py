@@ -31,11 +31,11 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
 from spare_megatron.mcore.model.model import Chunk
-from spare_megatron.tools.bench.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.process.processes import end_child, fork_server, start_child, start_embedded_store
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
+from spare_megatron.tools.bench.plain_megatron import TIMEOUT, join_world, train_steps
 
 MODEL = ["model.num_layers=4", "model.hidden_size=512", "model.num_attention_heads=8", "layout.pipeline_parallel=1"]
 """About 13 million parameters in one rank."""

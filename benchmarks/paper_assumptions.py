@@ -25,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from benchmarks.paper_model import paper_cadence_s
 from spare_megatron.cli.console import RunConsole
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import BoolArray, IntArray, make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes
 from spare_megatron.tools.simulate.failures import FailureProcess, FailureSpec, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
-from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.tools.simulate.replication import IsWhole, disjoint_sets, run_replication
 from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.tools.simulate.spare_run import SpareRun
 from spare_megatron.tools.simulate.world import Result, World
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import BoolArray, IntArray, make_placement
 
 _LOSSES, _REPAIRS, _JITTER = range(10, 13)
 CHECKPOINT = CheckpointTimes(save_s=60.0, restart_s=3600.0)

@@ -1,8 +1,8 @@
 """SPARe's own model (arXiv 2603.00357): endured losses, mean overhead, availability, cadence and best redundancy.
 
 The lost half interval counts as time beyond T_f here, so the best interval grows with the time of a restart. The
-planner counts it as part of T_f (`planner.plan`); the two agree where T_f is well above T_r and T_c. Symbols and
-array shapes as in `planner.overhead`.
+planner counts it as part of T_f (`tools.plan.plan`); the two agree where T_f is well above T_r and T_c. Symbols and
+array shapes as in `tools.plan.overhead`.
 """
 
 from math import floor, gamma, sqrt
@@ -34,7 +34,7 @@ def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTim
 
     P = 1 - exp(-T / loss_interval_s), T = (makespan + P patch) shard_s + reduce_s. The iteration rises from P = 0 and
     is bounded by 1, so it converges to the least solution. Derived; gives the paper's mean overhead with patches.
-    `planner.overhead.mean_step_s` counts rounds of patches instead.
+    `tools.plan.overhead.mean_step_s` counts rounds of patches instead.
     """
     probability = np.zeros_like(makespans)
     for _ in range(200):
@@ -48,8 +48,8 @@ def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = No
 
     arXiv 2603.00357. mu(N, r) is `asymptotic_endured_losses`, c(k) = ceil(N / (N - k)), and rho_k = P_k
     (`patch_probabilities`, our derivation) with patches of one stack. Without `times` rho is left out: a lower bound.
-    All counts of losses weigh the same, so this is the mean stretch per loss, not per step; `planner.forecast` weights
-    steps by their number and is smaller.
+    All counts of losses weigh the same, so this is the mean stretch per loss, not per step; `tools.plan.forecast`
+    weights steps by their number and is smaller.
 
     Without rho 0.69% off Monte Carlo on average, N in {200, 600, 1000}, r from 2 to 20 (the paper states 0.60%),
     chiefly since mu is low at high r: 0.49% with the mu of Monte Carlo; `mean_makespan` is 0.1% off

@@ -25,10 +25,10 @@ from benchmarks.origin import origin
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.formats.parsed_quantities import parse_redundancies
-from spare_megatron.tools.simulate.simulate_jobs import ResultFile, default_jobs, simulate_all
 from spare_megatron.machine.interrupts import INTERRUPTED
-from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
+from spare_megatron.tools.simulate.simulate_jobs import ResultFile, default_jobs, simulate_all
 from spare_megatron.tools.simulate.sweep import Estimate, Figures, cases_of, given_up, summarize
 from spare_megatron.tools.simulate.world import CAUSES
 

@@ -28,6 +28,8 @@ from benchmarks.paper_model import (
     paper_time_to_train,
 )
 from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.endurance import FloatArray, endured_losses
+from spare_megatron.stacking.placement import IntArray, make_placement
 from spare_megatron.tools.plan.domains import (
     LossIntervals,
     consecutive_domains,
@@ -36,7 +38,6 @@ from spare_megatron.tools.plan.domains import (
     equivalent_domain_repair,
     hosts_per_domain,
 )
-from spare_megatron.core.saves.endurance import FloatArray, endured_losses
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts, Policy
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, patch_stacks
 from spare_megatron.tools.plan.plan import (
@@ -48,7 +49,6 @@ from spare_megatron.tools.plan.plan import (
 )
 from spare_megatron.tools.plan.readmission import RejoinTimes, absence, equivalent_repair, num_down_with_spares
 from spare_megatron.tools.plan.repair import RepairTimes, survival
-from spare_megatron.stacking.placement import IntArray, make_placement
 from tests.oracle import monte_carlo
 
 SIZES = (200, 600, 1000)

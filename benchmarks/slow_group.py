@@ -20,8 +20,8 @@ from benchmarks.origin import origin
 from benchmarks.slow_spells import write_program
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
-from spare_megatron.journal.state.follow import JournalTail
 from spare_megatron.journal.records import PacesRecord, UpdateRecord
+from spare_megatron.journal.state.follow import JournalTail
 
 WARM_UP_STEPS, SLOW_FROM, LAST_STEPS = 8, 32, 24
 """Steps that count: from the warm-up to the first slow one, then the last ones."""

@@ -2,8 +2,8 @@
 
 For every number of groups N and of hosts of a slice r_o, with copies made anew and without: the restarts of one run
 with microbatches and groups that come back, those of them for lost state, the mean time to a state wipe-out that
-`planner.partition_redundancy` expects, and the time to train over that without failures. `ratio` is the time to train
-with the most hosts and copies over that with every group holding all of the state, for the first N.
+`tools.plan.partition_redundancy` expects, and the time to train over that without failures. `ratio` is the time to
+train with the most hosts and copies over that with every group holding all of the state, for the first N.
 """
 
 import argparse
@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.world import Stalled
 
 REJOIN_S = 600.0

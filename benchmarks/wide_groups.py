@@ -15,6 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from spare_megatron.config.checks.validate import on_device
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.run import look_at_machine
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.tools.bench.bench_throughput import (
     NUM_WARMUP,
     measure,
@@ -22,12 +28,6 @@ from spare_megatron.tools.bench.bench_throughput import (
     train_without_losses,
     training_alone,
 )
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.checks.validate import on_device
-from spare_megatron.driver.run import look_at_machine
-from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.records import UpdateRecord
 
 STEPS_OF_BYTES = 4
 """Steps of a run that counts bytes: the first also holds those of building communicators, if any."""

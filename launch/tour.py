@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.journal.files import read_journal
 from spare_megatron.formats.quantities import format_bytes
+from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import FaultRecord
 
 STEPS, LEAST_STEPS = 48, 8

@@ -16,22 +16,27 @@ from spare_megatron.cli import (
     submit,
     train,
 )
+from spare_megatron.cli.command import SpareCommand, SpareGroup
+from spare_megatron.cli.printing import say
+from spare_megatron.cli.terms import explained
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.doctor import check_program, doctor
 from spare_megatron.tools.plan import plan_command as plan
-from spare_megatron.tools.text import preprocess, tokenizer_command as tokenizer
 from spare_megatron.tools.replay import replay_command as replay
 from spare_megatron.tools.report import (
     report_command as report,
+)
+from spare_megatron.tools.report import (
     serve_command as serve,
+)
+from spare_megatron.tools.report import (
     timeline_command as timeline,
 )
 from spare_megatron.tools.simulate import simulate_command as simulate
+from spare_megatron.tools.text import preprocess
+from spare_megatron.tools.text import tokenizer_command as tokenizer
 from spare_megatron.tools.weights import weights_commands
-from spare_megatron.cli.command import SpareCommand, SpareGroup
-from spare_megatron.cli.printing import say
-from spare_megatron.cli.terms import explained
 from spare_megatron.version import __version__
 
 app = typer.Typer(

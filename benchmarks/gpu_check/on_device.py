@@ -23,8 +23,8 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.model.probe import SilentProbe
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.stacking.layout import GroupId, Layout, ShardId

@@ -26,13 +26,13 @@ from benchmarks.peers.environment import peer_python
 from benchmarks.peers.history import read_events
 from benchmarks.peers.peer_group import END_SUFFIX
 from benchmarks.peers.peer_run import PATIENT, run_peer_in_turn
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord, FaultRecord, SuspicionRecord
+from spare_megatron.tools.text.corpus_writer import write_corpus
 
 NUM_GROUPS, MICROBATCHES, STEPS = 4, 16, 7
 FIRST, LAST = 1, 6

@@ -27,12 +27,12 @@ from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import Event, events_of_journal, spread
 from benchmarks.peers.peer_run import run_peer
 from benchmarks.peers.processor_time import ProcessorTime
-from spare_megatron.tools.bench.bench_plain import run_plain
-from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.journal.files import read_journal
+from spare_megatron.tools.bench.bench_plain import run_plain
+from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 
 
 def configure(options: argparse.Namespace) -> RunConfig:

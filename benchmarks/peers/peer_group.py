@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.faults.injection import Injector
 from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer

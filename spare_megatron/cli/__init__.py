@@ -1,5 +1,4 @@
-"""The `spare` commands; each imports what it needs when it runs.
+"""The `spare` commands that start, watch, change and check runs; each imports what it needs when it runs.
 
-May import every room but `stacking`, `core`, `voting` and `rank`.
-Start with `main`; a command is in the module of its name.
+A command is in the module of its name.
 """

@@ -26,9 +26,9 @@ def audit(
     Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
     """
     from spare_megatron.config.training.run_terms import terms_in
+    from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.audit_history import audit_history
     from spare_megatron.journal.proofs.proof import fold_view
-    from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.run_record import RunRecord
 
     with explained_errors("audit"):
@@ -45,8 +45,8 @@ def audit(
 
 
 def _print(history: "AuditHistory", run_dir: Path) -> None:
-    from spare_megatron.journal.proofs.audit_history import text_of_spoiled
     from spare_megatron.journal.event_texts import text_of_audited
+    from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 
     if not history.steps:
         every = history.every_steps

@@ -23,8 +23,8 @@ def check(
     Exit codes: 0 valid, 1 invalid, 2 no journal, 3 unknown (the journal lacks records that the proof needs).
     """
     from spare_megatron.config.training.run_terms import terms_in
-    from spare_megatron.journal.proofs.proof import check as check_view
     from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.proof import check as check_view
 
     with explained_errors("check"):
         verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))

@@ -15,8 +15,8 @@ from spare_megatron.cli.running import this_machine
 from spare_megatron.cli.terms import explained
 
 if TYPE_CHECKING:
-    from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.schema import RunConfig
 
 
 app = typer.Typer(help="List presets; show or check a configuration.", no_args_is_help=True)
@@ -56,9 +56,9 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = F
     model can be shown, too.
     """
     from spare_megatron.cli.config_table import print_config
+    from spare_megatron.config.checks.validate import on_device
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.training.run_sizes import run_sizes
-    from spare_megatron.config.checks.validate import on_device
 
     with explained_errors("config show"):
         _, loaded = load_without_problems(preset, overrides or (), fitting_machine, restrict=_with_some_corpus)
@@ -87,8 +87,8 @@ def check(
 
     Prints every problem, and warnings about settings that may be mistakes. Exit codes: 0 it can run, 2 it cannot.
     """
-    from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.checks.validate import beyond_limits, problems, warnings
+    from spare_megatron.config.loader import load_and_judge
 
     machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
     with explained_errors("config check"):
@@ -142,8 +142,8 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
 
 def fitting_machine(config: "RunConfig") -> "Machine":
     """A machine of which only the configuration itself can ask too much."""
-    from spare_megatron.config.program_file import judge_program
     from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.program_file import judge_program
 
     num_ranks = config.parallel.num_ranks
     program, failure = judge_program(config.program)

@@ -42,8 +42,8 @@ def logs(
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
-    from spare_megatron.driver.slurm.slurm_commands import tasks_of
     from spare_megatron.driver.slurm.batch_script import LOG
+    from spare_megatron.driver.slurm.slurm_commands import tasks_of
 
     if tasks := tasks_of(folder):
         raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")

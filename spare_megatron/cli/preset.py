@@ -9,9 +9,9 @@ import typer
 from spare_megatron.formats.printable import printable
 
 if TYPE_CHECKING:
+    from spare_megatron.config.checks.validate import Machine
     from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.checks.validate import Machine
 
 HELP = "The run preset: a name of `spare config list`, or a TOML file."
 PresetArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)]
@@ -47,8 +47,8 @@ def load_without_problems(
     preset whose values override those of `path`; `restrict` removes what the command does not run, before validation;
     `where` is the place named in the error message. ValueError: it cannot run; the text lists every reason.
     """
-    from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.checks.validate import problems
+    from spare_megatron.config.loader import load_and_judge
 
     def judge(config: "RunConfig") -> list[str]:
         restricted = restrict(config)

@@ -11,7 +11,8 @@ from spare_megatron.cli.audit import way_back
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.proofs.audit_history import text_of_spoiled
+from spare_megatron.formats.output import real_paths
+from spare_megatron.formats.quantities import format_bytes, format_duration
 from spare_megatron.journal.event_texts import (
     and_others,
     text_of_culprit,
@@ -19,11 +20,10 @@ from spare_megatron.journal.event_texts import (
     text_of_loss,
     text_of_pause,
 )
-from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.losses import text_of_evaluation
-from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.quantities import format_bytes, format_duration
+from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.journal.state.summary import NOT_RUN, Summary

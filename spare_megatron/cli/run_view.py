@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from spare_megatron.cli.console import LiveView, Pieces
-from spare_megatron.journal.proofs.audit_history import text_of_spoiled
-from spare_megatron.journal.event_texts import EventLine, describe_storage, shards_named, text_of_culprit
-from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
-from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.formats.quantities import format_duration, format_large
+from spare_megatron.journal.event_texts import EventLine, describe_storage, shards_named, text_of_culprit
+from spare_megatron.journal.losses import text_of_evaluation
+from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.state.run_state import GroupStatus, RunState, SavePlan
 
 _LETTERS: dict[GroupStatus, tuple[str, str]] = {

@@ -18,8 +18,8 @@ from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.machine import interrupts
 
 if TYPE_CHECKING:
-    from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent

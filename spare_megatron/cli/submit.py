@@ -19,8 +19,8 @@ from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.machine.interrupts import deferred
 
 if TYPE_CHECKING:
-    from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.schema import RunConfig
     from spare_megatron.driver.slurm.slurm_commands import JobId
 
 
@@ -146,9 +146,9 @@ def _by_srun(config: "RunConfig") -> "RunConfig":
 
 def _cluster_for(config: "RunConfig") -> "Machine":
     """As much as it asks for; the corpus is seen from here."""
-    from spare_megatron.config.training.corpus import judge_corpus
-    from spare_megatron.config.program_file import judge_program
     from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.program_file import judge_program
+    from spare_megatron.config.training.corpus import judge_corpus
 
     corpus, failure = judge_corpus(config.data, lambda what: message("submit", what))
     program, program_failure = judge_program(config.program)
@@ -209,8 +209,8 @@ def _check_partition(config: "RunConfig") -> None:
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
     from spare_megatron.config.resolved import write_with_exports
-    from spare_megatron.driver.slurm.slurm_commands import Unanswered, note_job, require, submit
     from spare_megatron.driver.slurm.batch_script import SCRIPT
+    from spare_megatron.driver.slurm.slurm_commands import Unanswered, note_job, require, submit
     from spare_megatron.formats.output import named_errors
 
     require("sbatch")

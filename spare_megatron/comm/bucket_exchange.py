@@ -1,4 +1,4 @@
-"""Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.bucket_window`).
+"""Sums one rank's gradient buckets over the groups, in order and a few at a time (`core.log.bucket_window`).
 
 A local sum is judged on the device, copied to a staging buffer and summed over the groups, and the sum replaces the
 local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
@@ -15,10 +15,10 @@ from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import BucketWindow
-from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.core.log.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
 from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.trainer import GroupTrainer
 

@@ -1,5 +1,4 @@
-"""The configuration of a run: schema, presets, overrides, and what is wrong with it.
+"""The settings of a run: schema, presets, overrides, resolved form, and the program's file.
 
-Loads without torch; imports `stacking` and `core`.
-Start with `schema`; `validate` collects all problems.
+Loads without torch. Start with `schema`.
 """

@@ -1,4 +1,1 @@
-"""The decisions of a run: log entries, events, actions, and the controller that folds the log. Pure.
-
-Start with `controller`, then `entries`, `events` and `actions`.
-"""
+"""The decisions of a run. Pure: a room each for the log, the controller, audits, machines, slow machines and saves."""

@@ -1,5 +1,4 @@
-"""The process that a user starts: preflight, store, supervisors, telemetry, summary, node examination.
+"""The process that a user starts: preflight, faults to inject, store, supervisors, telemetry, summary.
 
-Imports every room above it but `planner` and `simulator`.
 Start with `run`, then `driver`.
 """

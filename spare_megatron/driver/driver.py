@@ -12,21 +12,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.store_space import shortage
 from spare_megatron.config.training.terms import step_of
+from spare_megatron.core.controller.start import EarlyLoss, Start
 from spare_megatron.core.log.actions import StopHalted
 from spare_megatron.core.slow_machines.culprit import Culprit
-from spare_megatron.faults.points import Fault
-from spare_megatron.core.controller.start import EarlyLoss, Start
-from spare_megatron.slow_machines.culprits import Culprits
-from spare_megatron.slow_machines.slow_machine_drains import Ladder
 from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.driver.storage_watch import DirectoryWatch
+from spare_megatron.faults.points import Fault
+from spare_megatron.formats.store_space import shortage
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.machine import end_signal
+from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
 from spare_megatron.machine.network import network_of
+from spare_megatron.machine.timers import Timers
 from spare_megatron.process.processes import (
     Child,
     describe_exit,
@@ -63,18 +63,18 @@ from spare_megatron.process.reports import (
     next_report,
 )
 from spare_megatron.process.specs import NodeSpec, RankMain
-from spare_megatron.machine.timers import Timers
+from spare_megatron.slow_machines.culprits import Culprits
+from spare_megatron.slow_machines.slow_machine_drains import Ladder
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store import keys
-from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
-from spare_megatron.supervisor.places.group_rendezvous import fence_node
 from spare_megatron.supervisor.node_process import supervise
+from spare_megatron.supervisor.places.group_rendezvous import fence_node
 from spare_megatron.supervisor.remote_supervisor import Launcher, run_remote_supervisor
 from spare_megatron.supervisor.run_end import codes_of, outcome_of, stopped
 from spare_megatron.voting.log_follower import LogFollower, controller_setup

@@ -11,6 +11,10 @@ import numpy as np
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
+from spare_megatron.core.machines.places import Places
+from spare_megatron.core.machines.reforming import can_reform
+from spare_megatron.driver.fault_mix import kind_weights
+from spare_megatron.driver.fault_trace import least_passes
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -21,10 +25,6 @@ from spare_megatron.faults.points import (
     FaultKind,
     FaultPoint,
 )
-from spare_megatron.core.machines.places import Places
-from spare_megatron.core.machines.reforming import can_reform
-from spare_megatron.driver.fault_mix import kind_weights
-from spare_megatron.driver.fault_trace import least_passes
 from spare_megatron.stacking.layout import GroupId, PlaceId
 from spare_megatron.stacking.placement import Placement, make_placement
 

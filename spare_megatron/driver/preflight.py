@@ -87,11 +87,11 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         import torch
 
         from spare_megatron.comm.nccl import check_nccl
-        from spare_megatron.mcore.model.training_samples import prepare_index
         from spare_megatron.mcore.model.model import kernels_of, layer_spec
         from spare_megatron.mcore.model.program import program_of
-        from spare_megatron.mcore.program_check import check_program
+        from spare_megatron.mcore.model.training_samples import prepare_index
         from spare_megatron.mcore.model.transformer import transformer_config
+        from spare_megatron.mcore.program_check import check_program
 
         device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
         if device.type == "cuda" and torch.version.cuda is not None:  # else there is no NCCL either

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from spare_megatron.journal.files import JournalWriter
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import StorageOutcome, StorageRecord
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunDirectoryMoved
 

@@ -12,10 +12,10 @@ from statistics import median
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import sequences_before
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.observe.metrics import (
     REST_S,
     DetachedSink,
@@ -48,8 +48,9 @@ _QUIET_STEPS = 101
 
 
 class LiveGoodput:
-    """Running sums of useful time and of losses, by the names of `journal.goodput`; they add up to the time passed. A
-    fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart discards.
+    """Running sums of useful time and of losses, by the names of `journal.state.goodput`; they add up to the time
+    passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart
+    discards.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:

@@ -1,5 +1,1 @@
-"""Faults to inject: drawn from a seed, and carried out in the process they strike.
-
-Imports `stacking`, `core` and `config`.
-Start with `trace`; `injection` carries faults out.
-"""
+"""Faults to inject: their kinds, the moments at which they strike, and those inside a rank."""

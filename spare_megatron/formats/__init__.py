@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""What files, messages and texts look like: whole files, authenticated frames, quantities, printable text."""

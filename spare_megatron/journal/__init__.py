@@ -1,5 +1,4 @@
-"""The run journal: record types, its files, and the proof that a run kept its invariant.
+"""The journal of a run: records, their files, and the history that they tell.
 
-Reads only a run directory; imports `stacking` alone and folds the decision log independently of `core`.
-Start with `records`, then `fold` and `check`.
+Reads only a run directory, and folds the decision log independently of `core`. Start with `records`, then `fold`.
 """

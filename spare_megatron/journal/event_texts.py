@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spare_megatron.journal.losses import losses_of
 from spare_megatron.formats.quantities import format_bytes, format_duration
+from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,

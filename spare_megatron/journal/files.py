@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
 from spare_megatron.journal.records import FaultRecord, Record
 
 R = TypeVar("R", bound=Record)

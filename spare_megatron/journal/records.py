@@ -293,7 +293,9 @@ class PlacesRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminationRecord:
-    """A machine in quarantine was examined; written by its supervisor. The figures are those of `core.examination`."""
+    """A machine in quarantine was examined; written by its supervisor. The figures are those of
+    `core.slow_machines.examination_rules`.
+    """
 
     machine: int
     number: int
@@ -329,7 +331,8 @@ class CulpritRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderRecord:
     """Whether a machine that holds the run back is replaced, as the driver decides; written when the rule changes by
-    which it is or is not. For the fields after `cost_s`, what it was decided from, see `core.ladder.Situation`.
+    which it is or is not. For the fields after `cost_s`, what it was decided from, see
+    `core.slow_machines.slow_machine_policy.Situation`.
     """
 
     machine: int
@@ -355,7 +358,7 @@ class LadderRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
-    """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.cadence.Cadence`."""
+    """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.log.actions.Cadence`."""
 
     group: int
     step: int

@@ -57,7 +57,7 @@ class Span:
     """An activity of a rank's main thread.
 
     Attributes:
-        name: An operation of `core.failure_detector`, a forward or backward pass, or a stage of a recovery.
+        name: An operation of `core.machines.failure_detector`, a forward or backward pass, or a stage of a recovery.
         began_s: On the monotonic clock of the rank's machine, as `ended_s`.
         microbatch: (shard, index) of a pass.
     """

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""This machine through its kernel and drivers: GPUs, load, quota, network, signals, locks, timers."""

@@ -1,6 +1,6 @@
 """The only importer of megatron-core: model, data, gradients, optimizer, adaptations.
 
-Imports `stacking`, `core` and `config`. Start with `trainer`; `versions` says which packages it was checked against.
+Start with `trainer`; `model.versions` says which packages it was checked against.
 """
 
 import warnings

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spare_megatron.config.training.validation_sets import units_per_set
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.validation_sets import units_per_set
 from spare_megatron.core.log.evaluation_sums import FRACTION_BITS, SetSum, added
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.mcore.model import rng
-from spare_megatron.mcore.model.training_samples import ValidationWindows, on_device, validation_sets
 from spare_megatron.mcore.loss_terms import LossTerms
+from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.program import LOSS, Program, StepContext, Terms
+from spare_megatron.mcore.model.training_samples import ValidationWindows, on_device, validation_sets
 from spare_megatron.stacking.plans import Microbatch, Numbered
 
 _Batch = dict[str, Tensor]

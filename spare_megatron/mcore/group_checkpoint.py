@@ -44,14 +44,14 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from spare_megatron.mcore.gradients.host_copies import HostCopies
+from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.divided_optimizer import OWN, DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
-from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
-from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
 from spare_megatron.stacking.layout import PartitionId
 
 AnyOptimizer = Optimizer | StackedOptimizer | DividedOptimizer

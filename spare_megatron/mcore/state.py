@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from spare_megatron.mcore.group_checkpoint import AnyOptimizer, HashingWriter
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
+from spare_megatron.mcore.group_checkpoint import AnyOptimizer, HashingWriter
 from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.parameters import named_parameters, optimized
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer

@@ -13,22 +13,30 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.core.log.loss_sum import LossSum
-from spare_megatron.mcore.model import cpu, rng
 from spare_megatron.mcore.audited_passes import AuditedPasses
-from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
-from spare_megatron.mcore.model.training_samples import on_device
-from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.evaluator import Evaluator
+from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.gradients.flat_gradients import GradientPart, gradient_parts
-from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.gradients.gradients import make_gradient_sums
 from spare_megatron.mcore.gradients.host_copies import HostCopies
+from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
+from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
+from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.loss_terms import LossTerms
+from spare_megatron.mcore.model import cpu, rng
 from spare_megatron.mcore.model.model import Chunk, build_chunks
+from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
+from spare_megatron.mcore.model.probe import Probe, SilentProbe
+from spare_megatron.mcore.model.process_groups import build_process_groups
+from spare_megatron.mcore.model.program import Program, StepContext, Terms, program_of
+from spare_megatron.mcore.model.training_samples import on_device
+from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
+from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.parameters import (
     NamedParameter,
@@ -37,12 +45,6 @@ from spare_megatron.mcore.optimizer.parameters import (
     parameters_digest,
     parameters_sha256,
 )
-from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
-from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
-from spare_megatron.mcore.model.probe import Probe, SilentProbe
-from spare_megatron.mcore.model.process_groups import build_process_groups
-from spare_megatron.mcore.model.program import Program, StepContext, Terms, program_of
-from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
     IncomingState,
@@ -54,8 +56,6 @@ from spare_megatron.mcore.state import (
     rest_of_state,
     save_state,
 )
-from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
-from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch, Numbered

@@ -1,5 +1,1 @@
-"""What people see of a run: the report, its live page, traces, and metrics sinks.
-
-Imports `journal` alone.
-Start with `page` for the report, `metrics` for TensorBoard and Weights & Biases.
-"""
+"""Sinks of metrics: files, TensorBoard, Weights & Biases, a port."""

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.formats.output import real_paths
 from spare_megatron.formats.printable import printable
+from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.interrupts import never_in_children
 from spare_megatron.machine.network import HUB_ADDRESS, run_in_network_of, serve_hub
-from spare_megatron.process.reports import ProcessRaised, RecordsHeld, RecordsLost, StopProcess
 from spare_megatron.machine.standard_streams import outlast
+from spare_megatron.process.reports import ProcessRaised, RecordsHeld, RecordsLost, StopProcess
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import StoreSpec, TcpStoreSpec

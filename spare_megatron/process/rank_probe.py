@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.span_ring import Ranges
@@ -19,7 +19,7 @@ CUT_OFF = "the run is to end, and its step has taken too long for that"
 
 
 class RankProbe:
-    """The probe of one rank; a `mcore.probe.Probe`."""
+    """The probe of one rank; a `mcore.model.probe.Probe`."""
 
     def __init__(self, injector: Injector, beacon: HeartbeatWriter) -> None:
         self._injector = injector

@@ -6,11 +6,11 @@ from enum import IntEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import Fault
 from spare_megatron.core.machines.places import QuarantineCause
+from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
+from spare_megatron.faults.points import Fault
+from spare_megatron.formats.store_space import StoreSpace
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,

@@ -112,7 +112,8 @@ def why_not_drained(
 ) -> str:
     """Why these groups cannot leave, after the members that are asked to; empty if they can.
 
-    The run decides for itself at the end of each step (`core.departures`): what it cannot grant by then waits.
+    The run decides for itself at the end of each step (`core.controller.departures`): what it cannot grant by then
+    waits.
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)
     spare = config.spare

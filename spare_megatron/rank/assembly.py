@@ -16,9 +16,9 @@ from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.formats.piece_frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_same_device, check_shared_data, choose_device, join_group
@@ -26,12 +26,9 @@ from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
-from spare_megatron.state.stacked.params_gather import ParamsGather
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
@@ -40,15 +37,18 @@ from spare_megatron.rank.train import Executors
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
-from spare_megatron.state.checkpoint.start_checkpoint import check_weights
 from spare_megatron.state.checkpoint.saver import Saver
+from spare_megatron.state.checkpoint.start_checkpoint import check_weights
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
+from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.state.stacked.partition_copier import GroupRepairs, PartitionRepairs
+from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.served_state import StateSource, partition_contents
+from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s

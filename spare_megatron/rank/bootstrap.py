@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig, RunConfig
-from spare_megatron.mcore.model.training_samples import Corpus
+from spare_megatron.machine.starvation import unstarved_clock
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.machine.starvation import unstarved_clock
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore

@@ -5,15 +5,15 @@ from collections import defaultdict
 from spare_megatron.core.log.actions import AttemptEvaluation, ReportEvaluation
 from spare_megatron.core.log.evaluation_sums import SetSum, added
 from spare_megatron.core.log.events import Event
+from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.core.log.votes import Digests
 from spare_megatron.journal.records import EvaluationRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import Layout
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.unreduced_vote import vote_unreduced
 from spare_megatron.voting.voting import Voting

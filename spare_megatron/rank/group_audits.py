@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
-from spare_megatron.core.log.actions import ComputeAudits
 from spare_megatron.core.audits.audits import AuditWord, word_of
 from spare_megatron.core.audits.suspects import MOST_NAMED
+from spare_megatron.core.log.actions import ComputeAudits
 from spare_megatron.journal.records import AuditRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch, Numbered
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.voting.agreement import GroupAgreement
 
 

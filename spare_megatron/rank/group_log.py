@@ -8,9 +8,9 @@ from spare_megatron.core.log.events import EntryRead, Event, HostsRead
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import EntryRecord, PacesRecord
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.agreement import Fenced
 from spare_megatron.voting.unreduced_vote import vote_unreduced

@@ -9,12 +9,12 @@ from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
 from spare_megatron.state.checkpoint.saver import Saver
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.agreement import GroupAgreement

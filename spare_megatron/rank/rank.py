@@ -11,12 +11,12 @@ import torch
 
 from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.training.run_terms import terms_of_run
-from spare_megatron.core.log.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.saves.checkpoint_policy import emergency_save
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import Fault
+from spare_megatron.core.saves.checkpoint_policy import emergency_save
 from spare_megatron.faults.injection import Injector, fill_disk
+from spare_megatron.faults.points import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
@@ -38,9 +38,9 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.rank.train import start, train
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost

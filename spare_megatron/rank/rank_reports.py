@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import ReportEvaluation
 from spare_megatron.core.audits.suspicion import Suspect
+from spare_megatron.core.log.actions import ReportEvaluation
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.losses import losses_of, mean_loss
 from spare_megatron.journal.records import Record, RecoveryRecord, SuspicionRecord, UpdateRecord
@@ -20,9 +20,9 @@ from spare_megatron.process.reports import (
     SaveReported,
     StepCommitted,
 )
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.recovery_clock import RecoveryClock
 from spare_megatron.stacking.layout import Member, ShardId
+from spare_megatron.state.rank_progress import RankProgress
 
 
 class RankReports:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.communicators import report_incomplete
-from spare_megatron.core.log.actions import AttemptReduce, BuildCommunicator
 from spare_megatron.core.audits.audits import AuditWord
+from spare_megatron.core.log.actions import AttemptReduce, BuildCommunicator
 from spare_megatron.core.log.events import Event, VotesRead
-from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.core.log.votes import Digests, Vote
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import CUT_OFF, RankProbe
 from spare_megatron.rank.group_audits import GroupAudits
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.suspicions import Suspicions
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.stacked.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.store.interface import StoreLost

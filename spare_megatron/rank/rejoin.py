@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -15,7 +16,6 @@ from spare_megatron.core.log.actions import (
     RefuseCheckpoint,
     StopWipeOut,
 )
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.faults.points import FaultPoint

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
 from spare_megatron.formats.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader

@@ -1,13 +1,13 @@
 """Brings the state to a rank that takes part again: copied from a donor, or loaded after a wipe-out."""
 
-from spare_megatron.core.log.actions import AdmitGroups, LoadCheckpoint
 from spare_megatron.core.controller.comparison import NO_DIGEST
+from spare_megatron.core.log.actions import AdmitGroups, LoadCheckpoint
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import GroupRejoined, GroupRestarted
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer, confirm
 from spare_megatron.voting.agreement import GroupAgreement

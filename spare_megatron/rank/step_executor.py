@@ -8,14 +8,14 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.group_saves import GroupSaves
-from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import StepPlan
-from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_digests import StateDigests
 
 
 class StepExecutor:

@@ -2,8 +2,8 @@
 
 from spare_megatron.core.audits.suspicion import LossWatch
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.state.rank_progress import RankProgress
 
 
 class Suspicions:

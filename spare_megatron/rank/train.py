@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -32,17 +33,16 @@ from spare_megatron.core.log.actions import (
     TakeSnapshot,
     UpdateModel,
 )
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.events import EndRequested, Event, RunStarted
 from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.reduction import Reduction
-from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.rank.state_restorer import StateRestorer
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import Member
+from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.voting.log_follower import Stop
 
 

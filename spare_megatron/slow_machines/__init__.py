@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Measures and examines machines, and drains the slow ones, as `core.slow_machines` decides."""

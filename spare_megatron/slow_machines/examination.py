@@ -1,6 +1,7 @@
 """Examines this machine: a seeded matrix product, copies in memory, and an exchange with the control store.
 
-A process of its own, which alone imports torch, does it and publishes what it has found. `core.examination` judges it.
+A process of its own, which alone imports torch, does it and publishes what it has found.
+`core.slow_machines.examination_rules` judges it.
 """
 
 import hashlib

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
-from spare_megatron.process.heartbeats import HeartbeatPage
+from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.machine.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
+from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.reports import NodeMeasured, RankKey
 from spare_megatron.stacking.layout import MachineId
 

@@ -1,6 +1,6 @@
 """One machine's part in examinations, through the control store: of itself while it is in quarantine, and of others.
 
-For the thread that calls the store. Examinations run in processes of their own (`supervisor.examination`).
+For the thread that calls the store. Examinations run in processes of their own (`slow_machines.examination`).
 """
 
 import json
@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spare_megatron.core.slow_machines import examination_rules as examination
-from spare_megatron.core.slow_machines.examination_rules import Figures, judge_examination
 from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.core.machines.places import Places, Quarantine
+from spare_megatron.core.slow_machines import examination_rules as examination
+from spare_megatron.core.slow_machines.examination_rules import Figures, judge_examination
 from spare_megatron.journal.records import ExaminationRecord
+from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
-from spare_megatron.slow_machines.examination import ExaminationWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Drains and replaces a machine that holds the run back, where `core.ladder` decides so.
+"""Drains and replaces a machine that holds the run back, where `core.slow_machines.slow_machine_policy` decides so.
 
 An entry of the list of assignments puts it into quarantine; its supervisors do the rest, and go on without the driver.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.machines.places import Places, Quarantine
+from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.core.slow_machines.culprit import Cause, Culprit
 from spare_megatron.core.slow_machines.slow_machine_policy import (
     ADMISSION_INTERVALS,
@@ -21,13 +23,11 @@ from spare_megatron.core.slow_machines.slow_machine_policy import (
     Situation,
     decide,
 )
-from spare_megatron.core.machines.places import Places, Quarantine
-from spare_megatron.core.machines.reforming import can_reform
-from spare_megatron.slow_machines.culprits import record_of
 from spare_megatron.journal.event_texts import text_of_culprit
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LadderRecord
 from spare_megatron.process.requests import asked_to_leave, request
+from spare_megatron.slow_machines.culprits import record_of
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.stacking.placement import make_placement

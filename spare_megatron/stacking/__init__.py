@@ -1,4 +1,4 @@
-"""Placement of data shards and optimizer-state partitions on groups, and assignment of work to them. Pure.
+"""Which groups host the data shards and state partitions, and which compute what. Pure.
 
 Start with `placement`, then `reorder` and `plans`.
 """

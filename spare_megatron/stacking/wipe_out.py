@@ -1,7 +1,8 @@
 """Wipe-outs: a shard or a state partition has no surviving host, so that only a checkpoint or a snapshot helps.
 
 Whatever assigns work or state after a loss checks here first. The controller turns both exceptions into StopWipeOut,
-`core.restart` decides what follows, and `core.survival` estimates how long a run lasts until the next one.
+`core.controller.restart` decides what follows, and `core.saves.survival` estimates how long a run lasts until the next
+one.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,7 +1,8 @@
 """Client of the decision log, the append-only entries that every process folds, and of the votes that lead to them.
 
 Entries are written once, by compare-and-set, under keys whose lexicographic order is log order. Votes of incarnations
-that are not members are never read. Entries and votes are opaque text here; `core.entries` and `core.votes` define it.
+that are not members are never read. Entries and votes are opaque text here; `core.log.entries` and `core.log.votes`
+define it.
 """
 
 import json

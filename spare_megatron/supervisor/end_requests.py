@@ -4,8 +4,8 @@ import signal
 from collections.abc import Callable
 
 from spare_megatron.machine import end_signal
-from spare_megatron.process.reports import EndAsked
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process.reports import EndAsked
 
 SHARE_OF_STEP = 0.6
 """Share of the grace period after which ranks give the step under way up and save alone."""

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection
 
 from spare_megatron.faults.points import Fault
 from spare_megatron.machine.network import NodeNetwork
-from spare_megatron.process.processes import say
 from spare_megatron.machine.processor_quota import ProcessorQuota
+from spare_megatron.machine.timers import Timers
+from spare_megatron.process.processes import say
 from spare_megatron.process.reports import FaultWanted, GoOn
 from spare_megatron.process.requests import asked_to_leave, request
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.machine.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
 

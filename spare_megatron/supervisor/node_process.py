@@ -14,8 +14,8 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import FinishRun, StopHalted
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.journal.files import JournalWriter
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.lock import held_path
@@ -33,14 +33,14 @@ from spare_megatron.process.processes import (
 from spare_megatron.process.reports import MachineExamined, NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
+from spare_megatron.slow_machines.examination import Examiner
+from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.slow_machines.examination import Examiner
 from spare_megatron.supervisor.places.group_reforming import AssignmentList, GroupReforming, PlaceTaken
-from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
 from spare_megatron.supervisor.supervisor import Supervisor
 from spare_megatron.version import code_mismatch

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from spare_megatron.core.machines.failure_detector import Pulse
 from spare_megatron.faults.points import Fault
-from spare_megatron.journal.files import faults_struck
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.files import faults_struck
 from spare_megatron.journal.records import FaultRecord
+from spare_megatron.machine.starvation import Starvation
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
@@ -31,7 +32,6 @@ from spare_megatron.process.processes import (
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, device_of
-from spare_megatron.machine.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 

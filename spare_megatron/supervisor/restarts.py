@@ -1,4 +1,4 @@
-"""Decides which groups of a node are started again and when, by the rules of `core.rejoin`."""
+"""Decides which groups of a node are started again and when, by the rules of `core.machines.group_starts`."""
 
 import time
 from collections.abc import Callable

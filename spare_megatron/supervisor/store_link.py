@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.log.actions import AwaitHosts
 from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.actions import AwaitHosts
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.machines.places import Holding, Quarantine
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
+from spare_megatron.slow_machines.examination import ExaminationWanted
+from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.tcp_store import TcpControlStore
-from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.supervisor.places.group_reforming import (
     BEATS_PER_INCARNATION,
     Assigned,
@@ -33,7 +34,6 @@ from spare_megatron.supervisor.places.group_reforming import (
     PlaceTaken,
 )
 from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous, PartFenced, PartsReady, present_members
-from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop

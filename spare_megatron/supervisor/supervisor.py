@@ -6,13 +6,14 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.core.log.actions import AwaitHosts, StopWipeOut
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, STOP_POLL_S
-from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.core.machines.group_starts import RestartBudget
+from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
 from spare_megatron.machine.gpus import ClockReader
 from spare_megatron.machine.network import NodeNetwork
+from spare_megatron.machine.timers import Timers
 from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.process.reports import (
@@ -43,17 +44,16 @@ from spare_megatron.process.reports import (
 )
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.machine.timers import Timers
+from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
+from spare_megatron.slow_machines.measurements import Measurements
+from spare_megatron.slow_machines.quarantine import Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.end_requests import EndRequests
-from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
+from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.places.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
-from spare_megatron.slow_machines.measurements import Measurements
-from spare_megatron.supervisor.node_faults import NodeFaults
-from spare_megatron.slow_machines.quarantine import Examined
 from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch

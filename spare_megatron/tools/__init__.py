@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Commands that never run in training. Nothing outside this folder imports it, but for `commands`."""

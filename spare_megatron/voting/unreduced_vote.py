@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from spare_megatron.core.log.actions import AttemptEvaluation, AttemptFinish
 from spare_megatron.core.log.evaluation_sums import SetSum
 from spare_megatron.core.log.events import Event
-from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.log.votes import Digests, Vote
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import VoteRecord, digest_of_work
 from spare_megatron.process.rank_probe import RankProbe

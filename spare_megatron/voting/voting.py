@@ -2,7 +2,7 @@
 
 A relay casts its block's votes with one write and passes the next log entry back. A group that hears nothing in time
 casts its vote and reads the log itself: a lost relay costs at most FALLBACK_INTERVALS heartbeat intervals, once. After
-a loss only groups that cast votes read them (`core.relays.Reliance` says why that suffices).
+a loss only groups that cast votes read them (`core.log.relays.Reliance` says why that suffices).
 """
 
 from collections.abc import Mapping, Sequence

@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import pieces_of
-from spare_megatron.mcore.gradients import host_copies
-from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore import state
+from spare_megatron.mcore.gradients import host_copies
 from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
+from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch

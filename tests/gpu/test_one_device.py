@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.gpu import one_device
 from tests.gpu.one_device import DEVICES, GPU, run_on
 from tests.integration import mcore_group

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from spare_megatron.core.log.actions import UpdateModel
-from spare_megatron.mcore.model import program
 from spare_megatron.mcore import trainer
-from spare_megatron.mcore.model.training_samples import Corpus
+from spare_megatron.mcore.model import program
 from spare_megatron.mcore.model.pipeline import Item, Pipeline
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.reports import ExitCode, RankRaised
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank

@@ -18,13 +18,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.group_checkpoint import model_state
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.model import ModelContext, gpt_model
 from spare_megatron.mcore.model.process_groups import build_process_groups
-from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.model.training_samples import Corpus, on_device
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, reduce_alone, work_of
 

@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.model import cpu
-from spare_megatron.mcore.group_checkpoint import AnyOptimizer, GroupState, load_checkpoint
-from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.gradients.flat_gradients import flat_parameters, segments
 from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.model.model import Chunk, build_chunks
-from spare_megatron.mcore.optimizer.optimizer import Optimizer
-from spare_megatron.mcore.optimizer.parameters import named_parameters
-from spare_megatron.mcore.model.process_groups import GroupCollection, build_process_groups
-from spare_megatron.mcore.state import IncomingState, outgoing_state
 from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
+from spare_megatron.mcore.group_checkpoint import AnyOptimizer, GroupState, load_checkpoint
+from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.model import Chunk, build_chunks
+from spare_megatron.mcore.model.process_groups import GroupCollection, build_process_groups
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
+from spare_megatron.mcore.optimizer.optimizer import Optimizer
+from spare_megatron.mcore.optimizer.parameters import named_parameters
+from spare_megatron.mcore.state import IncomingState, outgoing_state
 from tests.integration.mcore_group import CPU
 
 STRIP = 1000

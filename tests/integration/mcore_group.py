@@ -24,17 +24,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.core.log.loss_sum import LossSum
-from spare_megatron.mcore.model import cpu
-from spare_megatron.mcore.model.attention import TorchCoreAttention
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.gradients.flat_gradients import parts_of
 from spare_megatron.mcore.gradients.gradients import FloatSums, Totals
+from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.attention import TorchCoreAttention
 from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.rng import distinct_on_tensor_ranks
-from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
+from spare_megatron.mcore.model.training_samples import Corpus, on_device
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.recording_probe import RecordingProbe

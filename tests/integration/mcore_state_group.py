@@ -11,10 +11,10 @@ import torch
 from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.optimizer import optimizer
-from spare_megatron.mcore.group_checkpoint import AnyOptimizer
 from spare_megatron.mcore.corruption import corrupt
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
+from spare_megatron.mcore.group_checkpoint import AnyOptimizer
+from spare_megatron.mcore.optimizer import optimizer
 from spare_megatron.mcore.state import ForeignState
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from tests.integration.mcore_group import CPU, agreed_loss, all_work, reduce_alone

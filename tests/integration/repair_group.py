@@ -7,12 +7,12 @@ from functools import partial
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import StartRepairs
+from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.gradients.partitions import StatePartitions
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
 from spare_megatron.state.stacked.partition_copier import PartitionRepairs

@@ -12,17 +12,17 @@ from megatron.core import parallel_state
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sum import LossSum
-from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
+from spare_megatron.mcore.gradients.partitions import StatePartitions
+from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.parameters import named_parameters
-from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.tools.bench.plain_megatron import build_rank, train_steps
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from spare_megatron.stacking.layout import GroupId, PartitionId, ShardId
 from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.tools.bench.plain_megatron import build_rank, train_steps
 from tests.integration.mcore_group import CPU, Arrays, agreed_loss, all_work, put_all, staged
 from tests.integration.mcore_state_group import hand_over
 

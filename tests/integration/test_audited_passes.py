@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.audits.audits import first_difference, word_of
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import audited_group
 from tests.integration.mcore_group import run_group
 

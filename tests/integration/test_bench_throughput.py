@@ -13,14 +13,14 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.tools.bench import bench_throughput
-from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, problems_of, training_alone
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.state.summary import Summary
+from spare_megatron.tools.bench import bench_throughput
+from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, problems_of, training_alone
 
 pytestmark = pytest.mark.timeout(180)
 

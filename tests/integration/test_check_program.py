@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.tools.doctor.check_program import ADVICE, _alone, findings_of, run_trials
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import (
@@ -22,9 +21,10 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.tools.doctor.program_trial import work_of
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.tools.doctor.check_program import ADVICE, _alone, findings_of, run_trials
+from spare_megatron.tools.doctor.program_trial import work_of
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.training_samples import Corpus, on_device, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import numpy_gpt
 from tests.integration.mcore_group import CPU, run_group
 from tests.integration.numpy_gpt import Arrays

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -21,10 +20,11 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.model.training_samples import Corpus, on_device, prepare_index
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.program import LOSS
+from spare_megatron.mcore.model.training_samples import Corpus, on_device, prepare_index
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import mcore_group as group
 from tests.integration import stacked_groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks

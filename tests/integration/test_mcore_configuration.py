@@ -18,21 +18,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
+from spare_megatron.config.checks.validate import Machine, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.mcore.gradients.fixed_point import fixed_point
 from spare_megatron.mcore.model import model as model_module
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention
-from spare_megatron.mcore.gradients.fixed_point import fixed_point
 from spare_megatron.mcore.model.model import choose_deterministic_kernels, kernels_of, layer_spec
-from spare_megatron.tools.bench.plain_megatron import transfers
 from spare_megatron.mcore.model.transformer import fits, transformer_config
 from spare_megatron.mcore.model.versions import SUPPORTED, check_version
 from spare_megatron.rank.bootstrap import choose_device
+from spare_megatron.tools.bench.plain_megatron import transfers
 
 CPU = torch.device("cpu")
 

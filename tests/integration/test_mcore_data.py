@@ -15,11 +15,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from spare_megatron.tools.text.corpus_writer import CorpusCounts, write_corpus
-from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
+from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
 from spare_megatron.mcore.model.training_samples import Corpus, ValidationWindows, prepare_index, validation_sets
+from spare_megatron.tools.text.corpus_writer import CorpusCounts, write_corpus
 from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
+from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import mcore_state_group as group
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config

@@ -11,6 +11,7 @@ import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from spare_megatron.config import megatron_fields
+from spare_megatron.config.checks.validate import Machine, problems, warnings
 from spare_megatron.config.megatron_fields import (
     FIXED_IN_MEGATRON,
     HONOURED,
@@ -22,7 +23,6 @@ from spare_megatron.config.megatron_fields import (
 )
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.checks.validate import Machine, problems, warnings
 from spare_megatron.mcore.model.model import layer_spec
 from spare_megatron.mcore.model.transformer import transformer_config
 from tests.integration import field_effects

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.tools.weights.megatron_args import args_of
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.tools.weights.megatron_args import args_of
 from tests.integration import megatron_group
 from tests.integration.hf_group import outputs_of, save_random, save_state
 from tests.integration.mcore_group import run_group, run_ranks

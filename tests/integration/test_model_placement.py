@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
-from spare_megatron.tools.bench import plain_megatron
 from spare_megatron.mcore.model.model import build_chunks
 from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.tools.bench import plain_megatron
 from tests.integration.mcore_group import run_ranks
 
 META = torch.device("meta")

@@ -14,8 +14,8 @@ from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.model.probe import SilentProbe
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.mcore_group import CPU, run_group, work_of

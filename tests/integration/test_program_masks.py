@@ -13,9 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from spare_megatron.tools.doctor.check_program import findings_of
 from spare_megatron.commands import app
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -34,12 +32,14 @@ from spare_megatron.mcore.model.batches import (
     masks_to_read,
     stacked,
 )
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.model.program import program_of
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.program_check import check_program
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.tools.doctor.check_program import findings_of
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration.mcore_group import CPU, all_work, run_group
 
 END = 0

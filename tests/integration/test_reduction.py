@@ -17,17 +17,17 @@ from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
-from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import PHASES_OF_A_BUCKET, FaultPoint
 from spare_megatron.core.log.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.core.log.votes import Digests, Vote
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import PHASES_OF_A_BUCKET, FaultPoint
 from spare_megatron.mcore.gradients.gradients import Totals
 from spare_megatron.mcore.model.probe import SilentProbe
-from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.voting.agreement import GroupOpinion
 
 NUM_BUCKETS = 12

@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, Error, Page, ViewportSize, sync_playwright
 from typer.testing import CliRunner
 
-from spare_megatron.tools.report.serve_command import open_server
 from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.tools.report import page as report_page
+from spare_megatron.tools.report.serve_command import open_server
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario

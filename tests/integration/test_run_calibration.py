@@ -7,11 +7,11 @@ import pytest
 
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.faults.points import FaultPoint
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.tools.simulate.measured import WARM_UP_STEPS
 from spare_megatron.tools.simulate.run_replay import replay
 from spare_megatron.tools.simulate.scenario import CostModel
-from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 

@@ -15,8 +15,8 @@ import pytest
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
 from spare_megatron.journal.run_record import RunRecord

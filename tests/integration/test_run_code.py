@@ -53,7 +53,7 @@ def doctored_copy(folder: Path) -> Path:
     """A working directory with a copy of the package that updates no parameters."""
     folder.mkdir()
     shutil.copytree(PACKAGE, folder / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    optimizer = folder / "spare_megatron" / "mcore" / "optimizer.py"
+    optimizer = folder / "spare_megatron" / "mcore" / "optimizer" / "optimizer.py"
     assert APPLIED in optimizer.read_text()
     optimizer.write_text(optimizer.read_text().replace(APPLIED, NOT_APPLIED))
     return folder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.core.log.gradient_guard import LEAST_STEPS
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch

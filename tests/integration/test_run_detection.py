@@ -15,14 +15,13 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig, WatchConfig
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import AppendingFile
-from spare_megatron.journal.state.follow import read_run_state
-from spare_megatron.journal.state.rank_paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
-from spare_megatron.tools.report.history import history_of
+from spare_megatron.journal.state.follow import read_run_state
+from spare_megatron.journal.state.rank_paces import find_slowest
 from spare_megatron.machine.network import why_no_slow_link
 from spare_megatron.machine.processor_quota import why_no_quota
 from spare_megatron.process.reports import RunEvent, StoreAway, StoreBack
@@ -30,6 +29,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank import run_rank
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.verification import verify
+from spare_megatron.tools.report.history import history_of
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (

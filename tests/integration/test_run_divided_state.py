@@ -13,8 +13,8 @@ from spare_megatron.mcore.weights import StoredWeights
 from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
-from spare_megatron.tools.weights.hf_folder import export_hf
 from spare_megatron.state.checkpoint.verification import verify
+from spare_megatron.tools.weights.hf_folder import export_hf
 from spare_megatron.tools.weights.weights_folder import ExportOptions
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config

@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.config.checks.validate import problems
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.proofs.proof import fold_journal
-from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, LossRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, ProgramConfig, RunConfig
 from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
-from spare_megatron.config.checks.validate import problems
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.losses import losses_of as losses_in
 from spare_megatron.journal.losses import mean_loss
 from spare_megatron.journal.records import EntryRecord, EvaluationRecord, Record, VoteRecord
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.mcore.model.training_samples import prepare_index, validation_sets
 from spare_megatron.tools.report.history import history_of
 from spare_megatron.tools.report.page import report
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import numpy_gpt
 from tests.integration.reference import applied_in
 from tests.integration.watched_rank import Watch

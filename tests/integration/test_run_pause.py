@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
-from spare_megatron.config.checks.validate import problems
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.journal.state.follow import read_run_state
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.process.reports import RunPaused
 from tests.integration.whole_run import Run, complete_run, entries_of, evaluations_of, kill, losses_of, tiny_config
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
 from spare_megatron.process.reports import GroupLost

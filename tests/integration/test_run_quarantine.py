@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.faults.points import FaultPoint
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.journal.state.follow import read_run_state
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import (
     ContributionRecord,
     ExaminationRecord,
@@ -17,6 +16,7 @@ from spare_megatron.journal.records import (
     LadderRecord,
     PlacesRecord,
 )
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.process.reports import MachineExamined, MachineQuarantined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch

@@ -23,14 +23,14 @@ from spare_megatron.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import EndRecord, PlacesRecord, UpdateRecord
 from spare_megatron.process.processes import fork_server
 from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.supervisor.places.group_reforming import AssignmentList
 from spare_megatron.supervisor.node_process import look_after_node
+from spare_megatron.supervisor.places.group_reforming import AssignmentList
 from spare_megatron.supervisor.remote_supervisor import ByHand
 from spare_megatron.supervisor.supervisor import Supervisor
 from tests.integration.etcd_cluster import EtcdCluster

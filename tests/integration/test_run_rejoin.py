@@ -8,8 +8,8 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.process.reports import GroupRejoined, RanksStarted
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.fault_free import FaultFreeRuns

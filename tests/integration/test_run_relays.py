@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, ProfileConfig, RunConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
 from spare_megatron.process.specs import RankSpec

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, UpdateRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement

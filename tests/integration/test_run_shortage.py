@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, VoteRecord
 from tests.integration.short_rank import short_ranks
 from tests.integration.whole_run import Run, entries_of, kill, losses_of, read_run, tiny_config

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig, SnapshotConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord
 from spare_megatron.process.reports import GroupRestarted, RunEvent
 from spare_megatron.process.specs import RankSpec

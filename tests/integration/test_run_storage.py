@@ -13,13 +13,13 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.injection import Injector, fill_disk
-from spare_megatron.journal.proofs.proof import check
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.outcomes import exit_code
+from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
 from spare_megatron.process.specs import RankSpec

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.training.corpus import note_of, read_corpus
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.config.training.corpus import note_of, read_corpus
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.mcore.model.training_samples import prepare_index

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
@@ -21,10 +20,11 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.stacking.layout import PartitionId
+from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks

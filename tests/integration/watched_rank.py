@@ -23,15 +23,15 @@ from spare_megatron.core.log.actions import AttemptReduce, UpdateModel
 from spare_megatron.core.log.entries import Commit, Entry, decode_entry
 from spare_megatron.core.log.events import Event
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.formats.pieces import Piece
 from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.points import Fault, FaultPoint
+from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.pieces import Piece
 from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.parameters import named_parameters
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.bootstrap import wait_for_all_groups

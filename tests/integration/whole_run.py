@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -23,10 +24,9 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.checks.validate import problems
-from spare_megatron.faults.points import FaultPoint
-from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.run import look_at_machine, start_run
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import (
     EntryRecord,

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig
+from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -15,7 +16,6 @@ from spare_megatron.faults.points import (
     FaultKind,
     FaultPoint,
 )
-from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership

@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import (
     AuditConfig,
     ClusterConfig,
@@ -17,9 +18,8 @@ from spare_megatron.config.schema import (
     RunConfig,
 )
 from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.checks.validate import problems
-from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.driver.run import look_at_machine
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.supervisor.rank_exits import INJECTED
 from tests.integration.watched_rank import Watch

@@ -9,17 +9,17 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spare_megatron.tools.plan.domains import IntArray, LossIntervals
 from spare_megatron.core.saves.endurance import FloatArray
-from spare_megatron.tools.plan.facts import CheckpointTimes
-from spare_megatron.tools.plan.overhead import StepTimes
-from spare_megatron.tools.plan.readmission import RejoinTimes
-from spare_megatron.tools.plan.repair import RepairTimes
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
+from spare_megatron.tools.plan.domains import IntArray, LossIntervals
+from spare_megatron.tools.plan.facts import CheckpointTimes
+from spare_megatron.tools.plan.overhead import StepTimes
+from spare_megatron.tools.plan.readmission import RejoinTimes
+from spare_megatron.tools.plan.repair import RepairTimes
 
 Generator = np.random.Generator
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from spare_megatron.tools.simulate.failures import FailureSpec, Loss
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
-from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
 
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoint_only": {"policy": "checkpoint_only", "save_interval_s": 300.0, "num_steps": 40},

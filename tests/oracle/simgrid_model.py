@@ -11,11 +11,11 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.order import Order, initial_order
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
+from spare_megatron.tools.simulate.scenario import Scenario
 
 SPEED = 10**9
 """Operations per second of a host and bytes per second of a link."""

@@ -1,6 +1,6 @@
 """The gradients of one process: of each bucket its local sum, or the sum over groups in its place.
 
-It holds what `mcore.gradients` and `rank.reduction` hold, and notices when one is taken for the other.
+It holds what `mcore.gradients.gradients` and `rank.reduction` hold, and notices when one is taken for the other.
 """
 
 from collections.abc import Collection, Iterable, Sequence

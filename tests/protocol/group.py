@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from random import Random
 
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -38,7 +39,6 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Fence
 from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.log.votes import Vote

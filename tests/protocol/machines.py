@@ -18,27 +18,27 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
-from spare_megatron.core.slow_machines.culprit import Cause
 from spare_megatron.core.log.entries import Commit, Fence, decode_entry, encode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.core.slow_machines.slow_machine_policy import Situation, decide
-from spare_megatron.core.machines.places import Quarantine
 from spare_megatron.core.machines.group_starts import RestartBudget
+from spare_megatron.core.machines.places import Quarantine
+from spare_megatron.core.slow_machines.culprit import Cause
+from spare_megatron.core.slow_machines.slow_machine_policy import Situation, decide
 from spare_megatron.journal.proofs.check_places import check_places
 from spare_megatron.journal.proofs.check_quarantine import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
+from spare_megatron.slow_machines import quarantine
+from spare_megatron.slow_machines.examination import ExaminationWanted
+from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import decision_log, keys
-from spare_megatron.supervisor.places import group_reforming, group_rendezvous
-from spare_megatron.slow_machines import quarantine
 from spare_megatron.supervisor import restarts, store_link
-from spare_megatron.slow_machines.examination import ExaminationWanted
+from spare_megatron.supervisor.places import group_reforming, group_rendezvous
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
-from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import (
     FenceWanted,

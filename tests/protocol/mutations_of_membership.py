@@ -3,13 +3,13 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
-from spare_megatron.core.saves.checkpoint_policy import Saves
-from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Commit, Resume, Retry
 from spare_megatron.core.log.events import HostsRead
+from spare_megatron.core.saves.checkpoint_policy import Saves
+from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from tests.protocol.buckets import Buckets

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import Action
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import Action
 from spare_megatron.core.log.entries import Fence
 from spare_megatron.core.log.events import VotesRead
-from spare_megatron.stacking.pace_evidence import exceptions
 from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.pace_evidence import exceptions
 from spare_megatron.stacking.plans import StepPlan, make_plan
 from tests.protocol.mutations import Protocol
 

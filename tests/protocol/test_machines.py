@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.machines.places import Assignment, Places, Quarantine, encode_assignment
+from spare_megatron.slow_machines import quarantine
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
-from spare_megatron.supervisor.places import group_reforming
-from spare_megatron.slow_machines import quarantine
 from spare_megatron.supervisor import store_link
+from spare_megatron.supervisor.places import group_reforming
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, GroupReforming
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_link import StoreLink

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.driver.slurm.slurm_commands import job_fields
+from spare_megatron.faults.points import FaultPoint
 
 TIMEOUT_S = 250.0
 NUM_STEPS = 1_000_000

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from spare_megatron.journal.proofs.proof import Verdict, check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.journal_view import Placed, Stretch, is_rare
+from spare_megatron.journal.proofs.proof import Verdict, check
 from spare_megatron.journal.records import EntryRecord, Record
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.summary import Summary, sum_up

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.schema import AuditConfig, ClusterConfig, LayoutConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.machine import gpus
 from spare_megatron.rank import bootstrap
 from spare_megatron.stacking.layout import GroupId

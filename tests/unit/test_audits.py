@@ -7,15 +7,6 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.log.actions import (
-    AppendEntry,
-    AttemptReduce,
-    ChangePaces,
-    ComputeAudits,
-    ComputeStep,
-    SaveCheckpoint,
-    SaveDispute,
-)
 from spare_megatron.core.audits.audits import (
     AuditPolicy,
     AuditWord,
@@ -32,15 +23,24 @@ from spare_megatron.core.audits.audits import (
     mismatches,
     word_of,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.actions import (
+    AppendEntry,
+    AttemptReduce,
+    ChangePaces,
+    ComputeAudits,
+    ComputeStep,
+    SaveCheckpoint,
+    SaveDispute,
+)
 from spare_megatron.core.log.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.paces import LIKE, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work, share_of

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.run_terms import terms_of_run
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, sequences_before, terms_of
-from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.voting.log_follower import controller_setup
 
 SIZES = [1, 1, 2, 2, 3, 3, 3, 3]

@@ -17,12 +17,12 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     UpdateRecord,
 )
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.calibrate import calibrate, fit_rebuild
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, in_order
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
 from tests.unit.journal_in_memory import run_record
 
 STEP_S = 10.0

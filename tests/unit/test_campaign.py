@@ -19,7 +19,17 @@ from spare_megatron.cli.running import RunDirectory
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.proofs.proof import fold_journal
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record
+from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import Goodput, find_goodput
+from spare_megatron.journal.state.summary import Summary
+from spare_megatron.process.reports import RanksStarted, StepCommitted
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.campaign import process_watch
+from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, campaign_figures
 from spare_megatron.tools.campaign.process_watch import (
     MOST_GROWTH,
     Holdings,
@@ -28,16 +38,6 @@ from spare_megatron.tools.campaign.process_watch import (
     growth_of,
     process_problems,
 )
-from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, campaign_figures
-from spare_megatron.journal.proofs.proof import fold_journal
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.state.goodput import Goodput, find_goodput
-from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record
-from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.state.summary import Summary
-from spare_megatron.process.reports import RanksStarted, StepCommitted
-from spare_megatron.stacking.layout import GroupId
 from tests.unit.journal_in_memory import summarize
 
 WAIT_S = 60.0
@@ -383,7 +383,8 @@ def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, m
 def test_a_campaign_without_faults_is_refused_before_it_has_trained_for_hours(
     faults: FaultsConfig, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spare_megatron.tools.campaign.campaign_command.load_runnable", lambda *_: RunConfig(faults=faults))
+    loader = "spare_megatron.tools.campaign.campaign_command.load_runnable"
+    monkeypatch.setattr(loader, lambda *_: RunConfig(faults=faults))
     result = CliRunner().invoke(app, ["campaign", "any.toml", "--run-dir", str(tmp_path / "run")])
     assert result.exit_code == 2, result.output
     assert message in result.stderr

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.machines.places import Assignment, Holding, Places, decode_assignment, encode_assignment
-from spare_megatron.journal.proofs.check_places import check_places
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
+from spare_megatron.journal.proofs.check_places import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from spare_megatron.tools.report.history import history_of
 from spare_megatron.tools.report.page import _figures_of
 from spare_megatron.tools.report.trace import _moves
-from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from tests.unit.journal_in_memory import run_record
 
 RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])

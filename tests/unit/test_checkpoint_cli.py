@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.tools.weights.hf_config import FAMILIES
 from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint.verification import refuse
+from spare_megatron.tools.weights.hf_config import FAMILIES
 from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.audits.audits import Dispute
-from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity, why_refused
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Restart, Retry
+from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity, why_refused
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership

@@ -19,10 +19,10 @@ from spare_megatron.driver import run
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.machine.lock import LOCK, is_held, locked
 from spare_megatron.process.reports import StoreAway, StoreBack
+from spare_megatron.state.checkpoint import start_checkpoint as loading
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.state.checkpoint import start_checkpoint as loading
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Retry
 from spare_megatron.core.log.events import RunStarted
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId
 from tests.unit.test_controller import fold, halted, make_controller
 from tests.unit.test_controller_params import decided

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.training.corpus import CorpusFacts
+from spare_megatron.config.checks.validate import Machine, problems, resolve_device, warnings
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.checks.validate import Machine, problems, resolve_device, warnings
+from spare_megatron.config.training.corpus import CorpusFacts
 from spare_megatron.supervisor.places.group_reforming import reform_after_s
 from tests.unit.configured import CPU, configured
 

@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.decision import fence_silent_voters
 from spare_megatron.core.log.actions import (
     AdmitGroups,
     AppendEntry,
@@ -21,10 +24,6 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.controller.decision import fence_silent_voters
 from spare_megatron.core.log.entries import (
     Commit,
     Entry,
@@ -39,6 +38,7 @@ from spare_megatron.core.log.entries import (
 )
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.placement import make_placement

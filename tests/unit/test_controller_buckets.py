@@ -2,8 +2,8 @@
 
 import pytest
 
-from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Commit, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote

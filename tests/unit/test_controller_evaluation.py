@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -20,9 +22,6 @@ from spare_megatron.core.log.actions import (
     SaveCheckpoint,
     StopWipeOut,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import (
     Commit,
     Entry,
@@ -36,6 +35,7 @@ from spare_megatron.core.log.entries import (
 from spare_megatron.core.log.evaluation_sums import FRACTION_BITS, EvaluationPolicy, SetSum
 from spare_megatron.core.log.events import RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.journal import losses
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.stacking.layout import GroupId, Member

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.log.actions import AppendEntry, ChangePaces, ComputePatch
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.log.actions import AppendEntry, ChangePaces, ComputePatch
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.stacking.pace_evidence import PROBE_STEPS, PaceException
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.order import Granularity
+from spare_megatron.stacking.pace_evidence import PROBE_STEPS, PaceException
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     AppendEntry,
     AttemptReduce,
@@ -11,11 +12,10 @@ from spare_megatron.core.log.actions import (
     ReadVotes,
     SaveCheckpoint,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry
 from spare_megatron.core.log.events import RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from tests.unit.test_controller import fence, fold, halted, make_controller, members

@@ -2,6 +2,8 @@
 
 import pytest
 
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -21,8 +23,6 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import (
     Commit,
     Entry,

@@ -14,6 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
+from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.training import corpus as corpus_module
 from spare_megatron.config.training.corpus import (
     CorpusFacts,
@@ -25,9 +28,6 @@ from spare_megatron.config.training.corpus import (
     validation_names,
 )
 from spare_megatron.tools.text.corpus_writer import write_corpus
-from spare_megatron.config.schema import ModelConfig, RunConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
-from spare_megatron.config.checks.validate import Machine, problems
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")

@@ -21,8 +21,8 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.process.reports import Starting
 from spare_megatron.machine.standard_streams import outlast
+from spare_megatron.process.reports import Starting
 
 
 class ListView:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spare_megatron.mcore.gradients import digests
-from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore.gradients.digests import BLOCK_WORDS, TensorsDigest, block_sums
+from spare_megatron.mcore.optimizer import parameters
 
 MASK = (1 << 64) - 1
 SMALL = 8

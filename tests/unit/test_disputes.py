@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.audit import way_back
-from spare_megatron.tools.replay.replay_command import lines_of
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
@@ -19,16 +18,17 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.tools.replay.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
-from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, find_spoiled, text_of_spoiled
-from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, find_spoiled, text_of_spoiled
+from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.tools.replay.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
+from spare_megatron.tools.replay.replay_command import lines_of
 from tests.unit.journal_in_memory import JournalInMemory, run_record
 from tests.unit.test_checkpoints import cut_short, save
 

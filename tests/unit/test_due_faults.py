@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.proofs.proof import is_due
 from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.proofs.proof import is_due
 from tests.unit.journal_in_memory import run_record
 
 RUN = run_record(3)

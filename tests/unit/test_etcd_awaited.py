@@ -11,11 +11,11 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.driver import run
-from spare_megatron.tools.doctor.node_survey import examine_node
 from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
 from spare_megatron.store import etcd_gateway
+from spare_megatron.tools.doctor import node_survey as node_facts
+from spare_megatron.tools.doctor.node_survey import examine_node
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(60)

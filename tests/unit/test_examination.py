@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts
+from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
 from spare_megatron.tools.doctor.node_preflight import examine, serve_examination
 from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
-from spare_megatron.process.node_connection import connect
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 60.0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import simpy
 
-from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 
 Process = Generator[Any, Any, Any]
 

@@ -12,10 +12,13 @@ import pytest
 from scipy import stats
 
 import spare_megatron
+from spare_megatron.config.checks.validate_faults import rate_problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.checks.validate_faults import rate_problems
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
+from spare_megatron.driver.fault_mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
+from spare_megatron.driver.fault_rates import FIRST_STEP, draw_faults
+from spare_megatron.driver.fault_trace import groups_hit
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -24,9 +27,6 @@ from spare_megatron.faults.points import (
     Fault,
     FaultPoint,
 )
-from spare_megatron.driver.fault_mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
-from spare_megatron.driver.fault_rates import FIRST_STEP, draw_faults
-from spare_megatron.driver.fault_trace import groups_hit
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 
@@ -242,7 +242,7 @@ def test_a_mix_without_any_of_the_listed_kinds_is_refused() -> None:
 
 
 def test_the_interruptions_of_llama3_are_those_of_the_simulators_preset() -> None:
-    preset = Path(spare_megatron.__file__).parent / "simulator" / "presets" / "llama3_16k.toml"
+    preset = Path(spare_megatron.__file__).parent / "tools" / "simulate" / "presets" / "llama3_16k.toml"
     mix = tomllib.loads(preset.read_text())["failures"]["mix"]
     assert {cause: values["weight"] for cause, values in mix.items()} == LLAMA3_INTERRUPTIONS
 

@@ -18,31 +18,31 @@ import matplotlib as mpl
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.tools.bench import bench
-from spare_megatron.tools.doctor import doctor
-from spare_megatron.tools.plan import plan_plot
-from spare_megatron.tools.campaign.campaign_table import print_campaign
 from spare_megatron.cli.config_table import print_config, print_presets
 from spare_megatron.cli.console import LiveView, RunConsole, Table
 from spare_megatron.cli.printing import message, say, shown
 from spare_megatron.cli.progress import RunProgress, print_summary
-from spare_megatron.tools.simulate.simulate_table import print_figures
 from spare_megatron.commands import app
-from spare_megatron.tools.doctor.diagnosis import NodeFinding
 from spare_megatron.config.loader import LoadedConfig
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements
-from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
-from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount
+from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.printable import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
-from spare_megatron.tools.report import page
 from spare_megatron.process.reports import GroupLost, MetricsLost, Starting
-from spare_megatron.tools.simulate.sweep import Estimate, Figures
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.bench import bench
+from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount
+from spare_megatron.tools.campaign.campaign_table import print_campaign
+from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
+from spare_megatron.tools.doctor import doctor
+from spare_megatron.tools.doctor.diagnosis import NodeFinding
+from spare_megatron.tools.doctor.node_facts import NodeMeasurements
+from spare_megatron.tools.plan import plan_plot
+from spare_megatron.tools.report import page
+from spare_megatron.tools.simulate.simulate_table import print_figures
+from spare_megatron.tools.simulate.sweep import Estimate, Figures
 from tests.unit.test_run_state import RUN, commit, entry, line, write
 
 PACKAGE = Path(__file__).parents[2] / "spare_megatron"
@@ -362,7 +362,12 @@ def test_what_can_be_seen_stays_as_it_is() -> None:
 
 WRITERS = {"cli/printing.py", "cli/console.py"}
 """The modules that write to stdout and stderr."""
-PROCESSES = {"process/processes.py", "process/fork_server.py", "rank/replay_rank.py", "mcore/program_trial.py"}
+PROCESSES = {
+    "process/processes.py",
+    "process/fork_server.py",
+    "tools/replay/replay_rank.py",
+    "tools/doctor/program_trial.py",
+}
 """Processes that write to a log, or lines that their parent reads."""
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.building import build_run_config
-from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json, settings_of
 from spare_megatron.config.schema import ModelConfig, RunConfig
+from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json, settings_of
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -17,8 +17,8 @@ import pytest
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
-from spare_megatron.process import processes
 from spare_megatron.machine.interrupts import INTERRUPTED, deferred, raising
+from spare_megatron.process import processes
 from spare_megatron.process.processes import end_child, fork_server, start_child
 from tests.search_path import ROOT, with_checkout
 

@@ -20,10 +20,10 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.journal.proofs.audit_history import Spoiled
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
+from spare_megatron.journal.proofs.audit_history import Spoiled
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
@@ -34,8 +34,8 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     VoteRecord,
 )
-from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement

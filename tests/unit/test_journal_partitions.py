@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
+from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.records import EndRecord, EntryRecord, VoteRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal
 
 SCENARIO = Scenario(

@@ -2,6 +2,9 @@
 
 import pytest
 
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
@@ -13,13 +16,10 @@ from spare_megatron.core.log.actions import (
     StopHalted,
     UpdateModel,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Halt, Restart, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup

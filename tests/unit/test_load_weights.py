@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.schema import AuditConfig, CheckpointConfig, RunConfig
+from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import differences, terms_of
 from spare_megatron.journal.run_record import TERMS, digest_of_terms
 from spare_megatron.state.checkpoint.checkpoint_folder import WEIGHTS_ALONE, checkpoint_path, publish

@@ -17,8 +17,8 @@ import pytest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.storage_watch import DirectoryWatch
-from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.machine.lock import LOCK, Locked, held_path, locked
 from spare_megatron.process.reports import RunDirectoryMoved

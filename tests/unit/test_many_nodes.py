@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.tools.doctor.node_facts import Rate
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.tools.doctor import node_preflight as examination
 from spare_megatron.process import processes
 from spare_megatron.process.processes import Child, stop_children
 from spare_megatron.process.reports import StopProcess
+from spare_megatron.tools.doctor import node_preflight as examination
+from spare_megatron.tools.doctor.node_facts import Rate
 
 
 class FakeProcess:

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 
+from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
     PHASES_WITH_SLICES,
     FaultPoint,
 )
-from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.slow_machines.culprits import Culprits
+from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import CulpritRecord
-from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page
 from spare_megatron.machine.machine_signs import read_machine, starved_s, throttled_s
+from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page
 from spare_megatron.process.reports import CulpritChanged, NodeMeasured, RankKey
 from spare_megatron.process.span_ring import PassTimes
+from spare_megatron.slow_machines.culprits import Culprits
+from spare_megatron.slow_machines.measurements import Measurements
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.slow_machines.measurements import Measurements
 
 KEY = (GroupId(3), 1)
 

@@ -8,9 +8,9 @@ import pytest
 
 from spare_megatron.config.building import build_run_config
 from spare_megatron.config.limits import violations
-from spare_megatron.tools.weights.megatron_args import args_of, flags_of, settings_in
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.training.terms import weights_terms_of
+from spare_megatron.tools.weights.megatron_args import args_of, flags_of, settings_in
 
 
 def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:

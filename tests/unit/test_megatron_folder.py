@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.tools.weights.megatron_args import args_of
 from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.schema import ModelConfig, ProgramConfig, RunConfig
 from spare_megatron.mcore.weights import StoredWeights
+from spare_megatron.tools.weights.megatron_args import args_of
 from spare_megatron.tools.weights.megatron_folder import export_megatron, import_megatron
 from spare_megatron.tools.weights.weights_folder import ExportOptions
 

@@ -18,13 +18,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from spare_megatron.config.checks.validate_training import metrics_problems
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
-from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.config.checks.validate_training import metrics_problems
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.formats.store_space import StoreSpace
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.checks.validate import Machine, problems
 from spare_megatron.config.loader import ConfigError, load_and_judge, load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.rank_memory import rank_memory
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, terms_of
-from spare_megatron.config.checks.validate import Machine, problems
 
 SPELLINGS = [
     (["normalization=rmsnorm"], ["normalization=RMSNorm"]),

@@ -12,18 +12,18 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.log.entries import Halt, encode_entry
-from spare_megatron.core.slow_machines.examination_rules import Figures
 from spare_megatron.core.machines.places import Assignment, Holding, Quarantine
+from spare_megatron.core.slow_machines.examination_rules import Figures
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.process.reports import EndAsked, NodeEnded
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
+from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process, supervisor
-from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, PlaceTaken
 from spare_megatron.supervisor.store_link import PlaceChanged
 from tests.unit.memory_store import MemoryStore

@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from spare_megatron.stacking import pace_evidence
-from spare_megatron.stacking.pace_evidence import PROBE_STEPS, REST_STEPS, PaceEvidence, PaceException, exceptions
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.pace_evidence import PROBE_STEPS, REST_STEPS, PaceEvidence, PaceException, exceptions
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.state.rank_paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.rank_paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.tools.report.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
 from spare_megatron.tools.report.history import History, history_of
 from spare_megatron.tools.report.page import plots_of
-from spare_megatron.process.span_ring import PassTimes
 
 NUM_GROUPS, NUM_RANKS, LOAD = 6, 2, 4
 SLOW_GROUP, SLOW_RANK = 2, 1

@@ -12,10 +12,10 @@ import torch
 
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair, first_ownership
 from spare_megatron.state.stacked import partition_copier as repair_module

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, ENDED
-from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.core.machines.group_starts import PartReadiness, RestartBudget
+from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
-from spare_megatron.supervisor.places import group_rendezvous
 from spare_megatron.supervisor import restarts
+from spare_megatron.supervisor.places import group_rendezvous
 from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous, PartFenced, PartsReady
 from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore

@@ -15,8 +15,6 @@ from benchmarks.peers.fault_free import Steps, steps_of
 from benchmarks.peers.fault_free import summarize as summarize_fault_free
 from benchmarks.peers.history import Event, cost_of, events_of_journal, read_events
 from benchmarks.peers.processor_time import INTERVAL_S, ProcessorTime
-from spare_megatron.tools.bench import bench_throughput
-from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.fault_trace import resolve_trace
@@ -25,6 +23,8 @@ from spare_megatron.journal.records import ContributionRecord, EntryRecord, Faul
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, RunEvent
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.bench import bench_throughput
+from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, training_alone
 
 ROOT = Path(__file__).parents[2]
 

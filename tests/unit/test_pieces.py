@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
 from spare_megatron.formats.piece_frames import (
     NONCE_BYTES,
     Address,
@@ -27,6 +26,7 @@ from spare_megatron.formats.piece_frames import (
     WrongStep,
     receive,
 )
+from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
 from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.tools.bench import bench_plain
 from spare_megatron.config.schema import ClusterConfig, RunConfig
+from spare_megatron.tools.bench import bench_plain
 
 
 class Refused(Exception):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan.domains import (
     LossIntervals,
     consecutive_domains,
@@ -28,7 +29,6 @@ from spare_megatron.tools.plan.repair import RepairTimes, survival
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.placement import make_placement
 from tests.oracle.monte_carlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
 
 NEVER_S = 1e15

@@ -15,6 +15,7 @@ from benchmarks.paper_model import (
     paper_time_to_train,
 )
 from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, patch_stacks
 from spare_megatron.tools.plan.plan import (
@@ -26,7 +27,6 @@ from spare_megatron.tools.plan.plan import (
     predict,
 )
 from spare_megatron.tools.plan.readmission import RejoinTimes
-from spare_megatron.stacking.placement import make_placement
 from tests.oracle.monte_carlo import (
     SimulatedRun,
     availability_sample,

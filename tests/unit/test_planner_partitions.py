@@ -8,6 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.stacking.wipe_out import StateWipeOut
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.partition_redundancy import plan_partitions, state_time_to_wipe_out_s
@@ -15,10 +19,6 @@ from spare_megatron.tools.plan.plan import TOLERANCE, predict
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
-from spare_megatron.stacking.wipe_out import StateWipeOut
 
 INTERVAL_S = 100.0  # of one group
 

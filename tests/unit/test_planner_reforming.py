@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.plan import predict
@@ -14,8 +16,6 @@ from spare_megatron.tools.plan.reforming_costs import ReformTimes, missing_group
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import make_placement
 
 N = 60
 

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from scipy.integrate import trapezoid
 
+from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses
+from spare_megatron.stacking.placement import IntArray, Placement, make_placement
 from spare_megatron.tools.plan.domains import (
     LossIntervals,
     coverage_over_time,
     domain_coverage_probabilities,
     hosts_per_domain,
 )
-from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.plan import predict
@@ -19,7 +20,6 @@ from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.placement import IntArray, Placement, make_placement
 from tests.oracle.enumeration import covered_domain_shares
 from tests.oracle.monte_carlo import (
     domain_samples_s,

@@ -8,16 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.order import initial_order
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import share_of
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans
 from spare_megatron.tools.plan.plan import optimize
 from spare_megatron.tools.plan.readmission import RejoinTimes
 from spare_megatron.tools.plan.reforming_costs import ReformTimes
 from spare_megatron.tools.plan.width import plans_by_width, widened
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.order import initial_order
-from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import share_of
 
 FACTS = ClusterFacts(
     num_groups=24,

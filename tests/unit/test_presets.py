@@ -15,9 +15,9 @@ import pytest
 
 from spare_megatron.cli.running import plan_of
 from spare_megatron.config import presets
+from spare_megatron.config.checks.validate import Machine, on_device, problems, resolve_device, warnings
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.model.rank_memory import rank_memory
-from spare_megatron.config.checks.validate import Machine, on_device, problems, resolve_device, warnings
 from spare_megatron.driver.fault_rates import draw_faults
 from spare_megatron.driver.fault_trace import resolve_trace
 from tests.search_path import with_checkout

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import spare_megatron
+from spare_megatron.config.checks.validate import Machine, problems
 from spare_megatron.config.program_file import (
     MODULE,
     LossTerm,
@@ -19,10 +20,9 @@ from spare_megatron.config.program_file import (
     read_program,
     resolved_program,
 )
-from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.schema import ProgramConfig, RunConfig
+from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import differences, terms_of
-from spare_megatron.config.checks.validate import Machine, problems
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.run_record import digest_of_terms
 

@@ -12,6 +12,8 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.log.entries import Fence, decode_entry, encode_entry
+from spare_megatron.core.machines.group_starts import RestartBudget
+from spare_megatron.core.machines.places import Quarantine
 from spare_megatron.core.slow_machines.examination_rules import (
     LEAST_ANSWER_S,
     LIMIT_INTERVALS,
@@ -22,19 +24,17 @@ from spare_megatron.core.slow_machines.examination_rules import (
     wait_s,
 )
 from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.core.machines.places import Quarantine
-from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.journal.proofs.check_quarantine import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
-from spare_megatron.process.specs import NodeSpec
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.slow_machines import examination, quarantine
+from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
+from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
-from spare_megatron.slow_machines import examination, quarantine
-from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
 from spare_megatron.supervisor.places.group_reforming import AssignmentList
-from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore
 

@@ -12,8 +12,8 @@ import pytest
 import spare_megatron.config.schema as schema
 import spare_megatron.config.schema_data as schema_data
 from spare_megatron.cli.terms import TERMS
-from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.log.entries import Entry
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.lines import KINDS

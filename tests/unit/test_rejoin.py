@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.core.log.actions import AppendEntry, LoadCheckpoint
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.restart import RestartLimits
+from spare_megatron.core.log.actions import AppendEntry, LoadCheckpoint
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart
 from spare_megatron.core.log.events import VotesRead
-from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.rank.bootstrap import longest_wait_s
 from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.stacking.layout import GroupId, Member

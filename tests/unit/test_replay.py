@@ -8,8 +8,9 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, UpdateRecord
-from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.recoveries import find_recoveries
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
@@ -17,7 +18,6 @@ from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, in_order, read
 from spare_megatron.tools.simulate.run_replay import Replay, replay
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.world import World
-from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(
     compute_s=40.0,

@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.tools.replay.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
-from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.slurm_commands import note_job
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.node_connection import Listener, connect
+from spare_megatron.tools.replay.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
+from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.version import code_digest
 from tests.unit.journal_in_memory import JournalInMemory
 

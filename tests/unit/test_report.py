@@ -17,6 +17,7 @@ from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.report import figures
 from spare_megatron.tools.report.figures import (
     MOST_COLUMNS,
@@ -32,7 +33,6 @@ from spare_megatron.tools.report.page import plots_of, report
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
 from tests.unit.long_run import HIGHEST_LOSS, long_history
 
 LOSSES = (Loss(at_s=90.0, groups=(GroupId(1),)), Loss(at_s=260.0, groups=(GroupId(3),)))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, PacesRecord
+from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.tools.report.history import History, history_of
 from spare_megatron.tools.report.page import Plot, live_content, plots_of, report
 from tests.unit.measured_run import (

@@ -5,6 +5,9 @@ from random import Random
 
 import pytest
 
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
@@ -14,11 +17,8 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     WithdrawCandidates,
 )
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Entry, Fence, GiveUp, Restart
 from spare_megatron.core.log.events import EntryRead, RestartState, RunStarted, WaitingRead
-from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 

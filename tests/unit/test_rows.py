@@ -2,15 +2,15 @@
 
 import pytest
 
-from spare_megatron.config.training.validation_sets import units_per_shard
+from spare_megatron.config.checks.validate import Machine, problems
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.run_terms import terms_of_run
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import sequences_before
-from spare_megatron.config.checks.validate import Machine, problems
-from spare_megatron.core.log.actions import ComputePatch, ComputeStep
+from spare_megatron.config.training.validation_sets import units_per_shard
 from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Fence, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.driver.fault_trace import least_passes, resolve_trace

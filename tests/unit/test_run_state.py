@@ -18,11 +18,9 @@ from spare_megatron.cli.run_view import NewLines, step_line, view_of
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.store_space import StoreSpace, shortage
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.state.follow import Follower
-from spare_megatron.journal.state.goodput import find_goodput
 from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,
@@ -36,6 +34,8 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.follow import Follower
+from spare_megatron.journal.state.goodput import find_goodput
 from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
@@ -48,10 +48,10 @@ from spare_megatron.process.reports import (
     StepCommitted,
     StoreMeasured,
 )
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId, Member
 from tests.unit.journal_in_memory import run_record, summarize
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)

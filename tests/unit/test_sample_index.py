@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.training.sample_index_folders import LEASE_S, NUM_KEPT, index_folder, leased, remove_unused, renew
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.training.sample_index_folders import (
+    LEASE_S,
+    NUM_KEPT,
+    index_folder,
+    leased,
+    remove_unused,
+    renew,
+)
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from spare_megatron.core.log.actions import SaveCheckpoint
+from spare_megatron.core.log.entries import SaveEnd
+from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.core.saves.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
-from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.saves.survival import time_to_wipe_out_s
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
-from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.failures import FailureSpec
-from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 
 RING = make_placement("golomb", 4, 2)
 ALL_MEMBERS = tuple(Member(GroupId(group)) for group in range(4))

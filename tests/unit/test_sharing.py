@@ -5,10 +5,10 @@ from math import inf
 import numpy as np
 import pytest
 
-from spare_megatron.tools.simulate.compute_fit import finish_times, stacks_of, stretch
-from spare_megatron.tools.simulate.scenario import CostModel
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
+from spare_megatron.tools.simulate.compute_fit import finish_times, stacks_of, stretch
+from spare_megatron.tools.simulate.scenario import CostModel
 
 
 def stepped(loads: IntArray, num_microbatches: int, costs: CostModel, tick: float = 1e-3) -> list[float]:

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.tools.simulate.simulate_calibrate import costs_elsewhere, measured_by
-from spare_megatron.tools.simulate.simulate_table import percent_with_bounds
 from spare_megatron.commands import app
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
+from spare_megatron.tools.simulate.simulate_calibrate import costs_elsewhere, measured_by
+from spare_megatron.tools.simulate.simulate_table import percent_with_bounds
 from spare_megatron.tools.simulate.sweep import Estimate, Figures
 from tests.unit.journal_in_memory import check_journal
 

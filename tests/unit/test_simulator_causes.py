@@ -14,8 +14,8 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import Cause, FailureKind, FailureSpec, make_process
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.sweep import Case, figures_of, run_case
 from tests.unit.journal_in_memory import check_journal
 

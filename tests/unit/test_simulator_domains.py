@@ -9,10 +9,10 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.placement import make_placement
 from tests.oracle.monte_carlo import endured_samples
 from tests.unit.journal_in_memory import check_journal
 

@@ -6,11 +6,11 @@ from math import inf
 import numpy as np
 import pytest
 
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
 
 
 def intervals(spec: FailureSpec, is_up: np.ndarray, num: int = 4000) -> np.ndarray:

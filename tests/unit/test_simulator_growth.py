@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.journal.lines import Line
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.measured import in_order
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.world import Result
-from spare_megatron.stacking.layout import GroupId
 from tests.unit.journal_in_memory import check_journal
 
 COSTS = CostModel(compute_s=8.0, reduce_s=1.0, detect_s=2.0, rebuild_s=3.0, agree_s=0.5, join_s=0.25, restart_s=500.0)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import simpy
 
-from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.scenario import Scenario
 from tests.oracle.scenarios import WAYS, jitter_factors, random_scenario
 
 Process = Generator[Any, Any, Any]

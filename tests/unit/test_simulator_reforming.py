@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from spare_megatron.journal.lines import Line
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.measured import in_order
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.sweep import VARIANTS, grid
-from spare_megatron.stacking.layout import GroupId
 from tests.unit.journal_in_memory import check_journal
 
 NUM_GROUPS, SIZE, REFORM_S, TRANSFER_S = 9, 4, 10.0, 0.25

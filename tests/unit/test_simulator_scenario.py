@@ -9,8 +9,8 @@ import pytest
 from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
-from spare_megatron.tools.simulate.scenario_presets import ScenarioError, load_scenario, preset_names
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
+from spare_megatron.tools.simulate.scenario_presets import ScenarioError, load_scenario, preset_names
 
 
 @pytest.mark.parametrize(

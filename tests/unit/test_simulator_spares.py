@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import simpy
 
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
-from spare_megatron.stacking.layout import GroupId
 
 Process = Generator[Any, Any, Any]
 NUM_GROUPS, TRANSFER_S = 60, 0.25

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.world import Result, Stalled
-from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(
     compute_s=40.0,

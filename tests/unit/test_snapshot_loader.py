@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from spare_megatron.core.log.events import Held, RestartState
+from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot import snapshot_loader

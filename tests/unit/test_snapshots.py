@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
-from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.saves.snapshot_policy import (
     SnapshotPolicy,
     Snapshots,

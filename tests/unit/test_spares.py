@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
-from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.core.machines.group_starts import NextStart, RestartBudget
+from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.machine import timers
+from spare_megatron.machine.timers import Timers
 from spare_megatron.process.processes import end_child, rank_context
 from spare_megatron.process.specs import NodeSpec, RankSpec
-from spare_megatron.machine.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import restarts

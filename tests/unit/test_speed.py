@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spare_megatron.journal.state.goodput import flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import flops_utilization, tflops_per_rank, tokens_per_second
 
 
 def _run(**known: object) -> RunRecord:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.mcore.gradients.checksums import NUM_DIGITS
-from spare_megatron.mcore.model.experts import Router
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint
 from spare_megatron.mcore.gradients.gradients import FixedPointSums, FloatSums
+from spare_megatron.mcore.model.experts import Router
 
 NUM_ELEMENTS = 10
 BUCKET_ELEMENTS = 4

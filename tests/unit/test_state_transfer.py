@@ -12,11 +12,11 @@ import torch
 
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.piece_frames import Address
 from spare_megatron.formats.pieces import PIECE_BYTES
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import Address
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.transfer.piece_server import PieceServer

@@ -14,11 +14,11 @@ from spare_megatron.config.schema import ProfileConfig
 from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.process.span_ring import Ranges
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch, make_plan, work_of
+from spare_megatron.state.rank_progress import RankProgress
 
 
 class FakeProbe:

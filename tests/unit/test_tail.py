@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from spare_megatron.journal.state.follow import JournalTail
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EndRecord, LossRecord
+from spare_megatron.journal.state.follow import JournalTail
 
 END = Line(source="driver", at_s=2.0, record=EndRecord(outcome="finished", reason=""))
 LOSS = Line(source="group-0001-rank-0", at_s=1.0, record=LossRecord(group=1, rank=0, cause="", entry_index=0))

@@ -17,13 +17,13 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
-from spare_megatron.tools.report.trace import clock_offsets, trace_of
 from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page
 from spare_megatron.process.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
 from spare_megatron.process.span_ring import NUM_SPANS, PassTimes, Ring, SpanRecorder, read_spans
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.supervisor.span_files import Timeline
+from spare_megatron.tools.report.trace import clock_offsets, trace_of
 from tests.unit.test_metrics import committed
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
-from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems
 from spare_megatron.faults.points import FaultPoint
 
 

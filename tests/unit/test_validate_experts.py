@@ -2,13 +2,13 @@
 
 import pytest
 
+from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate_experts import expert_problems
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.tools.weights.megatron_args import args_of
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, terms_of
-from spare_megatron.config.checks.validate import Machine, problems
-from spare_megatron.config.checks.validate_experts import expert_problems
+from spare_megatron.tools.weights.megatron_args import args_of
 
 MIXTURE = ("model.num_experts=8", "model.linear_bias=false")
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from spare_megatron.config.checks.validate_checkpoint import snapshot_problems, snapshot_warnings
 from spare_megatron.config.limits import violations
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
-from spare_megatron.config.checks.validate_checkpoint import snapshot_problems, snapshot_warnings
 
 GOOD = RunConfig(snapshot=SnapshotConfig(every_steps=10, redundancy=1), cluster=ClusterConfig(num_nodes=2))
 

@@ -13,13 +13,13 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import without_exports
 from spare_megatron.formats.whole_files import json_object, parsed_json, parsed_toml
 from spare_megatron.journal.lines import decode_line, origin_field
-from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,
     audited_by_refusal,
     read_manifest,
     refusal_of,
 )
+from spare_megatron.tools.simulate.scenario_presets import load_scenario
 
 DEEP = "[" * 1000 + "]" * 1000
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spare_megatron.core.log.actions import AppendEntry, ComputeStep, StopHalted
 from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
+from spare_megatron.core.log.actions import AppendEntry, ComputeStep, StopHalted
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote

@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""What is wrong with a configuration.
+
+Start with `validate`, which collects all problems.
+"""

@@ -6,16 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spare_megatron.config.training.audit_schedule import audit_problems
-from spare_megatron.config.training.corpus import CorpusFacts, named_corpora
-from spare_megatron.config.training.validation_sets import evaluation_problems
-from spare_megatron.config.limits import violations
-from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
-from spare_megatron.config.model_fields import as_written, model_fields
-from spare_megatron.config.object_stores import refusal_of_address
-from spare_megatron.config.resolved import settings as settings_of
-from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
 from spare_megatron.config.checks.validate_cluster import (
     ProcessLimits,
@@ -39,6 +29,16 @@ from spare_megatron.config.checks.validate_training import (
     metrics_problems,
     optimizer_problems,
 )
+from spare_megatron.config.limits import violations
+from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
+from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.object_stores import refusal_of_address
+from spare_megatron.config.resolved import settings as settings_of
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.audit_schedule import audit_problems
+from spare_megatron.config.training.corpus import CorpusFacts, named_corpora
+from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.training.validation_sets import evaluation_problems
 from spare_megatron.stacking.placement import make_placement
 
 _LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig, RunConfig
-from spare_megatron.formats.store_space import gib
 from spare_megatron.core.machines.reforming import places_per_group
+from spare_megatron.formats.store_space import gib
 from spare_megatron.stacking.layout import GroupId
 
 _NAME = re.compile(r"[A-Za-z0-9_.,-]+")

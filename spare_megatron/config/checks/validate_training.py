@@ -5,6 +5,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from spare_megatron.config.model.parameter_rules import rule_problems
+from spare_megatron.config.model.rank_memory import rank_memory, ranks_per_machine
+from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.training.corpus import (
     HELD_OUT,
     CorpusFacts,
@@ -13,10 +16,7 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
-from spare_megatron.config.model.parameter_rules import rule_problems
-from spare_megatron.config.model.rank_memory import rank_memory, ranks_per_machine
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.formats.store_space import gib
 
 INDEX_BYTES_PER_SAMPLE = 12
@@ -119,7 +119,7 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
 
 
 _MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
-"""Limits of the two digits in fp32 that `mcore.gradients` counts tokens with."""
+"""Limits of the two digits in fp32 that `mcore.gradients.gradients` counts tokens with."""
 
 
 def _counted(config: RunConfig) -> Iterator[str]:

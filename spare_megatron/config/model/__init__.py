@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Sizes that follow from the settings of the model: parameters, tensors, memory of a rank."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
+from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.bucket_window import MAX_STAGED
 

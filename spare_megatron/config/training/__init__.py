@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""What a run trains on and what must stay equal: corpora, order of samples, terms."""

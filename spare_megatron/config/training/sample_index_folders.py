@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from spare_megatron.config.training.corpus import cache_folder, corpus_files, split_shares
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.corpus import cache_folder, corpus_files, split_shares
 from spare_megatron.config.training.terms import ORDER, sequences_before
 
 NUM_KEPT = 8

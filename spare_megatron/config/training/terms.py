@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from spare_megatron.config.training.corpus import validation_names
 from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.corpus import validation_names
 from spare_megatron.config.training.terms import global_batch, sequences_per_microbatch
 
 

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Microbatches that are computed twice: which, whose result is wrong, and which first steps are verified. Pure."""

@@ -108,7 +108,7 @@ class Dispute:
     Attributes:
         statements: All so far, in the order of votes; a group may have made several.
         asked: The groups that compute it in the attempt that this opens.
-        is_suspicion: Opened by a loss (`core.suspects`): statements are digests of the loss, and may all agree.
+        is_suspicion: Opened by a loss (`core.audits.suspects`): statements are digests of the loss, and may all agree.
     """
 
     microbatch: Microbatch

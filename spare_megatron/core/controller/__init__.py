@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""The controller, which folds the log and answers events with actions. Pure.
+
+Start with `controller`; `decision` decides an attempt.
+"""

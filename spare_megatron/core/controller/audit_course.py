@@ -1,14 +1,15 @@
 """Where the audits of a run stand: groups that are due, disputes and questions of the step, how far steps are audited.
 
-The controller folds it with the log (`core.audits` draws audits and judges them, `core.suspects` names suspects).
+The controller folds it with the log (`core.audits.audits` draws audits and judges them, `core.audits.suspects` names
+suspects).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from spare_megatron.core.audits.audits import AuditPolicy, Dispute, draw_audits, saver_of
-from spare_megatron.core.log.entries import Retry
-from spare_megatron.core.audits.suspects import Named, QuestionBudget, named_in
 from spare_megatron.core.audits.clean_prefix import AuditedSteps
+from spare_megatron.core.audits.suspects import Named, QuestionBudget, named_in
+from spare_megatron.core.log.entries import Retry
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.paces import Paces, slack_of
 from spare_megatron.stacking.plans import Audit, StepPlan, Work

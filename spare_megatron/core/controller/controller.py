@@ -6,6 +6,14 @@ Pure: time comes from the driver, which executes the actions. The simulator driv
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from spare_megatron.core.audits.audits import Dispute
+from spare_megatron.core.controller.audit_course import AuditCourse
+from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.decision import decide
+from spare_megatron.core.controller.departures import departures
+from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
+from spare_megatron.core.controller.restart import Restarts
+from spare_megatron.core.log import entries, events
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -33,41 +41,13 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.controller.audit_course import AuditCourse
-from spare_megatron.core.audits.audits import Dispute
+from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.controller.decision import decide
-from spare_megatron.core.controller.departures import departures
-from spare_megatron.core.log.entries import (
-    Commit,
-    Entry,
-    Evaluated,
-    Fence,
-    Finish,
-    GiveUp,
-    Halt,
-    Restart,
-    Resume,
-    Retry,
-)
-from spare_megatron.core.log.events import (
-    EndRequested,
-    EntryRead,
-    Event,
-    HostsRead,
-    RunStarted,
-    VotesRead,
-    WaitingRead,
-)
-from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
-from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
-from spare_megatron.core.controller.restart import Restarts
-from spare_megatron.core.log.votes import Attempted
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, first_ownership
@@ -130,25 +110,25 @@ class Controller:
         """While shards have no host and groups wait for one."""
         self._num_resumes = 0  # of this step or evaluation
 
-    def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
+    def handle(self, event: events.Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event; raises ValueError if the log is damaged."""
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._clock.start(now_s)
                 return (self._build_communicator(), *self._begin())
-            case EntryRead(index=index, entry=entry):
+            case events.EntryRead(index=index, entry=entry):
                 if index != self.head:
                     raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
                 self.head += 1
                 return self._fold(entry, now_s)
-            case VotesRead(attempt=attempt):
+            case events.VotesRead(attempt=attempt):
                 return self._decide(event, now_s) if attempt == self.attempt else ()
-            case WaitingRead():
+            case events.WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
-            case HostsRead():
+            case events.HostsRead():
                 return self._await_hosts(event, now_s)
-            case EndRequested():
+            case events.EndRequested():
                 self._is_end_requested = True
                 return ()
 
@@ -168,51 +148,54 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------- folding the log
 
-    def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
+    def _fold(self, entry: entries.Entry, now_s: float) -> tuple[Action, ...]:
         refused = self._validity.fold(entry)
         self._saves.on_refusal(refused)
         return (*refused, *self._follow(entry, now_s))
 
-    def _follow(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
+    def _follow(self, entry: entries.Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
-            case Fence():
+            case entries.Fence():
                 self._is_discarded |= entry.discard
                 return self._lose(entry)
-            case Commit(step=step, attempt=attempt):
+            case entries.Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._commit(entry, now_s)
-            case Retry(step=step, attempt=attempt):
+            case entries.Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._retry(entry)
-            case Evaluated(step=step, attempt=attempt):
+            case entries.Evaluated(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._evaluated(entry)
-            case Finish(step=step, attempt=attempt):
+            case entries.Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return (FinishRun(step=step, is_asked=self._is_asked),)
-            case Resume(step=step, attempt=attempt):
+            case entries.Resume(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._resume(entry)
-            case Restart():
+            case entries.Restart():
                 return self._restart(entry, now_s)
-            case GiveUp(step=step, reason=reason):
+            case entries.GiveUp(step=step, reason=reason):
                 shards = self.pause.shards if self.pause else ()
                 stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
                 return self._stop_wiped_out(replace(stop, reason=reason))
-            case Halt(step=step, reason=reason):
+            case entries.Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
-    def _expect(self, entry: Entry, step: int, attempt: int) -> None:
+    def _expect(self, entry: entries.Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
-        if isinstance(entry, Resume) != (self.pause is not None):
+        if isinstance(entry, entries.Resume) != (self.pause is not None):
             raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
-        if isinstance(entry, Commit | Evaluated) and self._is_discarded:
+        if isinstance(entry, entries.Commit | entries.Evaluated) and self._is_discarded:
             raise ValueError(f"log entry {entry} commits a sum that was discarded")
-        if isinstance(entry, Commit | Evaluated) and isinstance(entry, Evaluated) != self._is_evaluating:
+        if (
+            isinstance(entry, entries.Commit | entries.Evaluated)
+            and isinstance(entry, entries.Evaluated) != self._is_evaluating
+        ):
             raise ValueError(f"log entry {entry} is none of {'an evaluation' if self._is_evaluating else 'a step'}")
 
-    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+    def _lose(self, fence: entries.Fence) -> tuple[Action, ...]:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         # Compare ids first: with thousands of groups a call for each would dominate.
@@ -244,7 +227,7 @@ class Controller:
         saved = self._save_dispute() if fence.is_outvoted else ()
         return (self._build_communicator(), *own, *saved, *self._await_decision())
 
-    def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
+    def _commit(self, commit: entries.Commit, now_s: float) -> tuple[Action, ...]:
         ends = commit.is_last or self.step + 1 == self._num_steps
         update = UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven, is_last=ends)
         actions: list[Action] = [update]
@@ -305,7 +288,7 @@ class Controller:
         actions.append(self._build_communicator())
         return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
 
-    def _evaluated(self, entry: Evaluated) -> tuple[Action, ...]:
+    def _evaluated(self, entry: entries.Evaluated) -> tuple[Action, ...]:
         self.attempt += 1
         self._is_evaluating = False
         self._retries_without_loss = self._num_resumes = 0
@@ -313,7 +296,7 @@ class Controller:
         report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
 
-    def _restart(self, restart: Restart, now_s: float) -> tuple[Action, ...]:
+    def _restart(self, restart: entries.Restart, now_s: float) -> tuple[Action, ...]:
         step = restart.step
         for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
@@ -342,7 +325,7 @@ class Controller:
         self._is_evaluating = self._is_evaluation_due()
         return (load, self._build_communicator(), *self._own(ownership), *self._begin())
 
-    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+    def _resume(self, resume: entries.Resume) -> tuple[Action, ...]:
         self.attempt += 1
         self.pause = None
         self._is_discarded, self._wrong_sums = False, ()
@@ -351,7 +334,7 @@ class Controller:
         # Some group may lack parameters: no vote has said so since the last gather.
         return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
 
-    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+    def _retry(self, retry: entries.Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._wrong_sums = retry.wrong_sums
         self._failed |= {failure.group for failure in retry.failures}
@@ -398,7 +381,7 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+    def _decide(self, event: events.VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted = Attempted(
             step=self.step,
             attempt=self.attempt,
@@ -423,15 +406,15 @@ class Controller:
         end = {"is_last": is_last, "is_asked": is_asked}
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, **end)
         entry = decide(attempted, event, save=is_due, at_s=at_s, **end)
-        if isinstance(entry, Commit) and entry.drain:
+        if isinstance(entry, entries.Commit) and entry.drain:
             entry = self._let_leave(entry)
-        if isinstance(entry, Commit) and self.deals_by_pace:
+        if isinstance(entry, entries.Commit) and self.deals_by_pace:
             measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
             if paces := exceptions(measured, self._paces.dealt):
                 entry = replace(entry, paces=paces)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
-    def _let_leave(self, commit: Commit) -> Commit:
+    def _let_leave(self, commit: entries.Commit) -> entries.Commit:
         """The commit that drains those members, of the ones that ask, that may leave now."""
         if commit.is_last or self.step + 1 == self._num_steps:
             return replace(commit, drain=())
@@ -447,7 +430,7 @@ class Controller:
         save = commit.save and not found.ready
         return replace(commit, drain=found.drain, leaving=found.leaving, save=save)
 
-    def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
+    def _await_hosts(self, event: events.HostsRead, now_s: float) -> tuple[Action, ...]:
         if self.pause is None or self._setup.pause_s is None:
             return ()
         entry = decide_pause(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from spare_megatron.core.audits.audits import AuditPolicy
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.core.controller.restart import RestartLimits
+from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.order import Granularity

@@ -1,9 +1,10 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come objections: different plans or state (`core.comparison`), groups that lack a resource of their own again,
-then audits (`core.audits`) and suspects. Without one, Commit follows if every survivor holds the complete sum, else
-Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An evaluation is decided by
-the sums in the votes, so each loss takes work away and needs a Retry. Groups that do not vote in time are fenced.
+First come objections: different plans or state (`core.controller.comparison`), groups that lack a resource of their own
+again, then audits (`core.audits.audits`) and suspects. Without one, Commit follows if every survivor holds the complete
+sum, else Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An evaluation is
+decided by the sums in the votes, so each loss takes work away and needs a Retry. Groups that do not vote in time are
+fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,11 +20,11 @@ from spare_megatron.core.audits.audits import (
     mismatches,
     unasked,
 )
+from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.controller.comparison import by_value, objection
 from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
 from spare_megatron.core.log.evaluation_sums import added
 from spare_megatron.core.log.events import VotesRead
-from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.log.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
@@ -231,7 +232,7 @@ def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[
 
 
 def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:
-    """The members that ask to leave; `core.departures` says which may."""
+    """The members that ask to leave; `core.controller.departures` says which may."""
     incarnations = dict(attempted.voters)
     return tuple(Member(group, incarnations[group]) for group in attempted.members if votes[group].leaves)
 

@@ -1,7 +1,7 @@
 """Restarts after a wipe-out: when, with which groups, and from which checkpoint or snapshot; or that the run ends.
 
 Every restarted group reports its candidates and snapshots; together they verify the newest candidate
-(`core.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
+(`core.saves.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""The decision log: entries, votes, events and actions. Pure.
+
+Start with `entries`, `events` and `actions`.
+"""

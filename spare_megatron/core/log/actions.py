@@ -47,7 +47,7 @@ class SaveCheckpoint:
         member: The group that saves everything, or everything but the state partitions.
         voters: The groups that take part then and may still be writing an earlier checkpoint.
         hosts: For each state partition, its hosts; empty if every group holds all state.
-        owners: For each state partition, the host that writes it (`core.partition_saves`).
+        owners: For each state partition, the host that writes it (`core.saves.partition_saves`).
         doubtful: Steps of saved checkpoints, with this one, that are not known to be valid.
     """
 

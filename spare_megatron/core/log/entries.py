@@ -1,7 +1,7 @@
 """Entries of the decision log, the single point of agreement, and their encoding.
 
-Entry i is written once, by compare-and-set; `core.controller` folds the log. Each entry names the version of the
-format, so that no program takes an entry of another version for one of its own.
+Entry i is written once, by compare-and-set; `core.controller.controller` folds the log. Each entry names the version of
+the format, so that no program takes an entry of another version for one of its own.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.audits.audits import Dispute, Statement
 from spare_megatron.core.log.evaluation_sums import SetSum
-from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 

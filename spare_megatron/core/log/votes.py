@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from spare_megatron.core.audits.audits import AuditWord, Boundary, Dispute
+from spare_megatron.core.audits.suspects import Named
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.log.evaluation_sums import SetSum
-from spare_megatron.core.audits.suspects import Named
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership
 

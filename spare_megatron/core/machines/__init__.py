@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Machines and places: detection of losses, re-forming of broken groups, starts of groups. Pure."""

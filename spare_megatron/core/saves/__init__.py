@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""When, by whom and what is saved, and which saves are valid. Pure.
+
+Start with `checkpoint_policy`; `survival` and `cadence` have the closed forms.
+"""

@@ -11,8 +11,8 @@ from math import log2
 from statistics import fmean
 
 from spare_megatron.core.log.actions import Cadence, RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.core.log.entries import SaveEnd
+from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.core.saves.survival import time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement

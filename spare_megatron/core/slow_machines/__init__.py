@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""What slow is, which machine holds the run back, and whether it is drained. Pure."""

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.slurm.slurm_commands import JobId, call, job_fields, job_of, own_job
 from spare_megatron.driver.slurm.racks import nodes_per_domain, order_by_rack
+from spare_megatron.driver.slurm.slurm_commands import JobId, call, job_fields, job_of, own_job
 
 
 def this_job() -> JobId:

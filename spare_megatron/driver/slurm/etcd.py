@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.checks.validate_cluster import num_etcd_members
+from spare_megatron.config.schema import ControlConfig
 from spare_megatron.driver.slurm.allocation import address_of
 from spare_megatron.driver.slurm.certificates import Certificates, issue
 from spare_megatron.driver.slurm.slurm_commands import require

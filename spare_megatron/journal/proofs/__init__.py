@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""The proof that a run kept its invariant: the rules of `spare check`.
+
+Start with `proof`.
+"""

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spare_megatron.journal.proofs.disputes import saved_disputes
+from spare_megatron.core.audits.clean_prefix import AuditedSteps
 from spare_megatron.journal.event_texts import groups_named, text_of_audited
 from spare_megatron.journal.fold import Committed, Fold, differs
 from spare_megatron.journal.journal_view import JournalView, attempts_of
+from spare_megatron.journal.proofs.disputes import saved_disputes
 from spare_megatron.journal.records import AuditRecord, SuspicionRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.core.audits.clean_prefix import AuditedSteps
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -91,7 +91,7 @@ class AuditHistory:
         compared: Microbatches in them that two or more groups have computed to equal digests.
         audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
         spoiled: What groups that were found wrong have left in the parameters; None if nothing, or without audits.
-        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.disputes`).
+        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.proofs.disputes`).
         halted: Why the run halted over an audit; empty if it did not.
     """
 

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from spare_megatron.journal.proofs.check_steps import microbatches_of
 from spare_megatron.journal.fold import Finding, Fold, Severity
 from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.proofs.check_steps import microbatches_of
 from spare_megatron.journal.records import AuditRecord, ContributionRecord
 from spare_megatron.journal.run_record import RunRecord
 

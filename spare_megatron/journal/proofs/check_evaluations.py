@@ -3,9 +3,9 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from spare_megatron.journal.proofs.check_steps import microbatches_of, miscount
 from spare_megatron.journal.fold import Evaluation, Finding, Fold, Severity
 from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.proofs.check_steps import microbatches_of, miscount
 from spare_megatron.journal.records import EvaluationRecord
 from spare_megatron.journal.run_record import RunRecord
 

@@ -5,6 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from spare_megatron.journal.event_texts import describe_storage
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
+from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
+from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.proofs.check_audits import check_audits
 from spare_megatron.journal.proofs.check_evaluations import check_evaluations
 from spare_megatron.journal.proofs.check_places import check_places
@@ -28,11 +33,6 @@ from spare_megatron.journal.proofs.check_steps import (
     check_votes,
 )
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
-from spare_megatron.journal.event_texts import describe_storage
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
-from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
-from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, ShardId

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""How a run stands and what it cost: state, goodput, recoveries, summary."""

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
 from spare_megatron.journal.event_texts import (
     EventLine,
     text_of_end,
@@ -22,10 +21,9 @@ from spare_megatron.journal.event_texts import (
     texts_of_record,
 )
 from spare_megatron.journal.fold import Folding
-from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.losses import LastLosses, losses_of_entry
-from spare_megatron.journal.state.rank_paces import RankPaces
+from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     AuditRecord,
@@ -47,8 +45,10 @@ from spare_megatron.journal.records import (
     StorageRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.state.recoveries import Recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
+from spare_megatron.journal.state.rank_paces import RankPaces
+from spare_megatron.journal.state.recoveries import Recoveries
 
 
 class Losses:

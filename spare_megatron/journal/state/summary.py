@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spare_megatron.journal.proofs.audit_history import Spoiled, find_spoiled
-from spare_megatron.journal.proofs.proof import check, fold_view
+from spare_megatron.formats.output import NotWritten, real_paths, whole_file
+from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.state.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.losses import LastLosses, last_losses
-from spare_megatron.formats.output import NotWritten, real_paths, whole_file
-from spare_megatron.formats.quantities import format_bytes
+from spare_megatron.journal.proofs.audit_history import Spoiled, find_spoiled
+from spare_megatron.journal.proofs.proof import check, fold_view
 from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord
-from spare_megatron.journal.state.recoveries import Recovery, read_recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import full_redundancy_s
+from spare_megatron.journal.state.recoveries import Recovery, read_recoveries
 
 NOT_RUN = "not run"
 """Verdict on a journal that has not been checked."""

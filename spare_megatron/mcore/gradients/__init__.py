@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""The flat space of gradients: buckets, exact sums, digests, copies to the host."""

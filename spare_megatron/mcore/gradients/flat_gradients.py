@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
+from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.stacking.layout import PartitionId
 
 

@@ -2,10 +2,10 @@
 
 Local sums stay unscaled sums over tokens until the commit. Each bucket is reduced in a staging buffer, so that its
 local sum survives a failed attempt. The last elements of a staged bucket are checksums of integer sums
-(`mcore.checksums`), whether its local sums are unsound, its number of microbatches and, in the last bucket, the loss,
-where need be the tokens that count for it, sums and counts of further terms, and the tokens of each expert: a group
-that is lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it sends.
-They are never in bf16, which would not count beyond 256.
+(`mcore.gradients.checksums`), whether its local sums are unsound, its number of microbatches and, in the last bucket,
+the loss, where need be the tokens that count for it, sums and counts of further terms, and the tokens of each expert: a
+group that is lost after the reduction cannot report them otherwise, and no rank waits for its device to judge what it
+sends. They are never in bf16, which would not count beyond 256.
 """
 
 import math
@@ -21,7 +21,6 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.mcore.gradients.checksums import SumChecks
-from spare_megatron.mcore.model.experts import ExpertCounts
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
     FlatParameter,
@@ -34,6 +33,7 @@ from spare_megatron.mcore.gradients.flat_gradients import (
 )
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.lane_sums import LaneSums
+from spare_megatron.mcore.model.experts import ExpertCounts
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
-from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.model.model import Chunk
 
 OnReady = Callable[[int], None]
 """Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Megatron's model, kernels, process groups and pipeline, the program's step, and the samples."""

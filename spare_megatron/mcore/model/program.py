@@ -14,9 +14,9 @@ from torch import Tensor
 from spare_megatron.config.program_file import LOSS_TERMS, LossTerm, import_program
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read
-from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset
 from spare_megatron.mcore.model.model import ModelProvider, gpt_model
 from spare_megatron.mcore.model.pipeline import summed_loss
+from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset
 
 LOSS = "loss"
 """The term of the loss that every program has, whose count divides the gradient."""

@@ -20,6 +20,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.distributed import ProcessGroup
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
 from spare_megatron.config.training.sample_index_folders import (
     RENEWAL_S,
@@ -30,9 +31,8 @@ from spare_megatron.config.training.sample_index_folders import (
     remove_unused,
     renew,
 )
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.store_space import gib
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
+from spare_megatron.formats.store_space import gib
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.batches import stacked
 

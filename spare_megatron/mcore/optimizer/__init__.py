@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Adam with its state replicated, divided over lanes, or stacked over groups."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.host_copies import issued_on
+from spare_megatron.mcore.gradients.partitions import Fragment, StatePartitions
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
-from spare_megatron.mcore.gradients.partitions import Fragment, StatePartitions
 from spare_megatron.stacking.layout import PartitionId
 
 NUM_MOMENTS = 2

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spare_megatron.mcore.gradients.flat_gradients import buffers, flat_parameters, segments
-from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.gradients.partitions import Span
 from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.model.model import Chunk
 
 
 class LaneBuffers:

@@ -11,9 +11,9 @@ from megatron.core.optimizer_param_scheduler import combine_param_group_override
 from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, with_local_norms
 from spare_megatron.config.model.parameter_rules import rule_of
 from spare_megatron.config.schema import ParameterRule
+from spare_megatron.mcore.gradients.tied_parameters import tied_embedding
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.parameters import named_parameters
-from spare_megatron.mcore.gradients.tied_parameters import tied_embedding
 
 
 def overrides(

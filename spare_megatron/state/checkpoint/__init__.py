@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: written by several groups, verified, loaded.
+"""Checkpoints: how they are written, verified, found and loaded.
 
-Same imports as `state`. Start with `checkpoint_folder` and `saver`.
+Start with `saver`, then `checkpoint_reader`.
 """

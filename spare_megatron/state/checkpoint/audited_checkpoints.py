@@ -1,7 +1,7 @@
 """Which checkpoints of a folder are audited: clean of lasting faults of the groups. Loads without torch.
 
-A manifest says how many of the first steps were audited when the checkpoint was saved (`stacking.audited_steps`), which
-is before its own step. So the newest one says it of the others.
+A manifest says how many of the first steps were audited when the checkpoint was saved (`core.audits.clean_prefix`),
+which is before its own step. So the newest one says it of the others.
 """
 
 from collections.abc import Sequence

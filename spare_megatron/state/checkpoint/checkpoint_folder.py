@@ -67,7 +67,7 @@ class Manifest:
     Attributes:
         step: Committed steps; the next step to train.
         num_samples: Sequences that those steps have read: the place in the data.
-        terms: The terms of the training, as `config.terms` has them.
+        terms: The terms of the training, as `config.training.terms` has them.
         placement: Settings that decide which group hosts which shard.
         log_head: Log entries folded at the save.
         run_id: The training's id where its metrics go.

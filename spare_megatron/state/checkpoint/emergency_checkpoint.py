@@ -15,10 +15,10 @@ from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.config.training.terms import step_of
-from spare_megatron.formats.whole_files import parsed_json
-from spare_megatron.journal.proofs.proof import fold_view
-from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.formats.output import real_paths
+from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.machine.lock import LOCK
 from spare_megatron.state.checkpoint import checkpoint_folder as folders

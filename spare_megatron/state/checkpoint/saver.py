@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.saves.checkpoint_policy import superseded
 from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.core.saves.checkpoint_policy import superseded
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome

@@ -1,4 +1,4 @@
 """Copies of the state in the memory of nodes.
 
-Same imports as `state`. Start with `snapshotter`; `snapshot_server` holds the copies.
+Start with `snapshotter`.
 """

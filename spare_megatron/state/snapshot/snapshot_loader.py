@@ -13,12 +13,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
-from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
+from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone

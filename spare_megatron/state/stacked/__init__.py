@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Stacked optimizer state on a rank: gathers parameters, copies partitions."""

@@ -1,6 +1,7 @@
 """One rank's part in gathering all parameters after each group has updated its own state partitions.
 
-What each group sends carries its checksum (`mcore.digests`); parameters that contradict theirs have not arrived.
+What each group sends carries its checksum (`mcore.gradients.digests`); parameters that contradict theirs have not
+arrived.
 """
 
 from collections import deque
@@ -17,9 +18,9 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.gradients.digests import words_digest
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
+from spare_megatron.state.rank_progress import RankProgress
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupAgreement
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import FaultPoint
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.formats.pieces import TokenBucket
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from spare_megatron.core.log.actions import GatherParams, StartRepairs
-from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.state.stacked.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
 

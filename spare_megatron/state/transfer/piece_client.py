@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
-from spare_megatron.formats.pieces import Piece
 from spare_megatron.formats import piece_frames as wire
+from spare_megatron.formats.pieces import Piece
 
 
 class PieceClient:

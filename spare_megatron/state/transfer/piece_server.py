@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Protocol
 
-from spare_megatron.formats.pieces import Piece
 from spare_megatron.formats import piece_frames as wire
+from spare_megatron.formats.pieces import Piece
 
 MOST_CONNECTIONS = 64
 """Connections at a time; more are turned away. A rank is the donor of a few others."""

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from spare_megatron.formats.piece_frames import NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
-from spare_megatron.formats.piece_frames import NotOffered, WrongStep
 from spare_megatron.stacking.layout import PartitionId
 
 

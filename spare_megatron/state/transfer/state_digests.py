@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.log.votes import Digests, PartitionDigest
+from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.mcore.gradients.digests import TensorsDigest

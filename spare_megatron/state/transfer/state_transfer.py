@@ -5,15 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.controller.comparison import majority_holds
+from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.core.machines.group_starts import in_order_to_give
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.process.processes import say
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member

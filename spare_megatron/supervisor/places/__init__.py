@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""Places of machines in the control store: the list of assignments, and groups that meet over several machines."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.machines.failure_detector import ENDED
-from spare_megatron.core.machines.places import Places
 from spare_megatron.core.machines.group_starts import PartReadiness
+from spare_megatron.core.machines.places import Places
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PlaceId

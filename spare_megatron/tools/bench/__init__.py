@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare bench`: throughput, beside plain Megatron."""

@@ -7,14 +7,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from spare_megatron.tools.bench.bench_machine import Memory, memory_of
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.shutdown import kill
-from spare_megatron.mcore.model.model import choose_deterministic_kernels
-from spare_megatron.tools.bench.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
+from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.process.processes import (
     Child,
     end_child,
@@ -28,6 +26,8 @@ from spare_megatron.process.processes import (
 from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
+from spare_megatron.tools.bench.bench_machine import Memory, memory_of
+from spare_megatron.tools.bench.plain_megatron import TIMEOUT, join_world, train_steps
 
 
 def run_plain(config: RunConfig) -> tuple[list[float], Memory]:

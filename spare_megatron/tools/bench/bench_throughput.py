@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spare_megatron.tools.bench.bench_machine import Memory, memory_of
+from spare_megatron.config.checks.validate import on_device, resolve_device
 from spare_megatron.config.model.model_shape import flops_per_token
-from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig, SnapshotConfig
 from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.checks.validate import on_device, resolve_device
+from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.tools.bench.bench_machine import Memory, memory_of
 
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""

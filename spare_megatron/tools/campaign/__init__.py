@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare campaign`: a run under many faults."""

@@ -48,11 +48,11 @@ def campaign(
     - 2: the configuration cannot run
     - 130: interrupted
     """
+    from spare_megatron.formats.output import NotWritten, whole_file
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.tools.campaign.campaign_figures import campaign_figures
     from spare_megatron.tools.campaign.campaign_table import print_campaign
     from spare_megatron.tools.campaign.process_watch import ProcessWatch, process_problems
-    from spare_megatron.tools.campaign.campaign_figures import campaign_figures
-    from spare_megatron.journal.files import read_journal
-    from spare_megatron.formats.output import NotWritten, whole_file
 
     console = RunConsole(stderr=as_json)
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spare_megatron.journal.proofs.proof import fold_journal, is_due
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.state.goodput import Goodput, find_goodput
+from spare_megatron.journal.proofs.proof import fold_journal, is_due
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import Goodput, find_goodput
 from spare_megatron.journal.state.summary import Summary
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
-from spare_megatron.tools.campaign.campaign_figures import CampaignFigures
-from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.formats.quantities import format_duration
+from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.journal.state.summary import Summary
+from spare_megatron.tools.campaign.campaign_figures import CampaignFigures
+from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
 
 
 def print_campaign(

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare doctor` and `spare check-program`: machines and programs before a run."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
+from spare_megatron.config.model.rank_memory import ranks_per_machine
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
-from spare_megatron.tools.doctor.node_facts import NodeFacts, NodeMeasurements
-from spare_megatron.config.model.rank_memory import ranks_per_machine
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.store_space import gib, shortage
-from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
+from spare_megatron.tools.doctor.node_facts import NodeFacts, NodeMeasurements
 
 T = TypeVar("T", bound=Hashable)
 

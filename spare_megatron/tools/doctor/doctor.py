@@ -19,9 +19,9 @@ from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig, SlurmConfig
     from spare_megatron.tools.doctor.diagnosis import NodeFinding
     from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
-    from spare_megatron.config.schema import RunConfig, SlurmConfig
     from spare_megatron.tools.doctor.node_processes import StartNode
 
 
@@ -73,10 +73,10 @@ def doctor(
 def _examine(
     config: "RunConfig", folder: Path | None, wait_s: float
 ) -> "tuple[list[NodeMeasurements], list[NodeFinding]]":
+    from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+    from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
     from spare_megatron.tools.doctor.diagnosis import diagnose
     from spare_megatron.tools.doctor.node_preflight import examine
-    from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
-    from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config.checkpoint, folder).absolute()

@@ -11,13 +11,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
-from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
 from spare_megatron.process.node_connection import connect
+from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
+from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
+from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
+from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
 
 _FACTS_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
 """Longest wait for a node's answer to each request."""

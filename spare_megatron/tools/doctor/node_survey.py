@@ -20,16 +20,16 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from spare_megatron.config.training.corpus import input_files
-from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.training.corpus import input_files
 from spare_megatron.formats.store_space import StoreSpace
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.process.shortages import process_limits
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
 from spare_megatron.version import __version__, code_digest
 
 _KEY_BYTES = 32

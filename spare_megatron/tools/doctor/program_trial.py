@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.model.batches import BadSample, UnreadMask
-from spare_megatron.mcore.model.training_samples import Dataset, prepare_index
 from spare_megatron.mcore.model.program import Batch, Program, StepContext, Terms, program_of
+from spare_megatron.mcore.model.training_samples import Dataset, prepare_index
 from spare_megatron.mcore.program_check import check_program
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import ShardId

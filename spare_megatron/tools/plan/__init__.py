@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""`spare plan`: closed forms for redundancy and cadence, and the plan that trains fastest.
+
+Start with `plan`; `forecast` combines everything that can be lost.
+"""

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from scipy.stats import binom
 
 from spare_megatron.core.saves.endurance import FloatArray, wiped_probabilities
-from spare_megatron.tools.plan.repair import RepairTimes
 from spare_megatron.stacking.placement import Placement
+from spare_megatron.tools.plan.repair import RepairTimes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -194,8 +194,8 @@ def equivalent_domain_repair(counts: IntArray, intervals: LossIntervals, absence
     """Repair times of independent groups whose shards lose their last host at the same rate (`wipe_outs_per_s`).
 
     Independent groups that are down for a share u of the time do so N r u^r / A times per second; solved for u.
-    Derived. With `planner.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60 in
-    domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
+    Derived. With `tools.plan.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60
+    in domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
     """
     num_shards, redundancy = counts.shape[0], int(counts[0].sum())
     rate = wipe_outs_per_s(counts, intervals, absence_s)

@@ -7,7 +7,9 @@ import numpy as np
 from scipy.integrate import trapezoid
 from scipy.stats import poisson
 
+from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.core.saves.survival import LONGEST_S
+from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import (
     IntArray,
@@ -21,7 +23,6 @@ from spare_megatron.tools.plan.domains import (
     num_down_in_domains,
     times_to_look_at_s,
 )
-from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.tools.plan.facts import ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks, wait_for_data
 from spare_megatron.tools.plan.readmission import (
@@ -42,7 +43,6 @@ from spare_megatron.tools.plan.repair import (
     shard_time_to_wipe_out_s,
     survival,
 )
-from spare_megatron.stacking.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> For
 
     Without domains losses come at a constant rate: lived_s is their interval times the sum over k of P(L > k), which
     also weights the steps with k lost. With domains, `coverage_over_time` and `down_without_repair` of
-    `planner.domains` count losses per group that is up; for the same constant rate here, t seconds there count as
+    `tools.plan.domains` count losses per group that is up; for the same constant rate here, t seconds there count as
     (1 - exp(-a t)) / a seconds, in which the whole system loses as many groups, a = 1 / F + 1 / F_d.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
@@ -90,7 +90,7 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
     """The forecast where lost groups come back and are admitted in a pause.
 
     A group lost in a step and ready after R + X misses (R + X) / T steps of T on average. For wipe-outs it is down half
-    a step longer, until the next commit. The time to a wipe-out is `planner.repair.survival`, with spares or domains
+    a step longer, until the next commit. The time to a wipe-out is `tools.plan.repair.survival`, with spares or domains
     that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
     the groups down: over time since the restart, with spares or domains in the steady state. A shard without a host is
     waited for as long as a restart takes, and the step is computed again then.
@@ -127,11 +127,11 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
 def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: ReformTimes) -> Forecast:
     """The forecast where a loss takes a machine and groups are re-formed from broken ones, over `reform.run_s`.
 
-    The groups down are those that machines are missing for (`planner.reforming.missing_groups`) and those that are
-    being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as for
-    a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step.
-    Derived. The stretch is up to 4% high against simulated runs (tests/unit/test_planner_reforming.py), like that of
-    groups that rejoin: a group that came back has work of all its shards, so more hosts share a patch.
+    The groups down are those that machines are missing for (`tools.plan.reforming_costs.missing_groups`) and those that
+    are being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as
+    for a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step. Derived.
+    The stretch is up to 4% high against simulated runs (tests/unit/test_planner_reforming.py), like that of groups that
+    rejoin: a group that came back has work of all its shards, so more hosts share a patch.
     """
     n, interval_s = facts.num_groups, facts.times.loss_interval_s
     costs = _StepCosts.of(facts, redundancy, num_microbatches)

@@ -36,12 +36,12 @@ class PartitionPlan:
 def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s: float, back_s: float | None) -> float:
     """Mean seconds until some state partition has lost all its hosts, starting with r_o hosts for each.
 
-    With copies a partition behaves as a shard whose groups come back after R_o: `planner.repair.survival`. For R_o << F
-    that is about F^r_o / (N r_o R_o^(r_o - 1)): r_o losses among its hosts within the time of one copy. Without copies
-    a group hosts its first partitions until its first loss; with k groups lost once, the next first loss takes
-    F / (N - k), so the mean is the sum over k of P(no wipe-out after k losses) F / (N - k).
-    Derived. Within 9% of random losses of `stacking.state_partitions`, N from 12 to 60, r_o = 2 and 3, of which up to
-    6% is noise (tests/unit/test_planner_partitions.py has fewer samples of the same, and a simulated run).
+    With copies a partition behaves as a shard whose groups come back after R_o: `tools.plan.repair.survival`. For R_o
+    << F that is about F^r_o / (N r_o R_o^(r_o - 1)): r_o losses among its hosts within the time of one copy. Without
+    copies a group hosts its first partitions until its first loss; with k groups lost once, the next first loss takes F
+    / (N - k), so the mean is the sum over k of P(no wipe-out after k losses) F / (N - k). Derived. Within 9% of random
+    losses of `stacking.state_partitions`, N from 12 to 60, r_o = 2 and 3, of which up to 6% is noise
+    (tests/unit/test_planner_partitions.py has fewer samples of the same, and a simulated run).
 
     `redundancy` is r_o, `group_interval_s` F and `back_s` R_o, None if no copies are made; ValueError if one is out of
     its range.
@@ -60,7 +60,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
 
 
 def plan_partitions(facts: ClusterFacts, plan: Plan, copy_s: float) -> PartitionPlan:
-    """The least r_o whose time to train is within `planner.plan.TOLERANCE` of the plan's, else the largest tried.
+    """The least r_o whose time to train is within `tools.plan.plan.TOLERANCE` of the plan's, else the largest tried.
 
     Wipe-outs of state and of shards are taken as independent, so their rates add up. R_o is the time of the copy plus
     one step: half a step until the loss is acted on, and half until the next commit counts the copy.

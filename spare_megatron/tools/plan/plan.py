@@ -12,9 +12,9 @@ from typing import get_args
 import numpy as np
 
 from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.stacking.golomb import check_redundancy
 from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits, Policy
 from spare_megatron.tools.plan.forecast import Forecast, forecast, forecast_with_reform, forecast_with_rejoin
-from spare_megatron.stacking.golomb import check_redundancy
 
 _LEAST = 1e-300
 
@@ -43,8 +43,8 @@ def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float,
 def best_availability(save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
     """A at the best cadence T_c*: A* = T_f / (T_f + T_r) exp(-T_c* / T_f). Arguments and errors as for `availability`.
 
-    At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.cadence`. At least 1e-300, so that
-    a time to train divided by it stays finite.
+    At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.saves.cadence`. At least 1e-300, so
+    that a time to train divided by it stays finite.
 
     >>> round(best_availability(60.0, 90000.0, 3600.0), 4)
     0.9269
@@ -107,7 +107,7 @@ class Plan:
 
 @lru_cache(maxsize=512)  # the best plan of each policy and the frugal plan share candidates
 def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
-    """The plan for one redundancy, at its best cadence: T_f and the stretch from `planner.forecast`.
+    """The plan for one redundancy, at its best cadence: T_f and the stretch from `tools.plan.forecast`.
 
     Within 1.2% of simulated runs at the same assumptions (benchmarks/planner_formulas.py). With SPARe's published
     settings (N = 200, 600, 1000) the best ratios are 2.87, 2.52, 2.39 at r = 8, 8, 9; the paper's simulation has 2.92,

@@ -9,8 +9,9 @@ import typer
 
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_plot_file
+from spare_megatron.cli.printing import say, say_json
+from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
-from spare_megatron.tools.plan.plan_result import Answer, as_figures
 from spare_megatron.tools.plan.plan_options import (
     ASSUMED_MICROBATCHES,
     ASSUMED_SLICE_COPY,
@@ -36,8 +37,7 @@ from spare_megatron.tools.plan.plan_options import (
     slow_rate_of,
     widths_of,
 )
-from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.quantities import format_duration
+from spare_megatron.tools.plan.plan_result import Answer, as_figures
 
 _Groups = Annotated[int, typer.Option(help="Number of data-parallel groups, and of shards.")]
 _Restart = Annotated[str, typer.Option(help="Time from a wipe-out until training continues, as in 60m.")]

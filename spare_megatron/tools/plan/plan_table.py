@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.tools.plan.plan_result import Answer, read_s
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
 from spare_megatron.tools.plan.audit_costs import audit_price, num_judges
 from spare_megatron.tools.plan.plan import closed_form_redundancy
+from spare_megatron.tools.plan.plan_result import Answer, read_s
 
 _DESCRIPTIONS = {
     "stack": "whole shards",

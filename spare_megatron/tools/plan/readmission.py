@@ -114,9 +114,9 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
     A loss takes the last host of a given shard of the lost group with probability E[C(k, r - 1) / C(N - 1, r - 1)], k
     down among the N - 1 others. Independent groups that are down for a share u have u^(r-1) there. u exceeds the actual
     share of time down, since groups that wait for hardware are down together.
-    Derived. With `planner.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31 and
-    60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady state
-    ignores (benchmarks/planner_formulas.py). r is 2 or more, and `num_down` has P(k down) for k from 0 to N.
+    Derived. With `tools.plan.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31
+    and 60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady
+    state ignores (benchmarks/planner_formulas.py). r is 2 or more, and `num_down` has P(k down) for k from 0 to N.
     """
     num_groups = len(num_down) - 1
     k = np.arange(num_groups + 1, dtype=np.float64)

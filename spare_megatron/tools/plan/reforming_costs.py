@@ -11,8 +11,8 @@ from math import inf, sqrt
 import numpy as np
 from scipy.stats import hypergeom, poisson
 
-from spare_megatron.core.saves.survival import LONGEST_S, restart_share, spent_s
 from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities
+from spare_megatron.core.saves.survival import LONGEST_S, restart_share, spent_s
 from spare_megatron.tools.plan.repair import Pauses, RepairTimes, shard_time_to_wipe_out_s
 
 _NUM_TIMES = 400
@@ -129,14 +129,14 @@ def survival(
     """T_f and the pauses, where a shard without a host is waited for up to W = `wait_s` (None: restarts at once).
 
     With j groups missing, i hosts of a shard are with the hypergeometric probability H(i; N, j, r), and its other
-    q = r - i hosts are all away for A at the rate 1 / e(q), e from `planner.repair.shard_time_to_wipe_out_s`. The rate
-    of wipe-outs is N times the sum over i < r of the product, over the distribution of j. Of these, the share
+    q = r - i hosts are all away for A at the rate 1 / e(q), e from `tools.plan.repair.shard_time_to_wipe_out_s`. The
+    rate of wipe-outs is N times the sum over i < r of the product, over the distribution of j. Of these, the share
     exp(-q W / A) is restarts, and of the losses that make one more group missing those that make all r hosts of a shard
     missing, unless one of the machines away is repaired within W. T_f is the mean time without a restart over the
     probability of one, within the run. Pauses: all q are away for the share (A / (F + A))^q, for A less 2 `late_s`; all
-    r are missing until a machine is repaired.
-    Derived: missing groups are taken as spread over the shards at random, and shards as independent. 9% high to 18% low
-    against counted events, N = 60, M = 10, r = 2 and 3 (tests/unit/test_planner_reforming.py).
+    r are missing until a machine is repaired. Derived: missing groups are taken as spread over the shards at random,
+    and shards as independent. 9% high to 18% low against counted events, N = 60, M = 10, r = 2 and 3
+    (tests/unit/test_planner_reforming.py).
     """
     n, r = num_groups, redundancy
     missing = missing_groups(n, group_interval_s, reform)

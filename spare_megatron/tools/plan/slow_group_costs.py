@@ -11,8 +11,8 @@ from math import ceil, floor, inf, sqrt
 from scipy import stats
 
 from spare_megatron.stacking.pace_evidence import STEPS_TO_ACT
-from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.stacking.paces import dealt_stacks
+from spare_megatron.tools.plan.overhead import StepTimes
 
 _SPREAD = 8.0
 """Standard deviations of the number of slow groups that are summed."""

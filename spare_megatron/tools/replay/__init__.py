@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare replay`: a disputed microbatch once more, on machines of choice."""

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.training.run_terms import terms_in
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.run_terms import terms_in
 from spare_megatron.core.audits.audits import Boundary, first_difference, word_of
-from spare_megatron.tools.replay.replay_parts import Where, compute, folder_of_replay, parts_of, parts_of_machine
-from spare_megatron.tools.replay.replay_ranks import serve_part
-from spare_megatron.journal.proofs.proof import fold_view
-from spare_megatron.journal.proofs.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.journal_index import JournalIndex
+from spare_megatron.journal.proofs.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
+from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify
+from spare_megatron.tools.replay.replay_parts import Where, compute, folder_of_replay, parts_of, parts_of_machine
+from spare_megatron.tools.replay.replay_ranks import serve_part
 
 _HERE = Where()
 

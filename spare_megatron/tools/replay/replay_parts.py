@@ -13,6 +13,17 @@ from typing import Any
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.machines.places import Assignment, Holding, Places
+from spare_megatron.driver.slurm import allocation
+from spare_megatron.driver.slurm.slurm_commands import job_fields
+from spare_megatron.driver.slurm.steps import node_step, start_step
+from spare_megatron.journal.journal_view import JournalView
+from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.machine.lock import locked
+from spare_megatron.process.processes import set_environment_of_ranks
+from spare_megatron.process.specs import device_of
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
+from spare_megatron.store import tcp_store
 from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
 from spare_megatron.tools.replay.replay_ranks import (
     ComputePart,
@@ -22,17 +33,6 @@ from spare_megatron.tools.replay.replay_ranks import (
     PartComputed,
     answer_requests,
 )
-from spare_megatron.driver.slurm import allocation
-from spare_megatron.driver.slurm.slurm_commands import job_fields
-from spare_megatron.driver.slurm.steps import node_step, start_step
-from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.records import PlacesRecord
-from spare_megatron.machine.lock import locked
-from spare_megatron.process.processes import set_environment_of_ranks
-from spare_megatron.process.specs import device_of
-from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
-from spare_megatron.store import tcp_store
-from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
 from spare_megatron.version import NUM_DIGITS, code_digest
 
 _FACTS_S = 120.0

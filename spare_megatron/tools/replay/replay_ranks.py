@@ -42,7 +42,7 @@ class MachineFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePart:
     """Asks for the part of these ranks. `config` is the text of the configuration; `tasks` has for each rank what it
-    needs beside that (`rank.replay_rank.ReplayTask`).
+    needs beside that (`tools.replay.replay_rank.ReplayTask`).
     """
 
     config: str

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare report`, `serve` and `timeline`: pages, comparisons and timelines of runs."""

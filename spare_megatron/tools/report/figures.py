@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from spare_megatron.journal.event_texts import groups_named
-from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.formats.quantities import format_duration
+from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.records import SaveOutcome
+from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.tools.report.history import Floats, History, Interval, Presence, presence
 
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"

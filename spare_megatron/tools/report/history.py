@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.fold import Committed
-from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.losses import losses_of
-from spare_megatron.journal.state.rank_paces import over_others
 from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord
-from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.state.rank_paces import over_others
+from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState
 
 Presence = Literal["training", "lost", "away"]

@@ -19,10 +19,10 @@ import markupsafe
 import numpy as np
 import plotly.graph_objects as go
 
-from spare_megatron.journal.event_texts import groups_named, text_of_culprit
-from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
 from spare_megatron.formats.printable import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
+from spare_megatron.journal.event_texts import groups_named, text_of_culprit
+from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
 from spare_megatron.tools.report.equality import compare
 from spare_megatron.tools.report.figures import (
     dealt_paces,

@@ -29,8 +29,8 @@ def report(
     The page is one file and needs no network. For a run that goes on it shows what has happened so far. Prints the
     path of the file.
     """
-    from spare_megatron.journal.state.follow import read_run_state
     from spare_megatron.formats.output import whole_file
+    from spare_megatron.journal.state.follow import read_run_state
     from spare_megatron.tools.report.history import history_of
     from spare_megatron.tools.report.page import comparison
     from spare_megatron.tools.report.page import report as page_of
@@ -68,8 +68,8 @@ def verdict_of(run_dir: Path, run_state: "RunState") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
     from spare_megatron.config.training.run_terms import terms_in
     from spare_megatron.formats.whole_files import json_object
-    from spare_megatron.journal.proofs.proof import check
     from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.proof import check
 
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():

@@ -10,8 +10,8 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say
-from spare_megatron.tools.report.report_command import config_of, verdict_of
 from spare_megatron.machine.interrupts import raising
+from spare_megatron.tools.report.report_command import config_of, verdict_of
 
 if TYPE_CHECKING:
     from spare_megatron.tools.report.server import ReportServer

@@ -30,8 +30,8 @@ def timeline(
     between stages, reductions, votes, updates and recoveries, for all ranks on one time axis; for a lost rank also the
     operation that it did not finish. Prints the path of the file.
     """
-    from spare_megatron.journal.files import read_journal
     from spare_megatron.formats.output import whole_file
+    from spare_megatron.journal.files import read_journal
     from spare_megatron.journal.spans import read_spans_of
     from spare_megatron.tools.report.trace import trace_of
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from spare_megatron.journal.event_texts import text_of_places
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, LossRecord, PlacesRecord
-from spare_megatron.journal.state.run_state import Losses
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
+from spare_megatron.journal.state.run_state import Losses
 
 TraceEvent = dict[str, Any]
 

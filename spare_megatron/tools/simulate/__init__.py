@@ -1,1 +1,4 @@
-"""To be written: what the room holds."""
+"""`spare simulate`: training in virtual time, on the controller that also drives real runs.
+
+Start with `scenario`, then `spare_run`; `calibrate` reads costs off a real run.
+"""

@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from spare_megatron.journal.files import Journal
 from spare_megatron.formats.quantities import format_duration
+from spare_megatron.journal.files import Journal
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.tools.simulate.compute_fit import ComputeFit, FloatArray, finish_times, fit_compute, stretch
 from spare_megatron.tools.simulate.measured import (

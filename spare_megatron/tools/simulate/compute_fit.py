@@ -9,10 +9,10 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.tools.simulate.measured import MeasuredStep, RecoveryTimes
-from spare_megatron.tools.simulate.scenario import CostModel
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
+from spare_megatron.tools.simulate.measured import MeasuredStep, RecoveryTimes
+from spare_megatron.tools.simulate.scenario import CostModel
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -7,12 +7,12 @@ from typing import Literal
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Resume
 from spare_megatron.journal.lines import Line
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.replication import disjoint_sets, run_replication
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.simulated_journal import LineSink, SimulatedJournal
 from spare_megatron.tools.simulate.spare_run import Clock, SpareRun
 from spare_megatron.tools.simulate.world import Result, World
-from spare_megatron.stacking.layout import GroupId
 
 
 def simulate(scenario: Scenario, seed: int, journal: LineSink | None = None, clock: Clock | None = None) -> Result:

@@ -8,10 +8,10 @@ from math import inf
 
 import numpy as np
 
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.failures import FailureProcess, Loss
 from spare_megatron.tools.simulate.machines import Machines
 from spare_megatron.tools.simulate.scenario import Scenario
-from spare_megatron.stacking.layout import GroupId
 
 
 class Fleet:
@@ -21,9 +21,9 @@ class Fleet:
     free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
     state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
     left a lost group stays away until a restart, which brings back all groups and spares. With re-forming a loss takes
-    one machine instead, nothing is reserved, and `core.reforming` decides which groups are whole again. A group with a
-    notice of its loss may leave before. `num_lost`: groups lost so far, counting each loss. `max_down`: the most groups
-    down at a time.
+    one machine instead, nothing is reserved, and `core.machines.reforming` decides which groups are whole again. A
+    group with a notice of its loss may leave before. `num_lost`: groups lost so far, counting each loss. `max_down`:
+    the most groups down at a time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:

@@ -1,13 +1,13 @@
-"""Tracks the machines of broken groups and the idle ones, which `core.reforming` moves in virtual time."""
+"""Tracks the machines of broken groups and the idle ones, which `core.machines.reforming` moves in virtual time."""
 
 import heapq
 from copy import deepcopy
 from math import inf
 
 from spare_megatron.core.machines.reforming import Machine, reform
-from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.tools.simulate.scenario import Scenario
 
 
 class Machines:

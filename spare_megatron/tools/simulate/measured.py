@@ -9,10 +9,10 @@ from math import inf
 from statistics import median
 from typing import Literal
 
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.lines import Line
+from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import (
     ContributionRecord,
     EntryRecord,
@@ -21,8 +21,8 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.state.recoveries import Recovery, find_recoveries
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.recoveries import Recovery, find_recoveries
 
 WARM_UP_STEPS = 3
 """Steps after the start of a run, or after groups come back, that set up memory, caches and connections."""

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import BoolArray
 from spare_megatron.tools.simulate.compute_fit import finish_times
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.world import World
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import BoolArray
 
 IsWhole = Callable[[BoolArray], bool]
 """Whether every shard has a group that is up, given which groups are up."""

@@ -11,6 +11,8 @@ from statistics import median
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import BoolArray
 from spare_megatron.tools.simulate.calibrate import Scatter
 from spare_megatron.tools.simulate.compute_fit import stretch
 from spare_megatron.tools.simulate.failures import Loss
@@ -31,8 +33,6 @@ from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.simulated_journal import SimulatedJournal
 from spare_megatron.tools.simulate.spare_run import SpareRun
 from spare_megatron.tools.simulate.world import World
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import BoolArray
 
 _LATEST = 0.999
 """Latest moment of a loss: a share of the time from compute to sum if it stopped the reduction, else of the update."""

@@ -7,18 +7,18 @@ from typing import Literal
 import numpy as np
 
 from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
+from spare_megatron.stacking.order import Granularity
+from spare_megatron.stacking.paces import Rounds
+from spare_megatron.stacking.placement import PlacementKind, make_placement
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
-from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.tools.plan.readmission import hardware_wait_s
 from spare_megatron.tools.plan.reforming_costs import ReformTimes
 from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.slow_groups import SlowSpec
-from spare_megatron.stacking.order import Granularity
-from spare_megatron.stacking.paces import Rounds
-from spare_megatron.stacking.placement import PlacementKind, make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class CostModel:
 
 
 _LEAST_ABSENCE_S = 1e-3
-"""`planner.repair` needs a repair time above 0."""
+"""`tools.plan.repair` needs a repair time above 0."""
 
 
 SimulatedPolicy = Literal["checkpoint_only", "replication", "spare"]
@@ -182,7 +182,7 @@ class Scenario:
 
     def time_to_wipe_out_s(self) -> float:
         """T_f, mean seconds of training until a wipe-out of shards or of state partitions, taken as independent. A copy
-        counts one step after it is made, as in `planner.partition_redundancy`.
+        counts one step after it is made, as in `tools.plan.partition_redundancy`.
         """
         shards_s = self._time_to_lost_shards_s()
         if not self.slice_redundancy:
@@ -200,9 +200,9 @@ class Scenario:
         """Mean seconds until a shard has lost all hosts, by the closed forms of `planner`.
 
         Without repair: sum over k of P(no wipe-out after k losses) times the mean time to the next loss, in proportion
-        to N / (N - k). With repair: `planner.repair`. Losses are independent, times between them exponential. Under the
-        policy spare, domains lost whole take the place of groups: without repair `planner.domains`; with repair the
-        shards with the fewest domains, one for each distinct set.
+        to N / (N - k). With repair: `tools.plan.repair`. Losses are independent, times between them exponential. Under
+        the policy spare, domains lost whole take the place of groups: without repair `tools.plan.domains`; with repair
+        the shards with the fewest domains, one for each distinct set.
         """
         interval_s, n = self.failures.mean_interval_s(self.num_groups), self.num_groups
         if self.policy == "checkpoint_only" or interval_s == inf:
@@ -257,7 +257,7 @@ class Scenario:
 
     def mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be admitted; None if hardware is never repaired.
-        `planner.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer.
+        `tools.plan.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer.
         """
         repair_s = self.failures.mean_repair_s(self.repair_s)
         if repair_s is None:

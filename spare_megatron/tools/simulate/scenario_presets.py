@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.building import advice
 from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.failures import UNNAMED, Cause, Loss
 from spare_megatron.tools.simulate.scenario import Scenario
-from spare_megatron.stacking.layout import GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ScenarioError(ValueError):
 
 
 def preset_names() -> tuple[str, ...]:
-    folder = files("spare_megatron.simulator") / "presets"
+    folder = files("spare_megatron.tools.simulate") / "presets"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 
 
@@ -129,7 +129,7 @@ def _read(name_or_path: str | Path) -> tuple[str, Path]:
     if str(name_or_path) not in preset_names():
         known = ", ".join(preset_names())
         raise ScenarioError(f"there is no preset {name_or_path}; known: {known}; a file has to end in .toml")
-    preset = files("spare_megatron.simulator") / "presets" / f"{name_or_path}.toml"
+    preset = files("spare_megatron.tools.simulate") / "presets" / f"{name_or_path}.toml"
     return preset.read_text(encoding="utf-8"), Path.cwd()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.journal.files import read_journal
 from spare_megatron.formats.quantities import format_duration
+from spare_megatron.journal.files import read_journal
 from spare_megatron.tools.simulate.calibrate import Calibration, calibrate
 from spare_megatron.tools.simulate.run_replay import Prediction, Replay, replay
 from spare_megatron.tools.simulate.scenario import CostModel

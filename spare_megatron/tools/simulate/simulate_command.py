@@ -11,15 +11,15 @@ import typer
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
-from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
 from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.formats.parsed_quantities import parse_duration_s, parse_redundancies
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import INTERRUPTED, raising
+from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
 
 if TYPE_CHECKING:
-    from spare_megatron.tools.simulate.simulate_calibrate import Measured
     from spare_megatron.tools.simulate.scenario import Scenario
+    from spare_megatron.tools.simulate.simulate_calibrate import Measured
     from spare_megatron.tools.simulate.sweep import Figures
 
 DEFAULT_PRESET = "paper_n600"
@@ -299,8 +299,8 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 
 def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: float) -> None:
     """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
-    from spare_megatron.journal.lines import encode_line
     from spare_megatron.formats.output import named_errors, whole_file
+    from spare_megatron.journal.lines import encode_line
     from spare_megatron.tools.simulate.engine import simulate as simulate_one
     from spare_megatron.tools.simulate.world import Stalled
 
@@ -318,8 +318,8 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
 
 
 def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]") -> None:
-    from spare_megatron.tools.simulate.simulate_plot import write_plot
     from spare_megatron.tools.simulate.engine import timeline_of
+    from spare_megatron.tools.simulate.simulate_plot import write_plot
     from spare_megatron.tools.simulate.world import Stalled
 
     assert request.plot is not None

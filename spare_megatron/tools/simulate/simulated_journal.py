@@ -22,11 +22,11 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.spans import RecoveryTimes
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.tools.simulate.compute_fit import finish_times
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.world import World
-from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.plans import Microbatch, StepPlan
 
 LineSink = Callable[[Line], None]
 SOURCE = "simulator"

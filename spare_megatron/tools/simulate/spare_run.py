@@ -7,6 +7,8 @@ from math import inf
 
 import numpy as np
 
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -29,19 +31,17 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
-from spare_megatron.tools.simulate.compute_fit import FloatArray, stacks_of
-from spare_megatron.tools.simulate.simulated_journal import SimulatedJournal
-from spare_megatron.tools.simulate.world import World
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
+from spare_megatron.tools.simulate.compute_fit import FloatArray, stacks_of
+from spare_megatron.tools.simulate.simulated_journal import SimulatedJournal
+from spare_megatron.tools.simulate.world import World
 
 
 class Copies:

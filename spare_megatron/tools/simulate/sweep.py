@@ -13,17 +13,17 @@ import numpy as np
 from scipy.special import stdtrit
 
 from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.stacking.order import Granularity
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
 from spare_megatron.tools.simulate.slow_groups import SlowSpec
 from spare_megatron.tools.simulate.world import Stalled
-from spare_megatron.stacking.order import Granularity
 from spare_megatron.version import code_digest
 
 Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
-_CODE = ("stacking", "core", "planner", "simulator")
+_CODE = ("stacking", "core", "tools/plan", "tools/simulate")
 """Packages whose code determines the result of a simulation."""
 
 

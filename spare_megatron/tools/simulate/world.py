@@ -6,12 +6,12 @@ from math import inf
 
 import numpy as np
 
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.compute_fit import finish_times, stretch
 from spare_megatron.tools.simulate.failures import FailureProcess, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.slow_groups import SlowGroups
-from spare_megatron.stacking.layout import GroupId
 
 CAUSES = (
     "compute",

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare preprocess` and `spare tokenizer`: input files, tokenizers, and the processes that tokenize."""

@@ -10,8 +10,8 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.tools.text.text_progress import TextProgress
 from spare_megatron.machine.interrupts import deferred, raising
+from spare_megatron.tools.text.text_progress import TextProgress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,8 +89,8 @@ def _convert(
     reading: _Reading, source: "TokenizerSource", output_prefix: Path, workers: int, *, overwrite: bool
 ) -> tuple[dict[str, object], "Skipped"]:
     """Writes the dataset. Returns its figures and what was skipped. ValueError: it cannot be made."""
-    from spare_megatron.tools.text.corpus_writer import write_corpus
     from spare_megatron.formats.output import named_errors
+    from spare_megatron.tools.text.corpus_writer import write_corpus
     from spare_megatron.tools.text.documents import Skipped, batches_of, find_files, json_among
     from spare_megatron.tools.text.tokenization import tokenizing
     from spare_megatron.tools.text.tokenizer import build

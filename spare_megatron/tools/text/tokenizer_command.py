@@ -9,10 +9,10 @@ import typer
 
 from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX
 from spare_megatron.cli.printing import say
-from spare_megatron.tools.text.text_progress import TextProgress
 from spare_megatron.machine.interrupts import deferred, raising
+from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX
+from spare_megatron.tools.text.text_progress import TextProgress
 
 app = typer.Typer(name="tokenizer", help="Train a tokenizer.", no_args_is_help=True)
 

@@ -1,1 +1,1 @@
-"""To be written: what the room holds."""
+"""`spare checkpoint export` and `import`: weights of Hugging Face and of Megatron-LM."""

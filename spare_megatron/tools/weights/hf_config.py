@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.tools.weights.foreign_fields import shown
 from spare_megatron.tools.weights.hf_fields import (
     LLAMA3_CONSTANTS,
@@ -21,9 +24,6 @@ from spare_megatron.tools.weights.hf_fields import (
     rope_in,
 )
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
-from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
 
 FAMILIES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",

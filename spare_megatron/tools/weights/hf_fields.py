@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from spare_megatron.tools.weights.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
+from spare_megatron.tools.weights.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
 

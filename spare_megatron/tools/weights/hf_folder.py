@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spare_megatron.config.model.model_tensors import ModelTensor
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.formats.whole_files import json_object
+from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights.foreign_fields import require_kinds, shown
 from spare_megatron.tools.weights.hf_config import Model, architecture_in, architecture_of, config_json, settings_of
 from spare_megatron.tools.weights.hf_fields import token_ids_in
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2
-from spare_megatron.config.model.model_tensors import ModelTensor
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import json_object
 from spare_megatron.tools.weights.hf_tensors import TensorPair, is_constant, tensor_pairs, tied_names
-from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights.weights_folder import (
     CONFIG_JSON,
     GENERATION_JSON,

@@ -9,10 +9,10 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from spare_megatron.tools.weights.hf_config import Architecture, Model
-from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.tools.weights.hf_config import Architecture, Model
+from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 
 _MODULES: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["model.embed_tokens"],

@@ -11,14 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spare_megatron.tools.weights.foreign_fields import shown
-from spare_megatron.tools.weights.megatron_args import args_of, settings_in
 from spare_megatron.config.model.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors, with_local_norms
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.inert_pickle import read_common
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
-from spare_megatron.tools.weights.weights_folder import Export, ExportOptions, Reader, made_whole, precision_of, write_import
+from spare_megatron.tools.weights.foreign_fields import shown
+from spare_megatron.tools.weights.megatron_args import args_of, settings_in
+from spare_megatron.tools.weights.weights_folder import (
+    Export,
+    ExportOptions,
+    Reader,
+    made_whole,
+    precision_of,
+    write_import,
+)
 
 _LATEST = "latest_checkpointed_iteration.txt"
 

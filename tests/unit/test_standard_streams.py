@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 CLOSED = [some for number in range(1, 4) for some in combinations((0, 1, 2), number)]
 REPORT = """
 import json, os, sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 standard_streams.open_closed()
 opened = os.open("/dev/zero", os.O_RDONLY)
 kinds = [os.path.samestat(os.fstat(number), os.stat(os.devnull)) for number in range(3)]
@@ -69,7 +69,7 @@ def test_closed_descriptors_are_opened_on_nothing_before_another_file_takes_thei
 BOTH = "print('to stdout'); print('to stderr', file=sys.stderr)"
 OUTLASTING = f"""
 import sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 standard_streams.open_closed()
 with standard_streams.outlasting():
     {BOTH}
@@ -125,7 +125,7 @@ def test_characters_that_an_encoding_lacks_are_printed_as_escapes(encoding: str)
     text = "caf\u00e9 \u4e2d \udcff"
     code = f"""
 import sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 standard_streams.open_closed()
 print({text!r})
 with standard_streams.outlasting():

@@ -404,8 +404,8 @@ def _decoder(key: str) -> msgspec.json.Decoder[Any]:
 def _text_of(line: str, key: str, where: str) -> str:
     try:
         return str(_decoder(key).decode(line).text)
-    except (msgspec.DecodeError, RecursionError):
-        pass  # the json module takes NaN, too, and says what is wrong
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass  # the json module takes NaN and keys with quotes, too, and says what is wrong
     try:
         value = _loads(line.removeprefix(_MARK))
     except ValueError as error:

@@ -261,6 +261,13 @@ def test_a_json_value_too_long_to_be_read_as_a_whole_is_refused_by_name(
         assert f"{tmp_path}/{name} is one JSON value of more than 0 MiB; write each document as a JSON" in done.stderr
 
 
+@pytest.mark.parametrize("key", ['a "text"', "a\\b", "a\nb", "\u00e9", ""])
+def test_a_key_may_be_any_string(tmp_path: Path, key: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({key: "one"}))
+    done = preprocess(tmp_path, "--input", tmp_path / "a.jsonl", "--json-key", key)
+    assert "1 documents, 4 tokens" in done.stdout, done.output
+
+
 def test_without_a_key_lines_of_json_are_refused_and_other_json_is_text(tmp_path: Path) -> None:
     for number, content in enumerate([LINES, "\n" + LINES, "{'text': 'one'}\n" + LINES]):
         (tmp_path / f"{number}.json").write_text(content)

@@ -158,7 +158,7 @@ def _json_form(path: Path, *, has_key: bool) -> Form | None:
     try:
         if has_key:
             return _form_with_key(path, is_json=name == JSON)
-        return "lines" if name == JSON and sum(map(_is_object, islice(_lines_in(path), _LINES_TRIED))) > 1 else None
+        return "lines" if name == JSON and _has_objects(path) else None
     except ValueError:  # reading it says why
         return "lines" if has_key and name == JSON else None
 
@@ -170,7 +170,14 @@ def _form_with_key(path: Path, *, is_json: bool) -> Form | None:
         return "lines"
     if is_json:
         return "value" if begin else "lines"
-    return "value" if begin in (b"{", b"[") and _is_value(path) else None
+    if begin in (b"{", b"[") and _is_value(path):
+        return "value"
+    return "lines" if _has_objects(path) else None
+
+
+def _has_objects(path: Path) -> bool:
+    """Whether two of its first lines are objects: it is JSON lines, though others are damaged."""
+    return sum(map(_is_object, islice(_lines_in(path), _LINES_TRIED))) > 1
 
 
 def _lines_in(path: Path) -> Iterator[bytes]:
@@ -397,8 +404,8 @@ def _decoder(key: str) -> msgspec.json.Decoder[Any]:
 def _text_of(line: str, key: str, where: str) -> str:
     try:
         return str(_decoder(key).decode(line).text)
-    except (msgspec.DecodeError, RecursionError):
-        pass  # the json module takes NaN, too, and says what is wrong
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass  # the json module takes NaN and keys with quotes, too, and says what is wrong
     try:
         value = _loads(line.removeprefix(_MARK))
     except ValueError as error:

@@ -23,6 +23,8 @@ TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CHOICES = "byte, hf:PATH, sentencepiece:FILE or tiktoken:FILE"
 _DIGEST_DIGITS = 16
 _MOST_NAMED = 8
+_MOST_IDS = 1 << 31
+"""A corpus holds int32."""
 _LONG_PIECE = 1 << 18
 """Characters; tiktoken's regular expressions overflow their stack, a million entries, in longer matches."""
 _UNREACHABLE = "\0end of document\0"
@@ -163,8 +165,10 @@ def _content(name: str, path: Path) -> bytes:
 
 def _special_token(given: str) -> tuple[str, int]:
     text, _, number = given.rpartition("=")
-    if not text or not number.isdecimal():
-        raise ValueError(f"--special-token {given} is not TEXT=ID, as in '<|endoftext|>=100257'")
+    if not text or not number.isdecimal() or len(number) > len(str(_MOST_IDS)) or int(number) >= _MOST_IDS:
+        raise ValueError(
+            f"--special-token {given} is not TEXT=ID, as in '<|endoftext|>=100257', with an ID below {_MOST_IDS}"
+        )
     return text, int(number)
 
 
@@ -176,7 +180,12 @@ def build(source: TokenizerSource) -> Tokenizer:
     if source.kind == BYTE:
         name = f"--tokenizer {source.name}"
         return Tokenizer(name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, is_byte_0_text=False)
-    return _LOADERS[source.kind](source)
+    found = _LOADERS[source.kind](source)
+    if found.vocab_size > _MOST_IDS:
+        raise ValueError(
+            f"--tokenizer {source.name} has token {found.vocab_size - 1}; a corpus has ids below {_MOST_IDS}"
+        )
+    return found
 
 
 @contextmanager
@@ -256,7 +265,7 @@ def _load_hf(source: TokenizerSource, content: bytes) -> Any:
 def _without_token(content: bytes, number: int) -> bytes:
     """A tokenizer.json in which no text becomes this token: it has another name, and nothing merges to it."""
     tokenizer = json.loads(content)
-    for token in tokenizer["added_tokens"]:
+    for token in tokenizer.get("added_tokens", ()):
         if token["id"] == number:
             token.update(content=_UNREACHABLE, special=True)
     model = tokenizer["model"]

@@ -342,7 +342,7 @@ def test_columns_are_divided_by_spaces_whatever_the_encoding(encoding: str) -> N
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("columns", ["0", "1", "5", "-3", "wide", " ", "39", "\u00b2"])
+@pytest.mark.parametrize("columns", ["0", "1", "5", "-3", "wide", " ", "39"])
 def test_no_cell_is_left_out_whatever_columns_says(
     monkeypatch: pytest.MonkeyPatch, columns: str, is_terminal: bool
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from spare_megatron.config.building import describe_kind, nearest
+from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
@@ -498,7 +498,7 @@ HONOURED: Mapping[str, Honoured] = {
 """Fields of `[megatron]` that may be set, and what each needs to have an effect."""
 
 COUNTED_WITH = {name: row.kind for name, row in HONOURED.items() if row.kind is not None}
-"""Types of the fields that limits, sizes and memory are computed from, without Megatron loaded."""
+"""Types of the fields that sizes and memory are computed from without Megatron loaded; the loader checks them."""
 
 OF_TRANSFORMER_ENGINE = tuple(name for name, row in HONOURED.items() if row.where == "te")
 """Fields that only layers of transformer-engine use; other layers silently ignore most of them."""
@@ -538,9 +538,6 @@ def _problems_of(config: RunConfig, name: str, value: Any) -> Iterator[str]:
 
 def _misfits(config: RunConfig, name: str, value: Any) -> Iterator[str]:
     row = HONOURED[name]
-    if type(value) is not (row.kind or type(value)):
-        yield f"megatron.{name}={value!r} must be {describe_kind(COUNTED_WITH[name])}; change it"
-        return
     numbers: list[Any] = value if isinstance(value, list) else [value]
     for number in numbers:
         if type(number) not in (int, float):

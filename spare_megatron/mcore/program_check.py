@@ -1,6 +1,6 @@
 """Checks a program before any rank starts: its samples, and that its loss depends on the masks of `[data]`.
 
-A forward pass without memory or values shows what depends on what, whatever the size of the model.
+A forward pass without memory or values shows what depends on what, for models of any size.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ from spare_megatron.mcore.transformer import transformer_config
 
 _CPU = torch.device("cpu")
 _MOST_NUMBERS = 10_000
-"""Numbers that a program may take out of tensors, so that no loop over their values runs on for ever."""
+"""Numbers that a program may take out of tensors, so that no loop over their values is endless."""
 
 
 def check_program(config: RunConfig, program: Program) -> None:

@@ -51,7 +51,7 @@ def test_a_field_on_no_list_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(megatron_fields, "HONOURED", others)
     (found,) = problems(configured((), {"softmax_scale": 0.5}), MACHINE)
     assert found.startswith(
-        "megatron.softmax_scale is no field of megatron-core's TransformerConfig that is known here;"
+        "megatron.softmax_scale is not a field of megatron-core's TransformerConfig that is known here;"
     )
     of_mla = {field.name for field in dataclasses.fields(MLATransformerConfig)} - FIELDS.keys()
     assert len(of_mla) > 10
@@ -63,7 +63,7 @@ def test_a_field_that_the_installed_version_lacks_is_refused_by_name(monkeypatch
     monkeypatch.setattr(megatron_fields, "HONOURED", {**HONOURED, "of_the_next_version": HONOURED["softmax_scale"]})
     config = configured((), {"of_the_next_version": 0.5})
     assert not list(field_problems(config))
-    with pytest.raises(ValueError, match=r"megatron\.of_the_next_version is no field of megatron-core \d"):
+    with pytest.raises(ValueError, match=r"megatron\.of_the_next_version is not a field of megatron-core \d"):
         transformer_config(config, CPU)
 
 

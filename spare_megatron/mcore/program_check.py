@@ -50,7 +50,7 @@ def check_program(config: RunConfig, program: Program) -> None:
             torch.no_grad(),
         ):
             trial.follow_masks(fake)
-            trial.read_in_stages(fake)
+            trial.follow_in_stages(fake)
     except UnreadMask:
         raise
     except Exception:  # noqa: BLE001  (it needs values, or devices that are not here)
@@ -81,25 +81,30 @@ class _Trial:
     def follow_masks(self, fake: FakeTensorMode) -> None:
         """Raises UnreadMask if the loss does not depend on a mask in the first or last step, or in an evaluation."""
         model, config = self._model(0, 1), self._config
-        masks = masks_to_read(config.data, pre_process=True, post_process=True)
         for step, is_training in product({0, config.train.steps - 1}, {True, not config.eval.every_steps}):
-            batch = self._without_values(fake)
-            with _Flow({key: batch[key] for key in masks}) as flow:
-                _, terms = self._program.forward(batch, model.train(is_training), self._context(step, 0, 1))
-            used = flow.used_by(terms[LOSS][0])
-            if unused := {key: setting for key, setting in masks.items() if key not in used}:
-                roles = self._program.own & {"forward_step", "model_provider"}
-                raise UnreadMask(" or ".join(sorted(roles)), "use", unused)
+            self._follow(fake, model.train(is_training), self._context(step, 0, 1))
 
-    def read_in_stages(self, fake: FakeTensorMode) -> None:
-        """Raises UnreadMask if the first, a middle or the last chunk of a pipeline does not read a mask."""
+    def follow_in_stages(self, fake: FakeTensorMode) -> None:
+        """Raises UnreadMask if the first, a middle or the last chunk of a pipeline does not read or use a mask."""
         size, last = self._config.train.micro_batch_size, self._num_stages - 1
         for stage in sorted({0, last // 2, last}) if last else ():
             model = self._model(stage, self._num_stages)
             if stage:
                 shape = self._config.model.seq_length, size, self._config.model.hidden_size
                 model.set_input_tensor(torch.zeros(shape, dtype=self._transformer.params_dtype))
-            self._program.forward(self._without_values(fake), model, self._context(0, stage, self._num_stages))
+            self._follow(fake, model, self._context(0, stage, self._num_stages))
+
+    def _follow(self, fake: FakeTensorMode, model: MegatronModule, context: StepContext) -> None:
+        batch, pre, post = self._without_values(fake), context.pre_process, context.post_process
+        masks = masks_to_read(self._config.data, pre_process=pre, post_process=post)
+        with _Flow({key: batch[key] for key in masks}) as flow:
+            output, terms = self._program.forward(batch, model, context)
+        if not (pre and post) and "model_provider" in self._program.own:
+            return  # a chunk of its own may have no attention
+        used = flow.used_by(terms[LOSS][0] if post else output)
+        if unused := {key: setting for key, setting in masks.items() if key not in used}:
+            roles = self._program.own & {"forward_step", "model_provider"}
+            raise UnreadMask(" or ".join(sorted(roles)), "use", unused)
 
     def _without_values(self, fake: FakeTensorMode) -> dict[str, Tensor]:
         return {key: fake.from_tensor(tensor) for key, tensor in self._batch.items()}

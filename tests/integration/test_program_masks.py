@@ -310,12 +310,14 @@ def store(losses, mask):
     assert refused(make_config, text, ["eod_mask_loss"]) == ("", ["", "", ""])
 
 
+@pytest.mark.parametrize("reads", ["", "batch['attention_mask']"])
 @pytest.mark.parametrize("condition", ["context.pre_process", "context.post_process", "False", "True"])
-def test_a_stage_that_leaves_out_a_mask_is_found_before_the_run(make_config: Any, condition: str) -> None:
+def test_a_stage_that_leaves_out_a_mask_is_found_before_the_run(make_config: Any, condition: str, reads: str) -> None:
     text = f"""
 from spare_megatron import gpt_forward_step
 
 def forward_step(batch, model, context):
+    {reads}
     if not ({condition}):
         batch = {{key: batch[key] for key in ("tokens", "labels", "position_ids")}}
     return gpt_forward_step(batch, model, context)

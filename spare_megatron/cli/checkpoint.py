@@ -99,7 +99,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
         for name, reason in (damage | unfinished).items():
             say(f"{name}  {reason or 'whole'}")
     if not damage:
-        message("checkpoint verify", f"{path} holds no checkpoint but for unfinished saves")
+        message("checkpoint verify", f"{path} holds only unfinished saves")
         raise typer.Exit(2)
     raise typer.Exit(1 if any(damage.values()) else 0)
 
@@ -143,7 +143,7 @@ def export_weights(
     """Export the weights of a run's newest valid checkpoint.
 
     Its layout does not matter. hf: Llama, Qwen2, Qwen3, Mixtral and GPT-2 models; megatron: what pretrain_gpt.py has
-    arguments for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies
+    arguments for. Settings that it does not support are refused by name. --dtype fp32 takes the optimizer's fp32 copies
     of bf16 parameters.
     """
     with explained_errors("checkpoint export"):

@@ -198,7 +198,7 @@ _WHERE = "common.pt: "
 
 
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:
-    """The tables of a run's TOML file that describe the model. Raises ValueError for one that has no equal here."""
+    """The tables of a run's TOML file that describe the model. Raises ValueError for one that is not supported here."""
     require_values(_ONLY, args, _WHERE)
     found = read_fields(_Args, args, _WHERE)
     _require_divisible(found)
@@ -273,7 +273,7 @@ def _window(window: Sequence[int] | None) -> int | None:
         return None
     if len(window) != 2 or window[0] < 0 or window[1] != 0:
         raise ValueError(
-            f"{_WHERE}window_size={shown(window)} has no equal here; only windows (N, 0) of the tokens before"
+            f"{_WHERE}window_size={shown(window)} is not supported here; only windows (N, 0) of the tokens before"
         )
     return window[0] + 1
 

@@ -148,7 +148,7 @@ def _read_hf(name: str, path: Path, end_of_document: str) -> TokenizerSource:
             end_of_document = found if isinstance(found, str) else str(found.get("content", ""))
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"--tokenizer {name}: {config} is no JSON object with the text of eos_token; repair it, or name the "
+                f"--tokenizer {name}: {config} is not a JSON object with the text of eos_token; repair it, or name the "
                 f"token with --end-of-document"
             ) from error
     paths = (path, config) if config.is_file() else (path,)
@@ -190,7 +190,7 @@ def build(source: TokenizerSource) -> Tokenizer:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns what the library of a tokenizer raises into ValueError, in one line. A panic of Rust is no Exception."""
+    """Turns errors of a tokenizer's library into a ValueError of one line. A panic of Rust is not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, PackageMissing):
@@ -200,7 +200,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]:
-    return library_errors(f"--tokenizer {source.name}: {source.paths[0]} is no {what}")
+    return library_errors(f"--tokenizer {source.name}: {source.paths[0]} cannot be read as {what}")
 
 
 def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
@@ -285,7 +285,7 @@ def _without_token(content: bytes, number: int) -> bytes:
 
 
 def _build_sentencepiece(source: TokenizerSource) -> Tokenizer:
-    with _reading(source, "model of SentencePiece"):
+    with _reading(source, "a model of SentencePiece"):
         processor = _load_sentencepiece(source, source.content)
     ids = {processor.IdToPiece(number): number for number in range(processor.GetPieceSize())}
     eos = processor.eos_id()
@@ -358,7 +358,7 @@ def _as_varint(number: int) -> bytes:
 
 def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
     special = dict(source.special_tokens)
-    with _reading(source, ".tiktoken file, with a token in base64 and its rank on each line"):
+    with _reading(source, "a .tiktoken file, with a token in base64 and its rank on each line"):
         ranks = _ranks(source)
     taken = sorted(set(special.values()) & set(ranks.values()))
     if taken or len(set(special.values())) < len(source.special_tokens):
@@ -367,7 +367,7 @@ def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
             f"{min(ranks.values())} to {max(ranks.values())}"
         )
     library = package("tiktoken", source.name)
-    with library_errors(f"--split-pattern {source.split_pattern} is no regular expression"):
+    with library_errors(f"--split-pattern {source.split_pattern} is not a regular expression"):
         encoding = library.Encoding(
             "spare", pat_str=source.split_pattern, mergeable_ranks=ranks, special_tokens=special
         )

@@ -119,7 +119,7 @@ def _extra_states(config: RunConfig, options: ExportOptions) -> Iterator[str]:
 def import_megatron(folder: Path, out: Path) -> Checkpoint:
     """Writes the model of an `iter_*` folder, or of the newest one in the folder, into the new folder `out`.
 
-    Raises ValueError if the folder is none of that format, or its model has no equal here.
+    Raises ValueError if the folder has another format, or its model is not supported here.
     """
     iteration = _iteration_at(folder)
     common = read_common(iteration / _COMMON)
@@ -154,7 +154,7 @@ def _iteration_at(path: Path) -> Path:
         is_number = re.fullmatch("[0-9]{1,18}", latest)
         folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}" if is_number else "")
         if not folder.is_dir() or folder == path:
-            raise ValueError(f"{tracker} names iteration {shown(latest)}, of which there is no folder")
+            raise ValueError(f"{tracker} names iteration {shown(latest)}, whose folder is missing")
     if not folder.is_dir():
         raise ValueError(f"{path} is no directory; name Megatron-LM's --save, or an iter_* folder in it")
     if any(folder.glob("mp_rank_*")):

@@ -49,7 +49,7 @@ def name_command(command: str) -> None:
 def ignore() -> None:
     """From here on these signals do nothing: the exit code of the process is settled."""
     for number in _handled():
-        signal.signal(number, _do_nothing)
+        signal.signal(number, signal.SIG_IGN)  # a function would give way to the default action with the interpreter
 
 
 @contextlib.contextmanager
@@ -201,7 +201,8 @@ def _exit(command: str, pid: int, number: int, frame: FrameType | None) -> None:
 
 def _raise(pid: int, number: int, frame: FrameType | None) -> None:
     _pass_on_in_child(pid, number)
-    ignore()
+    for further in _handled():
+        signal.signal(further, _do_nothing)
     raise KeyboardInterrupt
 
 

@@ -57,8 +57,15 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", f"{name}: interrupted\n")
 
 
-def test_ctrl_c_after_a_command_leaves_its_exit_code_alone() -> None:
-    at_the_end = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); "
+@pytest.mark.parametrize(
+    "at_the_end",
+    [
+        "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); ",
+        "import os, sys; sys.last = type('', (), {'__del__': lambda _, kill=os.kill, pid=os.getpid(): kill(pid, 15)})(); ",
+    ],
+    ids=["exit", "finalization"],
+)
+def test_a_signal_after_a_command_leaves_its_exit_code_alone(at_the_end: str) -> None:
     done = run_python(BY_SCRIPT[0], at_the_end + BY_SCRIPT[1], "--version")
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -61,7 +61,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(
     "at_the_end",
     [
         "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); ",
-        "import os, sys; sys.last = type('', (), {'__del__': lambda _, kill=os.kill, pid=os.getpid(): kill(pid, 15)})(); ",
+        "import os, sys; sys.last = type('', (), {'__del__': lambda _, end=os.kill, at=os.getpid(): end(at, 15)})(); ",
     ],
     ids=["exit", "finalization"],
 )

@@ -291,7 +291,7 @@ def votes_of(
     for group in controller.members:
         mine = sorted({one.microbatch for one in audits if group in (one.auditor, one.owner)})
         words = tuple(AuditWord(*one, wrong.get((group, one), 7)) for one in mine)
-        digest = controller._plan_digest
+        digest = controller._plans[-1].digest
         votes[group] = Vote(is_complete=True, plan_digest=digest, num_complete=(1,), audits=words)
     return votes
 

@@ -85,7 +85,7 @@ def fold(controller: Controller, *entries: Entry) -> list[object]:
 
 def votes(controller: Controller, **outcomes: bool) -> VotesRead:
     """Votes of all groups, complete unless said otherwise by g0=False and so on."""
-    digest = controller._plan_digest
+    digest = controller._plans[-1].digest
     cast = {
         GroupId(g): Vote(is_complete=outcomes.get(f"g{g}", True), plan_digest=digest)
         for g in range(4)

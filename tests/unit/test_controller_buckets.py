@@ -22,7 +22,7 @@ def begun() -> Controller:
 def decided(controller: Controller, num_complete: dict[int, tuple[int, ...]]) -> object:
     """What is decided on the votes of groups that hold this many buckets, and not all."""
     cast = {
-        GroupId(group): Vote(is_complete=False, plan_digest=controller._plan_digest, num_complete=counts)
+        GroupId(group): Vote(is_complete=False, plan_digest=controller._plans[-1].digest, num_complete=counts)
         for group, counts in num_complete.items()
     }
     [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)

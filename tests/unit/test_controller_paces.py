@@ -33,7 +33,7 @@ class Run:
     def step(self) -> Commit:
         """Commits a step at these paces."""
         controller = self.controller
-        digest, loads = controller._plan_digest, self.loads
+        digest, loads = controller._plans[-1].digest, self.loads
         votes = {
             group: Vote(is_complete=True, plan_digest=digest, pace_ns=self.paces[group] if group in loads else 0)
             for group in controller.members
@@ -48,7 +48,7 @@ class Run:
         read = EntryRead(index=self.controller.head, entry=decode_entry(encode_entry(entry)))
         self.actions = self.controller.handle(read, now_s=0.0)
         self.other.handle(read, now_s=5.0)
-        assert self.other._plan_digest == self.controller._plan_digest, "all that matters is in the log"
+        assert self.other._plans[-1].digest == self.controller._plans[-1].digest, "all that matters is in the log"
 
     @property
     def loads(self) -> dict[int, int]:

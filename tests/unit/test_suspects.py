@@ -45,7 +45,7 @@ def decided(
     votes = {
         group: replace(
             usual,
-            plan_digest=controller._plan_digest,
+            plan_digest=controller._plans[-1].digest,
             losses=tuple(AuditWord(*suspect, digest) for digest in losses.get(group, [])),
         )
         for group in [*controller.members, *map(GroupId, lost)]
@@ -187,7 +187,7 @@ def test_a_step_asks_about_few_suspects_at_once_and_about_each_only_once() -> No
         votes = {
             group: Vote(
                 is_complete=True,
-                plan_digest=controller._plan_digest,
+                plan_digest=controller._plans[-1].digest,
                 num_complete=(1,),
                 losses=tuple(AuditWord(group, index, 7) for index in range(2)),
             )
@@ -249,7 +249,7 @@ def test_gradients_of_a_suspect_that_differ_are_a_dispute_of_their_own() -> None
     fold(controller, asked(controller, {OWNER: [7]}))
     boundaries = (Boundary("gradients", 0, 0, 1),)
     votes = {
-        group: Vote(is_complete=True, plan_digest=controller._plan_digest, num_complete=(1,))
+        group: Vote(is_complete=True, plan_digest=controller._plans[-1].digest, num_complete=(1,))
         for group in controller.members
     }
     for group, digest in ((OWNER, 5), (GroupId(0), 6)):

@@ -23,7 +23,7 @@ def decided(controller: Controller, wrong: set[int], incomplete: frozenset[int] 
     cast = {
         group: Vote(
             is_complete=group not in wrong | incomplete,
-            plan_digest=controller._plan_digest,
+            plan_digest=controller._plans[-1].digest,
             num_complete=(3,),
             has_wrong_sum=group in wrong,
         )

@@ -213,7 +213,7 @@ class Steps:
 
 def steps_of(view: JournalView, fold: Fold) -> Iterator[Steps]:
     """Yields all numbers of committed steps, a stretch at a time."""
-    kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
+    kept = [(number, commit) for number, commit in enumerate(fold.commits) if commit.index not in fold.undone]
     steps = _Sorted(commit.step + 1 for _, commit in kept)
     for first, end in _cut(steps.numbers, view.num_stretches):
         commits = [kept[position] for position in steps.within(first, end)]

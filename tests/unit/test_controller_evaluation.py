@@ -225,7 +225,7 @@ def test_an_evaluation_that_a_wipe_out_leaves_out_is_not_due_in_the_journal(*, i
     assert isinstance(actions[-1], FinishRun)
     run = replace(run_record(4, redundancy=1, num_steps=2, placement="golomb"), eval_every_steps=2)
     found = fold_log({index: json.loads(encode_entry(entry)) for index, entry in enumerate(entries)}, run)
-    assert found.errors == ()
+    assert found.errors == []
     assert found.known.is_over
 
 

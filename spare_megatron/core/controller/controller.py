@@ -470,7 +470,6 @@ class Controller(Membership):
     # --------------------------------------------------------------------------------------------------- actions
 
     def _save(self, at_s: float, voters: tuple[Member, ...], epoch: int) -> SaveCheckpoint:
-        """The save of this step by these voters, those of the attempt that was committed."""
         action = self._saves.start_save(self.step, at_s, voters, epoch, self.ownership, is_last=self.is_trained)
         self._validity.on_save(action)
         doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))

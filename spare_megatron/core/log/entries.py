@@ -229,14 +229,14 @@ def entry_of(found: Mapping[str, Any]) -> Entry:
     """
     kind = _ENTRY_KINDS.get(found.get("entry", ""))
     if kind is None:
-        raise ValueError(f"log entry of unknown kind {found.get('entry')!r}; known: {', '.join(_ENTRY_KINDS)}")
+        raise ValueError(f"unknown kind of entry {found.get('entry')!r}; known: {', '.join(_ENTRY_KINDS)}")
     values = {name: value for name, value in found.items() if name in _USUAL[kind]}
     try:
         for name in values.keys() & _TUPLES.keys():  # JSON knows no tuples
             values[name] = tuple(map(_TUPLES[name], values[name]))
         return kind(**values)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"damaged log entry: {error}: {str(found)[:80]}") from error
+        raise ValueError(f"damaged entry: {error}: {str(found)[:80]}") from error
 
 
 def _dispute(found: Mapping[str, Any]) -> Dispute:

@@ -68,7 +68,7 @@ class Membership:
     """State of a run between two entries of its log."""
 
     def __init__(self, terms: LogTerms) -> None:
-        self._terms = terms
+        self.terms = terms
         self.head = 0  # entries folded, and the index of the next one
         self.step = terms.first_step  # committed steps, and the step under way
         self.attempt = 0  # under way, counted over the whole run
@@ -93,7 +93,7 @@ class Membership:
     @property
     def uncovered(self) -> tuple[ShardId, ...]:
         """Shards that no member hosts, ascending; none if all groups can read all data."""
-        return () if self._terms.last_resort else self._terms.placement.uncovered(frozenset(self.members))
+        return () if self.terms.last_resort else self.terms.placement.uncovered(frozenset(self.members))
 
     def apply(self, entry: Entry) -> Change:
         """Folds the next entry. Never raises."""
@@ -171,7 +171,7 @@ class Membership:
         self.step = step + 1
         if commit.is_last:
             self.num_steps = self.step
-        self.votes_on_end = commit.save or self._terms.partitions is not None
+        self.votes_on_end = commit.save or self.terms.partitions is not None
         self.is_evaluating = self._is_evaluation_due()
         if not self.is_trained:  # the last commit changes no members
             for member in commit.drain:
@@ -185,7 +185,7 @@ class Membership:
         what = f"step {retry.step}: attempt {retry.attempt} was"
         if self.is_discarded and not retry.recompute and not retry.disputes:
             yield f"{what} discarded, and not all of it is computed again"
-        if self._terms.partitions is not None and retry.recompute and not retry.gather:
+        if self.terms.partitions is not None and retry.recompute and not retry.gather:
             yield f"{what} void, and its parameters are not gathered anew"
         before = () if retry.recompute else self.kept
         if any(now < earlier for now, earlier in zip_longest(retry.kept, before, fillvalue=0)):
@@ -247,9 +247,9 @@ class Membership:
         self.is_over = self.is_trained and not (self.is_evaluating or self.votes_on_end)
 
     def _is_evaluation_due(self) -> bool:
-        policy = self._terms.evaluation  # a run evaluates nothing before its first step
+        policy = self.terms.evaluation  # a run evaluates nothing before its first step
         return (
             policy is not None
-            and self.step > self._terms.first_step
+            and self.step > self.terms.first_step
             and policy.is_due(self.step, is_last=self.is_trained)
         )

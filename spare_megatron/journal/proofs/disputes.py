@@ -4,9 +4,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spare_megatron.journal.fold import Fold, differs
+from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, Stretch
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord
 
@@ -43,6 +43,11 @@ class DisputedStep:
     saved: DisputeRecord | None
     stated: Mapping[Address, Mapping[int, Sequence[Stated]]]
     params: Mapping[int, str]
+
+
+def differs(dispute: Mapping[str, Any]) -> bool:
+    """Whether groups have said different things of the microbatch; of a suspect one they may all agree."""
+    return len({digest for _, digest, _ in dispute["statements"]}) > 1
 
 
 def saved_disputes(view: JournalView) -> dict[int, DisputeRecord]:

@@ -1,7 +1,7 @@
 """Folds the journaled decision log: who took part when, what was committed, and what restarts undid."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -79,13 +79,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A decided evaluation after `step` committed steps, by the members (group -> incarnation) that all voted."""
+    """A decided evaluation, by the members (group -> incarnation) that all voted."""
 
     index: int
-    step: int
-    attempt: int
+    entry: Evaluated
     members: Mapping[int, int]
-    sums: Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +130,7 @@ class Fold(Membership):
         self.resumed: set[tuple[int, int]] = set()
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
         """Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies."""
-        self.restarted_at: list[int] = []  # committed steps that each restart kept
+        self.restarts: dict[int, tuple[int, Restart]] = {}  # index -> the attempt that it begins, and the entry
         self.errors: list[str] = []
         self.known = self._known(0)
         """State before the first gap; later entries may contradict records only because of the gap."""
@@ -184,20 +182,12 @@ class Fold(Membership):
                 self.computed_anew.add(key)
             case Evaluated():
                 self.attempts.clear()
-                self.evaluations.append(
-                    Evaluation(
-                        index=index,
-                        step=entry.step,
-                        attempt=entry.attempt,
-                        members=self.incarnations,
-                        sums=entry.sums,
-                    )
-                )
+                self.evaluations.append(Evaluation(index=index, entry=entry, members=self.incarnations))
             case Resume():
                 self.attempts.clear()
                 self.resumed.add(key)
             case Restart():
-                self._add_restart(entry)
+                self._add_restart(index, entry)
         if not isinstance(entry, Finish | GiveUp | Halt):
             self.opened[self.attempt] = self.incarnations
         return change
@@ -236,7 +226,7 @@ class Fold(Membership):
         self.attempts.clear()
         self.began_with = self.groups
 
-    def _add_restart(self, restart: Restart) -> None:
+    def _add_restart(self, index: int, restart: Restart) -> None:
         kept = self.kept_commits
         saved = {self.run.first_step} | {commit.step + 1 for commit in kept if commit.saved}
         step, snapshot = restart.step, restart.snapshot
@@ -249,7 +239,7 @@ class Fold(Membership):
         self.undone |= {commit.index for commit in kept if commit.step >= step}
         self.began_with = self.groups
         self.attempts.clear()
-        self.restarted_at.append(step)
+        self.restarts[index] = (self.attempt, restart)
 
 
 def _log_terms(run: RunRecord) -> LogTerms:

@@ -150,7 +150,7 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
     decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
-    evaluated = _Sorted(evaluation.attempt for evaluation in fold.evaluations)
+    evaluated = _Sorted(evaluation.entry.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
         kinds = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)

@@ -1,12 +1,12 @@
 """Mutations of pauses and drains: bugs planted where groups wait for others to come back, or leave by request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
-from spare_megatron.core.log.entries import Commit, Resume, Retry
+from spare_megatron.core.log.entries import Commit, Fence, Resume, Retry
 from spare_megatron.core.log.events import HostsRead
 from spare_megatron.core.log.membership import Change
 from spare_megatron.core.saves.checkpoint_policy import Saves
@@ -129,6 +129,35 @@ class KeepsTheDrained(Controller):
         super()._change(asked)
 
 
+class TakesBackWhoHasLeft(Controller):
+    """Admits the incarnation again that was drained."""
+
+    def _change(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> None:
+        known = dict(self.last_fenced)
+        super()._change(asked, drained)
+        self.last_fenced = known
+
+
+class ForgetsEarlierFences(Controller):
+    """Knows of each group the last fence alone, though an earlier one may name a later incarnation."""
+
+    def _on_fence(self, fence: Fence) -> None:
+        super()._on_fence(fence)
+        self.last_fenced[fence.group] = fence.incarnation
+
+
+class RetriesInTheSameAttempt(Controller):
+    """Takes a retry for a part of the attempt that has failed."""
+
+    def _on_retry(self, retry: Retry) -> Iterator[str]:
+        yield from super()._on_retry(retry)
+        self.attempt -= 1
+
+
+MUTATIONS_OF_THE_FOLD = {
+    "forgets the fence of a later incarnation": Protocol(controller_type=ForgetsEarlierFences),
+    "retries in the same attempt": Protocol(controller_type=RetriesInTheSameAttempt),
+}
 MUTATIONS_OF_PAUSES = {
     "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
     "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
@@ -138,6 +167,7 @@ MUTATIONS_OF_PAUSES = {
 MUTATIONS_OF_DRAINS = {
     "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
     "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
+    "takes back who has left": Protocol(controller_type=TakesBackWhoHasLeft),
     "drains the last host": Protocol(controller_type=DrainsAnyone),
     "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
     "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),

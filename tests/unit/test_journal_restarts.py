@@ -34,7 +34,7 @@ def test_a_restart_of_a_run_that_ended_early_evaluates_at_that_end_again() -> No
     evaluated = {"entry": "evaluated", "step": 2, "attempt": 2}
     entries = [commit(0, 0), early, evaluated, restart(2, None), evaluated | {"attempt": 4}]
     fold = fold_log(dict(enumerate(entries)), run)
-    assert (list(fold.errors), [one.step for one in fold.evaluations]) == ([], [2, 2])
+    assert (list(fold.errors), [one.entry.step for one in fold.evaluations]) == ([], [2, 2])
 
 
 def compared(*digests: tuple[int, int, str]) -> Journal:

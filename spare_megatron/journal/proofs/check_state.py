@@ -106,13 +106,11 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         key = record.num_restarts, record.step
         if record.group not in fold.discarded.get(key, ()):  # those of discarded groups were wrong
             digests[key].add(record.compared)
-    restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
-    begun = [run.first_step]  # first steps of the training before and after each restart
-    for number, restart in enumerate(restarts, 1):
-        step = restart["step"]
+    # First steps of the training before and after each restart.
+    begun = [run.first_step, *(restart.step for _, restart in fold.restarts.values())]
+    for number, step in enumerate(begun[1:], 1):
         # The state after these steps comes from the last training that began at or before them.
         before = next((count for count in reversed(range(number)) if begun[count] <= step), None)
-        begun.append(step)
         if step not in part.stretch:
             continue
         known = set() if before is None else digests.get((before, step), set())
@@ -129,7 +127,6 @@ class _PartitionHosts:
     """Hosts of each state partition between two log entries; `finished_at` is the attempt of the finish entry."""
 
     hosts: list[set[Member]]
-    attempt: int = 0
     finished_at: int | None = None
     errors: list[str] = field(default_factory=list)
 
@@ -175,8 +172,6 @@ def _fold_partitions(setup: PartitionSetup, fold: Fold) -> _PartitionHosts:
             fenced.add(lost)
             for row in partitions.hosts:
                 row.discard(lost)
-        if entry["entry"] in ("commit", "retry", "evaluated", "resume"):
-            partitions.attempt = entry["attempt"] + 1
         if entry["entry"] == "commit":
             present = {
                 Member(GroupId(g), number) for g, number in fold.opened.get(entry["attempt"], {}).items()
@@ -189,9 +184,9 @@ def _fold_partitions(setup: PartitionSetup, fold: Fold) -> _PartitionHosts:
                 row -= drained
         elif entry["entry"] == "finish":
             partitions.finished_at = entry["attempt"]
-        elif entry["entry"] == "restart":
-            partitions.attempt += 1
-            partitions.hosts, partitions.finished_at = _first_hosts(setup, fold.opened[partitions.attempt]), None
+        elif index in fold.restarts:
+            attempt, _ = fold.restarts[index]
+            partitions.hosts, partitions.finished_at = _first_hosts(setup, fold.opened[attempt]), None
     return partitions
 
 

@@ -51,7 +51,7 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
         return False
     end = commit.index
     if fault["phase"].startswith("evaluation"):
-        end = {evaluation.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
+        end = {evaluation.entry.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
         if end < 0:
             return False
     before = commits.get(fault["step"] - 1)

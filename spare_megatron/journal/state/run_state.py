@@ -484,7 +484,7 @@ class RunState:
 
         Kinds are `digest` and `sha256`, as in `ParamsRecord`.
         """
-        restarted_at = [] if self.folding is None else self.folding.restarted_at
+        restarted_at = [entry.step for _, entry in self.folding.restarts.values()] if self.folding else []
         return {
             (step, kind): frozenset(digests)
             for (num_restarts, step, kind), digests in sorted(self._params.items())

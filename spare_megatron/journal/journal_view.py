@@ -150,7 +150,7 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
     decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
-    evaluated = _Sorted(evaluation.attempt for evaluation in fold.evaluations)
+    evaluated = _Sorted(evaluation.entry.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
         kinds = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
@@ -213,7 +213,7 @@ class Steps:
 
 def steps_of(view: JournalView, fold: Fold) -> Iterator[Steps]:
     """Yields all numbers of committed steps, a stretch at a time."""
-    kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
+    kept = [(number, commit) for number, commit in enumerate(fold.commits) if commit.index not in fold.undone]
     steps = _Sorted(commit.step + 1 for _, commit in kept)
     for first, end in _cut(steps.numbers, view.num_stretches):
         commits = [kept[position] for position in steps.within(first, end)]

@@ -169,7 +169,7 @@ class _Rank:
         )
         first = rejoin.run()
         self._progress.head = self._controller.head
-        self._progress.num_restarts = self._controller.restarts.num_restarts
+        self._progress.num_restarts = self._controller.num_restarts
         return first
 
     def _report_waiting(self, is_wiped_out: bool) -> None:

@@ -449,7 +449,7 @@ class Group:
     @property
     def _generation(self) -> int:
         """Restarts of the run, as far as it has read."""
-        return self._controller.restarts.num_restarts
+        return self._controller.num_restarts
 
     def _take_state(self, admission: AdmitGroups) -> Steps:
         """Whether there is a state to go on with: one that more than half of the members of before agree on.

@@ -104,21 +104,21 @@ class DealsShardsToTheirHosts(Controller):
 class IgnoresFences(Controller):
     """Keeps a fenced group as a member."""
 
-    def _lose(self, fence: Fence) -> tuple[Action, ...]:
-        return self._await_votes()
+    def _on_fence(self, fence: Fence) -> None:
+        self.is_discarded |= fence.discard
 
 
 class FencesLaterIncarnations(Controller):
     """Takes a fence for one of the group, whichever incarnation it names."""
 
-    def _lose(self, fence: Fence) -> tuple[Action, ...]:
-        return super()._lose(replace(fence, incarnation=10**6))
+    def _on_fence(self, fence: Fence) -> None:
+        super()._on_fence(replace(fence, incarnation=10**6))
 
 
 class AdmitsTheFenced(Controller):
     """Forgets that a waiting group has been fenced."""
 
-    def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
+    def not_fenced(self, members: Iterable[Member]) -> list[Member]:
         return sorted(members)
 
 
@@ -126,7 +126,7 @@ class IgnoresDiscards(Controller):
     """Puts out a group with wrong parameters and commits the sum that it spoiled."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        self._is_discarded = False
+        self.is_discarded = False
         members = {group: vote for group, vote in event.votes.items() if group in self.members}
         return super()._decide(replace(event, votes=members), now_s)
 
@@ -439,7 +439,7 @@ class EvaluatesWithoutTheLost(Controller):
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted_by = self._attempted_by
-        if self._is_evaluating:
+        if self.is_evaluating:
             self._attempted_by = self.voters
         actions = super()._decide(event, now_s)
         self._attempted_by = attempted_by
@@ -466,7 +466,7 @@ class CommitsWhatIsDisputed(Controller):
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         if self._audits.disputes:
-            self._is_discarded = False
+            self.is_discarded = False
             votes = {group: replace(vote, audits=()) for group, vote in event.votes.items()}
             self._audits.disputes, event = (), replace(event, votes=votes)
         return super()._decide(event, now_s)

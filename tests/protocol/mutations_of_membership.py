@@ -1,13 +1,14 @@
 """Mutations of pauses and drains: bugs planted where groups wait for others to come back, or leave by request."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
-from spare_megatron.core.log.entries import Commit, Resume, Retry
+from spare_megatron.core.log.entries import Commit, Fence, Resume, Retry
 from spare_megatron.core.log.events import HostsRead
+from spare_megatron.core.log.membership import Change
 from spare_megatron.core.saves.checkpoint_policy import Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.stacking.layout import Member
@@ -28,7 +29,7 @@ class ResumesWithoutHosts(Controller):
     """Resumes with the first group that comes back."""
 
     def _await_hosts(self, event: HostsRead, now_s: float) -> tuple[Action, ...]:
-        asked = tuple(self._not_fenced(event.waiting))
+        asked = tuple(self.not_fenced(event.waiting))
         if self.pause is None or not asked:
             return super()._await_hosts(event, now_s)
         entry = Resume(step=self.step, attempt=self.attempt, admit=asked)
@@ -44,9 +45,9 @@ class KeepsBucketsInAPause(Controller):
         self._kept = retry.kept
         return super()._retry(retry)
 
-    def _resume(self, resume: Resume) -> tuple[Action, ...]:
+    def _resume(self, change: Change) -> tuple[Action, ...]:
         kept = self._kept
-        return tuple(_with_kept(action, kept) for action in super()._resume(resume))
+        return tuple(_with_kept(action, kept) for action in super()._resume(change))
 
 
 def _with_kept(action: Action, kept: tuple[int, ...]) -> Action:
@@ -78,9 +79,9 @@ class CountsKeptBucketsTwice(Buckets):
 class DealsToTheDrained(Controller):
     """Deals the step after a drain as if no group had left."""
 
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        self._before = self.members if drained else ()
-        return super()._admit(asked, drained)
+    def _admit(self, change: Change) -> tuple[Action, ...]:
+        self._before = tuple(voter.group for voter in change.voters) if change.left else ()
+        return super()._admit(change)
 
     def _plan(self, *, after: str = "") -> StepPlan:
         present, before = self.members, getattr(self, "_before", ())
@@ -95,7 +96,7 @@ class DrainsAnyone(Controller):
     """Lets all groups leave that are asked to, whatever only they host."""
 
     def _let_leave(self, commit: Commit) -> Commit:
-        return commit if self.step + 1 < self._num_steps else replace(commit, drain=())
+        return commit if self.step + 1 < self.num_steps else replace(commit, drain=())
 
 
 class DrainsTheUncompared(Controller):
@@ -124,10 +125,39 @@ class DrainsWriters(Controller):
 class KeepsTheDrained(Controller):
     """Goes on with groups that have left."""
 
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        return super()._admit(asked)
+    def _change(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> None:
+        super()._change(asked)
 
 
+class TakesBackWhoHasLeft(Controller):
+    """Admits the incarnation again that was drained."""
+
+    def _change(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> None:
+        known = dict(self.last_fenced)
+        super()._change(asked, drained)
+        self.last_fenced = known
+
+
+class ForgetsEarlierFences(Controller):
+    """Knows of each group the last fence alone, though an earlier one may name a later incarnation."""
+
+    def _on_fence(self, fence: Fence) -> None:
+        super()._on_fence(fence)
+        self.last_fenced[fence.group] = fence.incarnation
+
+
+class RetriesInTheSameAttempt(Controller):
+    """Takes a retry for a part of the attempt that has failed."""
+
+    def _on_retry(self, retry: Retry) -> Iterator[str]:
+        yield from super()._on_retry(retry)
+        self.attempt -= 1
+
+
+MUTATIONS_OF_THE_FOLD = {
+    "forgets the fence of a later incarnation": Protocol(controller_type=ForgetsEarlierFences),
+    "retries in the same attempt": Protocol(controller_type=RetriesInTheSameAttempt),
+}
 MUTATIONS_OF_PAUSES = {
     "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
     "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
@@ -137,6 +167,7 @@ MUTATIONS_OF_PAUSES = {
 MUTATIONS_OF_DRAINS = {
     "deals work to a drained group": Protocol(controller_type=DealsToTheDrained),
     "keeps a drained group": Protocol(controller_type=KeepsTheDrained),
+    "takes back who has left": Protocol(controller_type=TakesBackWhoHasLeft),
     "drains the last host": Protocol(controller_type=DrainsAnyone),
     "drains before copies are compared": Protocol(controller_type=DrainsTheUncompared),
     "drains the writer of a checkpoint": Protocol(controller_type=DrainsWriters),

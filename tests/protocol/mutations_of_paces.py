@@ -1,13 +1,12 @@
 """Mutations of dealing by pace: bugs planted where the evidence is counted, and where paces come into force."""
 
-from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import Action
 from spare_megatron.core.log.entries import Fence
 from spare_megatron.core.log.events import VotesRead
-from spare_megatron.stacking.layout import Member
+from spare_megatron.core.log.membership import Change
 from spare_megatron.stacking.pace_evidence import exceptions
 from spare_megatron.stacking.plans import StepPlan, make_plan
 from tests.protocol.mutations import Protocol
@@ -18,7 +17,7 @@ class CountsWhatItHasRead(Controller):
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         actions = super()._decide(event, now_s)
-        if actions and not (self._is_over or self._is_evaluating):
+        if actions and not (self.is_trained or self.is_evaluating):
             measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
             self._paces.fold(exceptions(measured, self._paces.dealt), self.members, self._idle())
         return actions
@@ -27,26 +26,27 @@ class CountsWhatItHasRead(Controller):
 class RedealsTheStepUnderWay(Controller):
     """Deals the step anew by the latest evidence when a group is lost in it, though the others have computed it."""
 
-    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+    def _lose(self, fence: Fence, change: Change) -> tuple[Action, ...]:
         latest = {group: about.estimate() for group, about in self._paces._about.items()}
-        is_covered = not self._setup.placement.uncovered(frozenset(self.members))
-        if self._plans and latest and is_covered and not self._is_evaluating:
+        members = tuple(voter.group for voter in change.voters)
+        is_covered = not self._setup.placement.uncovered(frozenset(members))
+        if self._plans and latest and is_covered and not self.is_evaluating:
             paces = replace(self._dealt_paces, permille={**self._paces.dealt, **latest})
-            work = self._dealing.work(self.members, paces)
+            work = self._dealing.work(members, paces)
             self._plans[0] = make_plan(self.step, self.epoch, work)
-        return super()._lose(fence)
+        return super()._lose(fence, change)
 
 
 class DealsToTheDrainedBySlowness(Controller):
     """Deals the step after a slow group was drained by paces that still have it."""
 
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        slow = {member.group for member in drained}.intersection(self._paces.dealt)
-        self._before = self.members if slow else ()
-        return super()._admit(asked, drained)
+    def _admit(self, change: Change) -> tuple[Action, ...]:
+        slow = {member.group for member in change.left}.intersection(self._paces.dealt)
+        self._before = tuple(voter.group for voter in change.voters) if slow else ()
+        return super()._admit(change)
 
     def _plan(self, *, after: str = "") -> StepPlan:
-        if self._is_evaluating:
+        if self.is_evaluating:
             return super()._plan(after=after)
         present, before = self.members, getattr(self, "_before", ())
         self.members, self._before = before or present, ()

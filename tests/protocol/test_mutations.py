@@ -25,7 +25,11 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_SUSPECTS,
     Protocol,
 )
-from tests.protocol.mutations_of_membership import MUTATIONS_OF_DRAINS, MUTATIONS_OF_PAUSES
+from tests.protocol.mutations_of_membership import (
+    MUTATIONS_OF_DRAINS,
+    MUTATIONS_OF_PAUSES,
+    MUTATIONS_OF_THE_FOLD,
+)
 from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
@@ -102,6 +106,9 @@ FOUND_AS = {
     "removes what is right for what may be wrong": "refuses all that is left",
     "deals work to a drained group": "which counts",
     "keeps a drained group": "but the log says",
+    "takes back who has left": "but the log says",
+    "forgets the fence of a later incarnation": "but the log says",
+    "retries in the same attempt": "but the log says|in no pause",
     "drains the last host": "leaves shards without a host",
     "drains before copies are compared": "are drained, and partition",
     "drains the writer of a checkpoint": "is drained too soon",
@@ -220,7 +227,11 @@ RARE = {
 }
 
 
-FIRST_SEEDS = {"publishes checkpoints without reading the log": 950, "restarts with the larger batch": 1380}
+FIRST_SEEDS = {
+    "publishes checkpoints without reading the log": 950,
+    "restarts with the larger batch": 1380,
+    "forgets the fence of a later incarnation": 160,
+}
 """Seeds before these take long, and find nothing."""
 
 PROTOCOLS_BY_SCENES = {
@@ -239,6 +250,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_SHORTAGES, Scene.draw_shortages),
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
         (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
+        (MUTATIONS_OF_THE_FOLD, Scene.draw),
     )
     for mutation, protocol in mutations.items()
 }

@@ -308,10 +308,10 @@ def test_groups_with_different_plans_halt_before_anything_is_applied() -> None:
 def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    with pytest.raises(ValueError, match="does not belong to step 0"):
+    with pytest.raises(ValueError, match="step 1 is committed in attempt 0 of step 0"):
         fold(controller, Commit(step=1, attempt=0))
     with pytest.raises(ValueError, match="the next one to fold"):
-        controller.handle(EntryRead(index=7, entry=fence(1)), now_s=0.0)
+        make_controller().handle(EntryRead(index=7, entry=fence(1)), now_s=0.0)
 
 
 @pytest.mark.parametrize(

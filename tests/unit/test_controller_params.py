@@ -154,7 +154,7 @@ def test_a_commit_of_a_discarded_sum_is_refused() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, Fence(group=GroupId(2), discard=True))
-    with pytest.raises(ValueError, match="commits a sum that was discarded"):
+    with pytest.raises(ValueError, match="was discarded, and is committed"):
         fold(controller, Commit(step=0, attempt=0))
 
 

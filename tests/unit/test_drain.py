@@ -154,10 +154,10 @@ def test_a_drained_group_that_is_fenced_before_it_has_applied_its_last_commit_is
         1: {"entry": "fence", "group": 1, "incarnation": 0},
     }
     fold = fold_log(entries, run_record(3))
-    assert (fold.members, fold.errors) == ({0, 2}, ())
+    assert (fold.groups, fold.errors) == ({0, 2}, [])
     assert (fold.last_fenced_at, fold.fenced) == ({1: 1}, {})
     strange = {0: {**entries[0], "drain": [[1, 4]]}}
-    assert fold_log(strange, run_record(3)).errors == ("step 0: group 1 is drained, and takes no part",)
+    assert fold_log(strange, run_record(3)).errors == ["step 0: group 1 is drained, and takes no part"]
 
 
 def test_the_last_request_for_a_group_stands(tmp_path: Path) -> None:

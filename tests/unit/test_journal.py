@@ -2,24 +2,18 @@
 
 import errno
 import io
-import json
 import os
 import re
 import threading
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import print_summary
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
-from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, decode_line, encode_line
@@ -37,8 +31,6 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.journal.state.run_state import RunState
-from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 from tests.unit.journal_in_memory import check_journal, run_record, summarize
 
 RUN = run_record(5, num_steps=99)
@@ -175,53 +167,14 @@ def test_a_run_of_before_there_were_domains_had_none() -> None:
     assert record.groups_per_domain == 1
 
 
-def _some_of(controller: Controller, random: Random) -> tuple[Member, ...]:
-    """Now and then members that leave, but for one."""
-    return tuple(random.sample(controller.voters[1:], random.choice((0, 0, 1)) if controller.voters[1:] else 0))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_fold_of_the_check_and_the_controller_agree_on_the_members(seed: int) -> None:
-    """Two that share no code read the same random log of fences, admissions and restarts of all incarnations."""
-    random = Random(seed)
-    setup = ControllerSetup(placement=make_placement("golomb", 5, 5), microbatches_per_shard=1, num_steps=99)
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
-    entries: dict[int, dict[str, Any]] = {}
-    changes = set()
-    for _ in range(40):
-        some = tuple(Member(GroupId(random.randrange(5)), random.randrange(5)) for _ in range(3))
-        entry: Entry = random.choice(
-            (
-                Fence(group=some[0].group, incarnation=some[0].incarnation),
-                Commit(
-                    step=controller.step, attempt=controller.attempt, admit=some, drain=_some_of(controller, random)
-                ),
-                Restart(step=0, members=tuple(dict(sorted(some)).items())),
-            )
-        )
-        if len(controller.voters) < 2 and isinstance(entry, Fence):
-            continue
-        if not controller.voters and isinstance(entry, Commit):
-            continue  # no group is left to write it
-        controller.handle(EntryRead(index=controller.head, entry=decode_entry(encode_entry(entry))), now_s=0.0)
-        entries[len(entries)] = json.loads(encode_entry(entry))
-        fold = fold_log(entries, RUN)
-        assert fold.members == set(controller.members)
-        if isinstance(entry, Commit | Restart):
-            assert fold.opened[controller.attempt] == dict(controller.voters)
-        changes.add(controller.voters)
-    assert len(changes) > 5
-
-
 def test_the_last_commit_admits_no_group_and_no_other_may_follow() -> None:
     last = {"entry": "commit", "step": 0, "attempt": 0, "admit": [[1, 1]], "is_last": True}
     entries: dict[int, dict[str, Any]] = {0: {"entry": "fence", "group": 1, "incarnation": 0}, 1: last}
     fold = fold_log(entries, RUN)
-    assert (fold.members, fold.errors) == ({0, 2, 3, 4}, ())
-    assert [commit.is_last for commit in fold.kept] == [True]
+    assert (fold.groups, fold.errors) == ({0, 2, 3, 4}, [])
+    assert [commit.is_last for commit in fold.kept_commits] == [True]
     entries[2] = {"entry": "commit", "step": 1, "attempt": 1}
-    assert fold_log(entries, RUN).errors == ("step 1 is committed after the last",)
+    assert fold_log(entries, RUN).errors == ["step 1 is committed after the last"]
 
 
 def test_a_step_begins_with_the_groups_admitted_before_it() -> None:
@@ -233,7 +186,7 @@ def test_a_step_begins_with_the_groups_admitted_before_it() -> None:
         4: {"entry": "commit", "step": 2, "attempt": 2},
     }
     all_groups = frozenset(range(5))
-    began_with = [commit.began_with for commit in fold_log(entries, RUN).kept]
+    began_with = [commit.began_with for commit in fold_log(entries, RUN).kept_commits]
     assert began_with == [all_groups, all_groups - {1}, all_groups]
 
 

@@ -477,7 +477,9 @@ def test_checkpoints_that_no_group_could_use_are_shown_once_for_each_restart() -
 
 def test_why_a_run_was_halted_is_shown_once() -> None:
     end = EndRecord(outcome="halted", reason="it diverged")
-    run_state = run_state_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
+    halt = {"entry": "halt", "step": 0, "reason": "it diverged", "discard": True}
+    run_state = run_state_of(entry(101.0, 0, **halt), line(102.0, end))
+    run_state.settle()  # a halt over wrong state names no group
     assert [event.text for event in run_state.events(9)] == ["halted: it diverged", "the run ended: halted"]
 
 

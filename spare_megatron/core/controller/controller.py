@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.audits import Dispute
@@ -41,6 +41,7 @@ from spare_megatron.core.log.actions import (
     StopWipeOut,
     UpdateModel,
 )
+from spare_megatron.core.log.membership import Change, Membership
 from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
@@ -53,41 +54,33 @@ from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, first_ownership
 from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
 
+_DECISIONS = entries.Commit | entries.Retry | entries.Evaluated | entries.Finish | entries.Resume
+"""Entries of one attempt."""
+
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without a loss; one more halts the run."""
 
 
-class Controller:
-    """Folds the log of one run. Controllers of all ranks are equal after the same entries."""
+class Controller(Membership):
+    """Folds the log of one run, and decides. Controllers of all ranks are equal after the same entries."""
 
     def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(setup)
         self._setup = setup
-        self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
-        self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
-        self.epoch = 0
-        self.head = 0
-        self.step = setup.first_step
-        self.attempt = 0
         self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._all_groups = self.members
-        self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._paces = PaceEvidence()
         self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
         self._deal_step()
         policy = setup.evaluation
         self._evaluation_dealing = None if policy is None else self._deal(policy.microbatches_per_shard)
-        self._is_evaluating = False  # after `step` committed steps, before the next one
         self._plans: list[StepPlan] = []  # of this step or evaluation: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
-        self._num_steps = setup.num_steps  # lowered by a commit that is the last
-        self._is_asked = False  # whether that one was the last because the run was asked to end
+        self._is_asked = False  # whether the last commit was the last because the run was asked to end
         self._is_end_requested = False
-        self._is_over = False  # all of them are committed
-        self._votes_on_end = False  # parameters are left to gather then, or a save to compare
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
-        self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
         self._hosts = None if setup.last_resort else setup.placement.hosts
@@ -119,12 +112,11 @@ class Controller:
             case events.EntryRead(index=index, entry=entry):
                 if index != self.head:
                     raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
-                self.head += 1
                 return self._fold(entry, now_s)
             case events.VotesRead(attempt=attempt):
                 return self._decide(event, now_s) if attempt == self.attempt else ()
             case events.WaitingRead():
-                over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
+                over = {**self.last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
             case events.HostsRead():
                 return self._await_hosts(event, now_s)
@@ -149,32 +141,31 @@ class Controller:
     # ------------------------------------------------------------------------------------------- folding the log
 
     def _fold(self, entry: entries.Entry, now_s: float) -> tuple[Action, ...]:
+        change = self.apply(entry)
+        if change.contradictions:
+            raise ValueError(f"log entry {entry}: {change.contradictions[0]}")
+        if isinstance(entry, _DECISIONS) and isinstance(entry, entries.Resume) != (self.pause is not None):
+            raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
         refused = self._validity.fold(entry)
         self._saves.on_refusal(refused)
-        return (*refused, *self._follow(entry, now_s))
+        return (*refused, *self._follow(entry, change, now_s))
 
-    def _follow(self, entry: entries.Entry, now_s: float) -> tuple[Action, ...]:
+    def _follow(self, entry: entries.Entry, change: Change, now_s: float) -> tuple[Action, ...]:
         match entry:
             case entries.Fence():
-                self._is_discarded |= entry.discard
-                return self._lose(entry)
-            case entries.Commit(step=step, attempt=attempt):
-                self._expect(entry, step, attempt)
-                return self._commit(entry, now_s)
-            case entries.Retry(step=step, attempt=attempt):
-                self._expect(entry, step, attempt)
+                return self._lose(entry, change)
+            case entries.Commit():
+                return self._commit(entry, change, now_s)
+            case entries.Retry():
                 return self._retry(entry)
-            case entries.Evaluated(step=step, attempt=attempt):
-                self._expect(entry, step, attempt)
+            case entries.Evaluated():
                 return self._evaluated(entry)
-            case entries.Finish(step=step, attempt=attempt):
-                self._expect(entry, step, attempt)
+            case entries.Finish(step=step):
                 return (FinishRun(step=step, is_asked=self._is_asked),)
-            case entries.Resume(step=step, attempt=attempt):
-                self._expect(entry, step, attempt)
-                return self._resume(entry)
+            case entries.Resume():
+                return self._resume(change)
             case entries.Restart():
-                return self._restart(entry, now_s)
+                return self._restart(entry, change, now_s)
             case entries.GiveUp(step=step, reason=reason):
                 shards = self.pause.shards if self.pause else ()
                 stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
@@ -182,29 +173,13 @@ class Controller:
             case entries.Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
-    def _expect(self, entry: entries.Entry, step: int, attempt: int) -> None:
-        if (step, attempt) != (self.step, self.attempt):
-            raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
-        if isinstance(entry, entries.Resume) != (self.pause is not None):
-            raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
-        if isinstance(entry, entries.Commit | entries.Evaluated) and self._is_discarded:
-            raise ValueError(f"log entry {entry} commits a sum that was discarded")
-        if (
-            isinstance(entry, entries.Commit | entries.Evaluated)
-            and isinstance(entry, entries.Evaluated) != self._is_evaluating
-        ):
-            raise ValueError(f"log entry {entry} is none of {'an evaluation' if self._is_evaluating else 'a step'}")
-
-    def _lose(self, fence: entries.Fence) -> tuple[Action, ...]:
+    def _lose(self, fence: entries.Fence, change: Change) -> tuple[Action, ...]:
         group = fence.group
-        self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
-        # Compare ids first: with thousands of groups a call for each would dominate.
-        left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
         self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if fence.discard:
             self._audits.on_wrong(group)
-        if len(left) == len(self.voters):
+        if not change.lost:
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_decision()
         if fence.error and fence.error == self._last_error:
@@ -213,32 +188,30 @@ class Controller:
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
         self._failed -= {group}
-        self._change_voters(left)
+        self._paces.keep(self.members)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
-        if not left:
+        if not self.voters:
             shards = tuple(ShardId(int(group)) for group in self._all_groups)
             return self._stop_wiped_out(StopWipeOut(step=self.step, shards=shards))
         try:
-            own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
+            own = self._own(self.ownership and self.ownership.for_members(self.voters), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
             return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
         saved = self._save_dispute() if fence.is_outvoted else ()
         return (self._build_communicator(), *own, *saved, *self._await_decision())
 
-    def _commit(self, commit: entries.Commit, now_s: float) -> tuple[Action, ...]:
-        ends = commit.is_last or self.step + 1 == self._num_steps
-        update = UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven, is_last=ends)
+    def _commit(self, commit: entries.Commit, change: Change, now_s: float) -> tuple[Action, ...]:
+        step, members = commit.step, tuple(voter.group for voter in change.voters)
+        update = UpdateModel(step=step, attempt=commit.attempt, proven=commit.proven, is_last=self.is_trained)
         actions: list[Action] = [update]
         self._clock.set_by(commit.at_s, now_s)
-        self._saves.on_commit(commit.at_s, len(self.members), commit.save_ends)
-        self._audits.on_commit(self.step, self._plans, self.members)
+        self._saves.on_commit(commit.at_s, len(members), commit.save_ends)
+        self._audits.on_commit(step, self._plans, members)
         dealt = dict(self._paces.dealt)
-        has_changed = self._paces.fold(commit.paces, self.members, self._idle())
-        self._audits.on_paces(dealt, self._paces.dealt, self.members)
-        self.step += 1
-        self.attempt += 1
+        has_changed = self._paces.fold(commit.paces, members, self._idle())
+        self._audits.on_paces(dealt, self._paces.dealt, members)
         self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
         self._retries_without_loss = self._num_resumes = 0
         actions += self._own(
@@ -247,38 +220,30 @@ class Controller:
         self._saves.on_ownership(self.ownership)
         actions += self._gather_params()
         if commit.is_last:
-            self._num_steps, self._is_asked = self.step, commit.is_asked
-        is_last = self._is_over = self.step == self._num_steps
-        self._is_evaluating = self._is_evaluation_due()
+            self._is_asked = commit.is_asked
         if commit.save:
-            actions.append(self._save(commit.at_s, is_last=is_last))
-        if is_last:
-            self._votes_on_end = self.ownership is not None or commit.save
+            actions.append(self._save(commit.at_s, change.voters, change.epoch))
+        if self.is_trained:
             return (*actions, *self._begin())
-        groups, owned = self.members, self.ownership
-        if commit.drain:
-            staying = tuple(voter for voter in self.voters if voter not in commit.drain)
+        groups, owned = members, self.ownership
+        if change.left:
+            staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
         actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
         if has_changed:
             actions.append(ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
-        return (*actions, *self._admit(commit.admit, commit.drain), *self._begin())
+        return (*actions, *self._admit(change), *self._begin())
 
-    def _admit(self, asked: Iterable[Member], drained: Collection[Member] = ()) -> tuple[Action, ...]:
-        """Changes the members: those that are drained leave, and those that may of the ones that ask come in."""
-        # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
-        able = [member for member in self._not_fenced(asked) if member.group not in self.members]
-        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(able).items())
-        left = tuple(voter for voter in self.voters if voter in drained)
-        if not admitted and not left:
+    def _admit(self, change: Change) -> tuple[Action, ...]:
+        """Follows a change of the members: drained ones have left, and those that asked for it have come in."""
+        if not change.admitted and not change.left:
             return ()
+        self._paces.keep(self.members)
         actions: list[Action] = []
-        earlier = tuple(voter for voter in self.voters if voter not in left)
-        self._change_voters((*earlier, *admitted))
-        if left:
-            self._last_fenced |= dict(left)  # only a later incarnation may come back
-            actions.append(DrainGroups(step=self.step, members=left))
-        if admitted:
+        if change.left:
+            actions.append(DrainGroups(step=self.step, members=change.left))
+        if admitted := change.admitted:
+            earlier = tuple(voter for voter in change.voters if voter not in change.left)
             # Donors take turns, which spreads the cost.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
@@ -289,18 +254,13 @@ class Controller:
         return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
 
     def _evaluated(self, entry: entries.Evaluated) -> tuple[Action, ...]:
-        self.attempt += 1
-        self._is_evaluating = False
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
         report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
 
-    def _restart(self, restart: entries.Restart, now_s: float) -> tuple[Action, ...]:
+    def _restart(self, restart: entries.Restart, change: Change, now_s: float) -> tuple[Action, ...]:
         step = restart.step
-        for voter in set(self.voters) - set(restart.members):
-            self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
-        self._change_voters(self._not_fenced(restart.members))
         self._paces.start_over()  # other machines may have taken the places
         self.restarts.on_restart(step, self._clock.at_s)
         self.pause = None
@@ -309,36 +269,28 @@ class Controller:
         ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
         hosts = ownership.hosts if ownership else ()
         load = LoadCheckpoint(
-            step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot, members=self.voters
+            step=step, rework_steps=len(change.undone), hosts=hosts, snapshot=restart.snapshot, members=self.voters
         )
-        self.step = step
-        self.attempt += 1
-        self._is_discarded, self._wrong_sums, self._failed = False, (), frozenset()
+        self._wrong_sums, self._failed = (), frozenset()
         self._audits.on_restart(step, self.members)
         self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
         if self._evaluation_dealing is not None:
             self._evaluation_dealing.start_over()
-        # The state saved after the last step has yet to be compared.
-        self._is_over = self._votes_on_end = step == self._num_steps
-        self._is_evaluating = self._is_evaluation_due()
         return (load, self._build_communicator(), *self._own(ownership), *self._begin())
 
-    def _resume(self, resume: entries.Resume) -> tuple[Action, ...]:
-        self.attempt += 1
+    def _resume(self, change: Change) -> tuple[Action, ...]:
         self.pause = None
-        self._is_discarded, self._wrong_sums = False, ()
+        self._wrong_sums = ()
         self._audits.on_resume()
         self._num_resumes += 1
         # Some group may lack parameters: no vote has said so since the last gather.
-        return (*self._gather_params(), *self._admit(resume.admit), *self._begin())
+        return (*self._gather_params(), *self._admit(change), *self._begin())
 
     def _retry(self, retry: entries.Retry) -> tuple[Action, ...]:
-        self.attempt += 1
         self._wrong_sums = retry.wrong_sums
         self._failed |= {failure.group for failure in retry.failures}
-        self._is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
         self._audits.on_retry(retry)
         # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
@@ -351,12 +303,12 @@ class Controller:
             reason += "".join(f"; group {group}: {cause}" for group, cause in retry.failures[:1])
             return (StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
-        state = (*state, *(self._save_dispute(retry.disputes) if self._is_discarded else ()))
-        if self._is_over and self._saves.lacks_last(self.step):
+        state = (*state, *(self._save_dispute(retry.disputes) if self.is_discarded else ()))
+        if self.is_trained and self._saves.lacks_last(self.step):
             # The checkpoint of the last step has been refused.
-            state = (*state, self._save(self._clock.at_s, is_last=True))
-            self._votes_on_end = True
-        if retry.recompute or (self._is_over and not self._is_evaluating):
+            state = (*state, self._save(self._clock.at_s, self.voters, self.epoch))
+            self.votes_on_end = True
+        if retry.recompute or (self.is_trained and not self.is_evaluating):
             return (*build, *state, *self._begin(is_anew=retry.recompute))
         try:
             patch = self._plan_patch()
@@ -370,15 +322,6 @@ class Controller:
             compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
 
-    def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
-        return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
-
-    def _change_voters(self, voters: Iterable[Member]) -> None:
-        self.voters = tuple(sorted(voters))
-        self.members = tuple(voter.group for voter in self.voters)
-        self._paces.keep(self.members)
-        self.epoch += 1
-
     # ------------------------------------------------------------------------------------------------- deciding
 
     def _decide(self, event: events.VotesRead, now_s: float) -> tuple[Action, ...]:
@@ -387,9 +330,9 @@ class Controller:
             attempt=self.attempt,
             members=self.members,
             voters=self._attempted_by,
-            is_discarded=self._is_discarded,
-            is_over=self._is_over,
-            is_evaluation=self._is_evaluating,
+            is_discarded=self.is_discarded,
+            is_over=self.is_trained,
+            is_evaluation=self.is_evaluating,
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
             failed=self._failed,
@@ -398,7 +341,7 @@ class Controller:
             may_question=self._audits.may_question,
             hosts=self._hosts,
         )
-        is_again = self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, after a restart
+        is_again = self.step + 1 == self.num_steps < self._setup.num_steps  # an early end, after a restart
         saves = any(vote.ends for vote in event.votes.values()) or (is_again and self._is_asked)
         is_asked = saves and self.step + 1 < self._setup.num_steps  # else the run is finished all the same
         is_last = is_asked or is_again or self._is_time_over(now_s)
@@ -415,7 +358,7 @@ class Controller:
 
     def _let_leave(self, commit: entries.Commit) -> entries.Commit:
         """The commit that drains those members, of the ones that ask, that may leave now."""
-        if commit.is_last or self.step + 1 == self._num_steps:
+        if commit.is_last or self.step + 1 == self.num_steps:
             return replace(commit, drain=())
         found = departures(
             commit.drain,
@@ -436,7 +379,7 @@ class Controller:
             self.pause,
             self._setup.placement,
             self.attempt,
-            [member for member in self._not_fenced(event.waiting) if member.group not in self.members],
+            [member for member in self.not_fenced(event.waiting) if member.group not in self.members],
             event.waited_s,
             self._setup.pause_s,
             is_end_due=self._is_end_requested or self._is_time_over(now_s),
@@ -453,7 +396,7 @@ class Controller:
 
         `is_anew`: groups have computed it already, and do it again.
         """
-        if self._is_over and not self._is_evaluating and self.voters:
+        if self.is_trained and not self.is_evaluating and self.voters:
             return self._end()
         try:
             plan = self._plan(after=f"attempt {self.attempt}" if is_anew else "")
@@ -469,9 +412,6 @@ class Controller:
         self._step_dealing = self._deal(self._dealt)
 
     def _wiped_out(self, wipe_out: WipeOut, prepare: tuple[Action, ...] = ()) -> tuple[Action, ...]:
-        if self._is_over and self.voters:  # all steps are committed: no restart for an evaluation
-            self._is_evaluating = False
-            return (*prepare, *self._end())
         if self._setup.pause_s is None or not self.voters:
             return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         if self._num_resumes == MAX_RESUMES_WITHOUT_COMMIT:
@@ -485,40 +425,35 @@ class Controller:
 
     def _pause(self) -> AwaitHosts:
         """Begins the pause, or goes on with it after an entry."""
-        shards = self._setup.placement.uncovered(frozenset(self.members))
-        self.pause = AwaitHosts(index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=shards)
+        self.pause = AwaitHosts(
+            index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=self.uncovered
+        )
         return self.pause
 
     def _end(self) -> tuple[Action, ...]:
-        if not self._votes_on_end:
+        if not self.votes_on_end:
             return (FinishRun(step=self.step, is_asked=self._is_asked),)
         return (self._attempt_finish(), ReadEntry(index=self.head))
 
-    def _is_evaluation_due(self) -> bool:
-        policy = self._setup.evaluation
-        if policy is None or self.step <= self._setup.first_step:  # a run evaluates nothing before its first step
-            return False
-        return policy.is_due(self.step, is_last=self._is_over)
-
     @property
     def _dealing(self) -> Dealing:
-        return self._evaluation_dealing if self._is_evaluating and self._evaluation_dealing else self._step_dealing
+        return self._evaluation_dealing if self.is_evaluating and self._evaluation_dealing else self._step_dealing
 
     def _plan(self, *, after: str = "") -> StepPlan:
-        if not self._is_evaluating and self._dealt != self._ramp.at(self.step):
+        if not self.is_evaluating and self._dealt != self._ramp.at(self.step):
             self._deal_step()
-        probe = None if self._is_evaluating else self._paces.probe
+        probe = None if self.is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        audits = () if self._is_evaluating else self._audits.draw(self.step, work, self.members, self._paces.dealt)
-        plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self._is_evaluating, audits=audits)
+        audits = () if self.is_evaluating else self._audits.draw(self.step, work, self.members, self._paces.dealt)
+        plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self.is_evaluating, audits=audits)
         self._plans = [plan]
         return plan
 
     def _plan_patch(self) -> StepPlan:
         patch, after = self._dealing.patch(self.members, self._orphans, self._dealt_paces), self._plans[-1].digest
         self._orphans = []
-        self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self._is_evaluating))
+        self._plans.append(make_plan(self.step, self.epoch, patch, after=after, is_evaluation=self.is_evaluating))
         return self._plans[-1]
 
     @property
@@ -533,8 +468,8 @@ class Controller:
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
-        action = self._saves.start_save(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
+    def _save(self, at_s: float, voters: tuple[Member, ...], epoch: int) -> SaveCheckpoint:
+        action = self._saves.start_save(self.step, at_s, voters, epoch, self.ownership, is_last=self.is_trained)
         self._validity.on_save(action)
         doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
         return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
@@ -562,7 +497,7 @@ class Controller:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
         step, attempt, plan_digest = self.step, self.attempt, self._plans[-1].digest
-        if self._is_evaluating:
+        if self.is_evaluating:
             return AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
         return AttemptReduce(
             step=step,

@@ -58,10 +58,6 @@ class Restarts:
         self.wipe_out: StopWipeOut | None = None
         self.snapshots = Snapshots(snapshots)
 
-    @property
-    def num_restarts(self) -> int:
-        return len(self._restarted_at_s)
-
     def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
         """Records the wipe-out; the returned action is final if no restart can follow."""
         may_restart = self._limits is None or self._limits.max_restarts > 0

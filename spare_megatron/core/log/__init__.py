@@ -1,4 +1,4 @@
-"""The decision log: entries, votes, events and actions. Pure.
+"""The decision log: entries and their fold, votes, events and actions. Pure.
 
-Start with `entries`, `events` and `actions`.
+Start with `entries`, `membership`, `events` and `actions`.
 """

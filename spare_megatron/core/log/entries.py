@@ -5,12 +5,13 @@ the format, so that no program takes an entry of another version for one of its 
 """
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.audits.audits import Dispute, Statement
 from spare_megatron.core.log.evaluation_sums import SetSum
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
@@ -218,35 +219,48 @@ def decode_entry(text: str) -> Entry:
             f"log entry of version {version!r}; this program reads version {VERSION}: every process of a run must be "
             f"of the version of spare_megatron that began it"
         )
-    kind = values.pop("entry", None)
-    if kind not in _ENTRY_KINDS:
-        raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
-    for name, of in (
-        ("admit", Member),
-        ("members", Member),
-        ("drain", Member),
-        ("leaving", Member),
-        ("save_ends", SaveEnd),
-        ("sums", SetSum),
-        ("paces", PaceException),
-        ("failures", OwnFailure),
-    ):  # JSON knows no tuples
-        if name in values:
-            values[name] = tuple(of(*one) for one in values[name])
-    for name in values.keys() & {"kept", "wrong_sums", "wrong_ranks"}:
-        values[name] = tuple(values[name])
-    if "disputes" in values:
-        values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
-    for name in values.keys() & {"restored", "released", "proven"}:
-        values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
-    return _ENTRY_KINDS[kind](**values)
+    return entry_of(values)
 
 
-def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int, *, is_suspicion: bool) -> Dispute:
+def entry_of(found: Mapping[str, Any]) -> Entry:
+    """The entry of fields from JSON, as `entry_fields` names them; a journal may have some of earlier versions.
+
+    Raises ValueError for an unknown kind, and for fields that are missing or of another form.
+    """
+    kind = _ENTRY_KINDS.get(found.get("entry", ""))
+    if kind is None:
+        raise ValueError(f"unknown kind of entry {found.get('entry')!r}; known: {', '.join(_ENTRY_KINDS)}")
+    values = {name: value for name, value in found.items() if name in _USUAL[kind]}
+    try:
+        for name in values.keys() & _TUPLES.keys():  # JSON knows no tuples
+            values[name] = tuple(map(_TUPLES[name], values[name]))
+        return kind(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"damaged entry: {error}: {str(found)[:80]}") from error
+
+
+def _dispute(found: Mapping[str, Any]) -> Dispute:
     return Dispute(
-        microbatch=Microbatch(*microbatch),
-        statements=tuple(Statement(group, digest) for group, digest, _ in statements),
-        asked=tuple(asked),
-        num_rounds=num_rounds,
-        is_suspicion=is_suspicion,
+        microbatch=Microbatch(*found["microbatch"]),
+        statements=tuple(Statement(group, digest) for group, digest, _ in found["statements"]),
+        asked=tuple(found["asked"]),
+        num_rounds=found["num_rounds"],
+        is_suspicion=found.get("is_suspicion", False),
     )
+
+
+def _copy(found: tuple[PartitionId, tuple[GroupId, int]]) -> PartitionCopy:
+    return PartitionCopy(found[0], Member(*found[1]))
+
+
+_TUPLES: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("admit", "members", "drain", "leaving"), Member._make),
+    **dict.fromkeys(("restored", "released", "proven"), _copy),
+    **dict.fromkeys(("kept", "wrong_sums", "wrong_ranks"), int),
+    "disputes": _dispute,
+    "failures": OwnFailure._make,
+    "paces": PaceException._make,
+    "save_ends": SaveEnd._make,
+    "sums": SetSum._make,
+}
+"""Makes the items of fields that are tuples."""

@@ -1,6 +1,5 @@
 """What the audits of a run have compared and found, from its journal."""
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,9 +7,9 @@ from typing import Any
 
 from spare_megatron.core.audits.clean_prefix import AuditedSteps
 from spare_megatron.journal.event_texts import groups_named, text_of_audited
-from spare_megatron.journal.fold import Committed, Fold, differs
+from spare_megatron.journal.fold import Committed, Fold
 from spare_megatron.journal.journal_view import JournalView, attempts_of
-from spare_megatron.journal.proofs.disputes import saved_disputes
+from spare_megatron.journal.proofs.disputes import differs, saved_disputes
 from spare_megatron.journal.records import AuditRecord, SuspicionRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
@@ -117,7 +116,7 @@ def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | Non
     audited = AuditedSteps(run.first_step)
     for _ in _audited_commits(view, fold, audited):
         pass
-    return _spoiled(audited, fold.next_step)
+    return _spoiled(audited, fold.step)
 
 
 def _spoiled(audited: AuditedSteps, num_steps: int) -> Spoiled | None:
@@ -147,23 +146,17 @@ class SpoiledSteps:
         self._records[record.attempt].append(record)
 
     def add_entry(self, entry: Mapping[str, Any], members: Collection[int]) -> None:
-        """Adds an entry of the log, in its order, and the groups that took part in the step if it commits one."""
-        if entry["entry"] in ("commit", "restart") or entry.get("discard", False):
-            self._entries.append((entry, members))
+        """Adds an entry of the log, in its order, and the groups that took part before it."""
+        self._entries.append((entry, members))
 
     def settle(self) -> None:
         """Folds the entries, once all lines that were written have been added: audits are written before votes."""
         while self._entries:
             entry, members = self._entries.popleft()
-            match entry:
-                case {"entry": "commit", "step": step, "attempt": attempt}:
-                    _fold_commit(self._audited, step, self._records.get(attempt, ()), members)
-                    for old in [other for other in self._records if other <= attempt]:
-                        del self._records[old]
-                case {"entry": "restart", "step": step}:
-                    self._audited.on_restart(step)
-                case _:
-                    self._audited.on_wrong(GroupId(entry["group"]))
+            attempt = entry["attempt"] if entry["entry"] == "commit" else -1
+            _fold_entry(self._audited, entry, members, self._records.get(attempt, ()))
+            for old in [other for other in self._records if other <= attempt]:
+                del self._records[old]
 
     def found(self, num_steps: int) -> Spoiled | None:
         """What is spoiled of so many committed steps; None if nothing is."""
@@ -174,26 +167,35 @@ def _audited_commits(
     view: JournalView, fold: Fold, audited: AuditedSteps
 ) -> Iterator[tuple[Committed, list[AuditRecord]]]:
     """Yields all commits with the audits of their attempts, and folds them and what lies between into `audited`."""
-    turns = _Turns(fold)
+    left = deque(sorted(fold.entries))
     for part in attempts_of(view, fold):
         by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
         for _, record in part.audits:
             by_attempt[record.attempt].append(record)
         for _, commit in part.commits:
-            turns.before(commit.index, audited)
             records = by_attempt.get(commit.attempt, [])
-            _fold_commit(audited, commit.step, records, commit.members)
+            while left and left[0] <= commit.index:
+                _fold_entry(audited, fold.entries[left.popleft()], commit.members, records)
             yield commit, records
-    turns.before(math.inf, audited)
+    for index in left:
+        _fold_entry(audited, fold.entries[index], (), ())
 
 
-def _fold_commit(audited: AuditedSteps, step: int, records: Collection[AuditRecord], members: Collection[int]) -> None:
-    computed = [
-        (GroupId(record.group), Microbatch(ShardId(shard), index))
-        for record in records
-        for shard, index, _ in record.digests[: record.num_planned]
-    ]
-    audited.on_commit(step, computed, frozenset(map(GroupId, members)))
+def _fold_entry(
+    audited: AuditedSteps, entry: Mapping[str, Any], members: Collection[int], records: Collection[AuditRecord]
+) -> None:
+    match entry:
+        case {"entry": "commit", "step": step}:
+            computed = [
+                (GroupId(record.group), Microbatch(ShardId(shard), index))
+                for record in records
+                for shard, index, _ in record.digests[: record.num_planned]
+            ]
+            audited.on_commit(step, computed, frozenset(map(GroupId, members)))
+        case {"entry": "fence", "group": group, "discard": True}:
+            audited.on_wrong(GroupId(group))
+        case {"entry": "restart", "step": step}:
+            audited.on_restart(step)
 
 
 def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
@@ -215,7 +217,7 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         steps=steps,
         compared=num_compared,
         audited_steps=audited.num_steps,
-        spoiled=_spoiled(audited, fold.next_step) if run.audit_every_steps else None,
+        spoiled=_spoiled(audited, fold.step) if run.audit_every_steps else None,
         suspects=_suspects(fold, agreed, samples),
         mismatches=mismatches,
         culprits=culprits,
@@ -248,27 +250,6 @@ def _suspects(
                     samples=samples.get(place, []),
                 )
     return [replace(one, is_data=place in agreed and place not in wrong) for place, one in found.items()]
-
-
-class _Turns:
-    """Entries beside commits that change how far the steps are audited: groups found wrong, and restarts."""
-
-    def __init__(self, fold: Fold) -> None:
-        self._left = deque(
-            (index, fold.entries[index])
-            for index in sorted(fold.entries)
-            if fold.entries[index]["entry"] == "restart" or fold.entries[index].get("discard", False)
-        )
-
-    def before(self, index: float, audited: AuditedSteps) -> None:
-        """Folds those before this entry."""
-        while self._left and self._left[0][0] < index:
-            _, entry = self._left.popleft()
-            match entry["entry"]:
-                case "fence":
-                    audited.on_wrong(GroupId(entry["group"]))
-                case "restart":
-                    audited.on_restart(entry["step"])
 
 
 def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:

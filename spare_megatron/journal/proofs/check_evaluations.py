@@ -17,10 +17,10 @@ def check_evaluations(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Fi
         by_attempt[record.attempt].append(record)
     votes = {(record.attempt, record.group): record.is_complete for _, record in part.votes}
     for number, evaluation in part.evaluated:
-        cast = {group: votes.get((evaluation.attempt, group)) for group in evaluation.members}
-        records = [record for record in by_attempt[evaluation.attempt] if record.group in evaluation.members]
+        cast = {group: votes.get((evaluation.entry.attempt, group)) for group in evaluation.members}
+        records = [record for record in by_attempt[evaluation.entry.attempt] if record.group in evaluation.members]
         for severity, reason in _check_evaluation(run, evaluation, records, cast):
-            what = f"evaluation after {evaluation.step} steps: {reason}"
+            what = f"evaluation after {evaluation.entry.step} steps: {reason}"
             yield Finding(severity=severity, reason=what, place=(number,))
 
 
@@ -39,7 +39,7 @@ def _check_evaluation(
     for group in missing:
         yield "unknown", f"what group {group} found is not in the journal"
     for record in records:
-        if record.incarnation != evaluation.members[record.group] or record.step != evaluation.step:
+        if record.incarnation != evaluation.members[record.group] or record.step != evaluation.entry.step:
             yield "invalid", f"group {record.group} found it in another incarnation or step"
     if missing:
         return
@@ -47,7 +47,7 @@ def _check_evaluation(
     counted = Counter(microbatches_of(records))
     if set(counted) != expected or set(counted.values()) != {1}:
         yield "invalid", miscount(counted, expected)
-    if _added(records) != {name: (loss, num_tokens) for name, loss, num_tokens in evaluation.sums}:
+    if _added(records) != {name: (loss, num_tokens) for name, loss, num_tokens in evaluation.entry.sums}:
         yield "invalid", "the log has other sums than its groups found"
 
 

@@ -51,14 +51,14 @@ def _excused_groups(
     """
     step, excused = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
-    if step < fold.next_step:  # a group lost before it contributed spoiled nothing
+    if step < fold.step:  # a group lost before it contributed spoiled nothing
         first = -1
         if key in fold.computed_anew | fold.resumed:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
         contributed = {group for group, attempt in contributions if attempt >= first}
         excused |= lost - contributed
     elif key in fold.computed_anew:
-        excused |= lost - fold.members
+        excused |= lost - fold.groups
     return excused
 
 
@@ -75,13 +75,13 @@ def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
 
 def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every group that is left at the end has recorded its parameters."""
-    if fold.next_step not in part.stretch:
+    if fold.step not in part.stretch:
         return
-    steps = (fold.next_step, fold.next_step - 1) if fold.is_cut else (fold.next_step,)
+    steps = (fold.step, fold.step - 1) if fold.is_cut else (fold.step,)
     last = {(fold.num_restarts, step) for step in steps}
-    silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) in last}
+    silent = fold.groups - {r.group for r in part.params if (r.num_restarts, r.step) in last}
     # After the loss of a state partition, groups that still lack its parameters have no digest to record.
-    for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
+    for group in sorted(silent) if silent and not has_lost_state(fold) else ():
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
 
 
@@ -106,13 +106,11 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         key = record.num_restarts, record.step
         if record.group not in fold.discarded.get(key, ()):  # those of discarded groups were wrong
             digests[key].add(record.compared)
-    restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
-    begun = [run.first_step]  # first steps of the training before and after each restart
-    for number, restart in enumerate(restarts, 1):
-        step = restart["step"]
+    # First steps of the training before and after each restart.
+    begun = [run.first_step, *(restart.step for _, restart in fold.restarts.values())]
+    for number, step in enumerate(begun[1:], 1):
         # The state after these steps comes from the last training that began at or before them.
         before = next((count for count in reversed(range(number)) if begun[count] <= step), None)
-        begun.append(step)
         if step not in part.stretch:
             continue
         known = set() if before is None else digests.get((before, step), set())
@@ -129,7 +127,6 @@ class _PartitionHosts:
     """Hosts of each state partition between two log entries; `finished_at` is the attempt of the finish entry."""
 
     hosts: list[set[Member]]
-    attempt: int = 0
     finished_at: int | None = None
     errors: list[str] = field(default_factory=list)
 
@@ -137,14 +134,14 @@ class _PartitionHosts:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_partitions(view: JournalView, fold: Fold) -> Iterator[Finding]:
     """A committed step has a host for every partition; copies go to members; releases leave enough hosts.
 
     A finished run has a finish entry, and no group lacked parameters in its attempt.
     """
-    if not run.slice_redundancy:
+    if fold.terms.partitions is None:
         return
-    partitions = _fold_partitions(run, fold)
+    partitions = _fold_partitions(fold.terms.partitions, fold)
     for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
@@ -160,16 +157,13 @@ def check_partitions(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[
             yield Finding(severity="invalid", reason=reason)
 
 
-def has_lost_state(run: RunRecord, fold: Fold) -> bool:
+def has_lost_state(fold: Fold) -> bool:
     """Whether some state partition has no host after the last entry."""
-    return bool(run.slice_redundancy and _fold_partitions(run, fold).wiped_out())
+    return fold.terms.partitions is not None and bool(_fold_partitions(fold.terms.partitions, fold).wiped_out())
 
 
-def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
-    setup = PartitionSetup(
-        num_groups=run.num_groups, redundancy=run.slice_redundancy, groups_per_domain=run.groups_per_domain
-    )
-    partitions = _PartitionHosts(_first_hosts(setup, dict.fromkeys(range(run.num_groups), 0)))
+def _fold_partitions(setup: PartitionSetup, fold: Fold) -> _PartitionHosts:
+    partitions = _PartitionHosts(_first_hosts(setup, fold.opened[0]))
     fenced: set[Member] = set()
     for index in sorted(fold.entries):
         entry = fold.entries[index]
@@ -178,8 +172,6 @@ def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
             fenced.add(lost)
             for row in partitions.hosts:
                 row.discard(lost)
-        if entry["entry"] in ("commit", "retry", "evaluated", "resume"):
-            partitions.attempt = entry["attempt"] + 1
         if entry["entry"] == "commit":
             present = {
                 Member(GroupId(g), number) for g, number in fold.opened.get(entry["attempt"], {}).items()
@@ -192,9 +184,9 @@ def _fold_partitions(run: RunRecord, fold: Fold) -> _PartitionHosts:
                 row -= drained
         elif entry["entry"] == "finish":
             partitions.finished_at = entry["attempt"]
-        elif entry["entry"] == "restart":
-            partitions.attempt += 1
-            partitions.hosts, partitions.finished_at = _first_hosts(setup, fold.opened[partitions.attempt]), None
+        elif index in fold.restarts:
+            attempt, _ = fold.restarts[index]
+            partitions.hosts, partitions.finished_at = _first_hosts(setup, fold.opened[attempt]), None
     return partitions
 
 

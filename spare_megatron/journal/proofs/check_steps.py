@@ -196,8 +196,8 @@ def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
         records = updates.get((commit.step, commit.attempt), [])
         for severity, reason in _check_update(run, commit, records):
             yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
-        if commit.is_undone or (fold.is_cut and commit is fold.kept[-1]):  # a group may have ended before it applied it
-            continue
+        if commit.index in fold.undone or (fold.is_cut and commit.step + 1 == fold.step):
+            continue  # a group may have ended before it applied it
         for group in sorted(commit.members - {record.group for record in records}):
             # A group lost after the commit may not have applied it, unless it contributed to the next attempt.
             was_lost = fold.last_fenced_at.get(group, -1) > commit.index

@@ -53,7 +53,7 @@ def _incarnations_in_sums(fold: Fold) -> list[tuple[int, int]]:
 def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
-    restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
+    ordered = {(entry.step, member) for _, entry in fold.restarts.values() for member in entry.members}
     for line in view.rare:
         match line.record:
             case LossRecord() as loss:
@@ -61,7 +61,7 @@ def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fin
             case RecoveryRecord() as recovery:
                 yield from _check_recovery(recovery, fold)
             case RestartRecord() as restart:
-                if not any(_is_of(restart, entry) for entry in restarts):
+                if (restart.step, (restart.group, restart.incarnation)) not in ordered:
                     who = f"group {restart.group}, incarnation {restart.incarnation}"
                     reason = f"{who}, restarted after {restart.step} steps, and no log entry orders it"
                     yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
@@ -88,11 +88,6 @@ def _check_recovery(recovery: RecoveryRecord, fold: Fold) -> Iterator[Finding]:
         what = f"group {recovery.group} recovered from the loss of groups {strangers} in step {recovery.step}"
         severity = fold.severity(is_known=fold.known.is_over)
         yield Finding(severity=severity, reason=f"{what}, and no log entry fences them")
-
-
-def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
-    members = {tuple(member) for member in entry["members"]}  # type: ignore[attr-defined]
-    return entry["step"] == restart.step and (restart.group, restart.incarnation) in members
 
 
 _NUM_DIGITS = 12

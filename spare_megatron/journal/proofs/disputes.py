@@ -4,9 +4,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spare_megatron.journal.fold import Fold, differs
+from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, Stretch
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord
 
@@ -45,6 +45,11 @@ class DisputedStep:
     params: Mapping[int, str]
 
 
+def differs(dispute: Mapping[str, Any]) -> bool:
+    """Whether groups have said different things of the microbatch; of a suspect one they may all agree."""
+    return len({digest for _, digest, _ in dispute["statements"]}) > 1
+
+
 def saved_disputes(view: JournalView) -> dict[int, DisputeRecord]:
     """Step -> the last save of its parameters; one that succeeded if there is any."""
     found: dict[int, DisputeRecord] = {}
@@ -73,7 +78,7 @@ def disputed_step(view: JournalView, fold: Fold, step: int) -> DisputedStep | No
     commits = [commit.attempt for commit in fold.commits]
     first = max((one for one in commits if one < attempt), default=-1) + 1
     end = min((one for one in commits if one >= attempt), default=math.inf) + 1
-    num_restarts = _num_restarts(fold, attempt)
+    num_restarts = sum(first <= attempt for first, _ in fold.restarts.values())
     audits = view.select((AuditRecord,), Stretch(key="attempt", first=first, end=end))[AuditRecord]
     params = view.select((ParamsRecord,), Stretch(key="step", first=step, end=step + 1))[ParamsRecord]
     return DisputedStep(
@@ -83,14 +88,6 @@ def disputed_step(view: JournalView, fold: Fold, step: int) -> DisputedStep | No
             record.group: record.digest for _, record in params if record.digest and record.num_restarts == num_restarts
         },
     )
-
-
-def _num_restarts(fold: Fold, attempt: int) -> int:
-    """Restarts before the attempt."""
-    last = max(
-        (index for index, entry in fold.entries.items() if entry.get("attempt", attempt + 1) <= attempt), default=-1
-    )
-    return sum(entry["entry"] == "restart" and index < last for index, entry in fold.entries.items())
 
 
 def _disputed(records: Sequence[AuditRecord]) -> dict[Address, dict[int, list[Stated]]]:

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.event_texts import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Finding, Fold, fold_log, placement_of
+from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.proofs.check_audits import check_audits
@@ -45,13 +45,13 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
     before a step belongs to it. A fault that costs its group nothing is not due if the group is lost in that step, to
     something else and perhaps before that moment.
     """
-    commits = {commit.step: commit for commit in fold.kept}
+    commits = {commit.step: commit for commit in fold.kept_commits}
     commit = commits.get(fault["step"])
     if commit is None or fault["group"] not in commit.began_with:
         return False
     end = commit.index
     if fault["phase"].startswith("evaluation"):
-        end = {evaluation.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
+        end = {evaluation.entry.step: evaluation.index for evaluation in fold.evaluations}.get(fault["step"], -1)
         if end < 0:
             return False
     before = commits.get(fault["step"] - 1)
@@ -96,15 +96,15 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
         return _verdict(view, found, 0, FORMAT)
     run = runs[0]
     fold = fold_view(view, run)
-    fold = replace(fold, is_cut=_is_cut(view, fold))
+    fold.is_cut = _is_cut(view, fold)
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
-    findings += [*_check_log(view, fold), *_check_fold(run, fold), *check_reports(view, run, fold)]
+    findings += [*_check_log(view, fold), *_check_fold(fold), *check_reports(view, run, fold)]
     findings += [*check_places(view, run), *check_quarantines(view)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(view, fold), run, fold, tally)
-    findings += check_partitions(view, run, fold)
+    findings += check_partitions(view, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(view, fold), run, fold, tally)
     findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
-    return _verdict(view, findings, len(fold.kept), run.format)
+    return _verdict(view, findings, len(fold.kept_commits), run.format)
 
 
 def _apply(
@@ -177,33 +177,17 @@ def _check_log(view: JournalView, fold: Fold) -> Iterator[Finding]:
             yield Finding(severity="unknown", reason=reason)
 
 
-def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_fold(fold: Fold) -> Iterator[Finding]:
     """Steps are committed in order, once each, on ever later attempts; restarts go back to saved state."""
-    for error in fold.errors:
-        yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
-    expected = run.first_step
-    for index in sorted(fold.entries):
-        entry = fold.entries[index]
-        if entry["entry"] == "restart":
-            expected = entry["step"]
-        elif entry["entry"] == "commit":
-            if entry["step"] != expected:
-                severity = fold.severity(is_known=index < fold.known.num_entries)
-                yield Finding(severity=severity, reason="steps are not committed one after another, each exactly once")
-                break
-            expected += 1
-    attempts = [commit.attempt for commit in fold.commits]
-    if any(later <= earlier for earlier, later in itertools.pairwise(attempts)):
-        yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
-    if fold.next_step > run.num_steps:
-        yield Finding(severity="invalid", reason=f"{fold.next_step} steps committed, the run has {run.num_steps}")
+    for number, error in enumerate(fold.errors):
+        yield Finding(severity=fold.severity(is_known=number < fold.known.num_errors), reason=error)
 
 
 def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """A group computes only shards in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
         return
-    placement = placement_of(run)
+    placement = fold.terms.placement
     for place, record in (*part.contributions, *part.evaluations):
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
@@ -214,14 +198,14 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
 def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault that was due struck, and the groups that it costs were fenced."""
     struck = {(r.step, r.group, r.rank, r.phase) for line in view.rare if isinstance(r := line.record, FaultRecord)}
-    began_with = {commit.step: commit.began_with for commit in fold.kept}
+    began_with = {commit.step: commit.began_with for commit in fold.kept_commits}
     begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
     for fault in run.faults:
         began = began_with.get(fault["step"], frozenset())
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             if is_due(fault, fold):  # else the run ended before it, or the group was lost to something else
                 yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["group"] in began and fault["step"] < fold.next_step - 1:
+        elif fault["group"] in began and fault["step"] < fold.step - 1:
             there = set(fault.get("costs", [fault["group"]])) & began
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
@@ -237,20 +221,20 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
     elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
         yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
-    elif ends[0].outcome == "finished" and not _is_complete(run, fold):
+    elif ends[0].outcome == "finished" and not fold.is_trained:
         if fold.known.is_over:
-            reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
+            reason = f"the run finished with {fold.step} of {run.num_steps} steps committed"
         else:
             counted = ends[0].steps_committed
             after = "" if counted is None else f" after {run.first_step + counted} committed steps"
-            lacks = f"the journal lacks the log after {fold.next_step} of {run.num_steps} steps"
+            lacks = f"the journal lacks the log after {fold.step} of {run.num_steps} steps"
             reason = f"the run finished{after}, and {lacks}"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
-    elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
+    elif ends[0].outcome == "wipe_out" and not _is_wiped_out(fold):
         reason = "the run ended as a wipe-out, and every shard has a surviving host"
         reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
-    elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept):
+    elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept_commits):
         yield Finding(severity="unknown", reason="the run was stopped before its last step was committed")
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
@@ -258,7 +242,7 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
 
 def _is_cut(view: JournalView, fold: Fold) -> bool:
     outcomes = {line.record.outcome for line in view.rare if isinstance(line.record, EndRecord)}
-    return "interrupted" in outcomes or ("stopped" in outcomes and not any(one.is_last for one in fold.kept))
+    return "interrupted" in outcomes or ("stopped" in outcomes and not any(one.is_last for one in fold.kept_commits))
 
 
 def _check_storage(view: JournalView) -> Iterator[Finding]:
@@ -268,17 +252,9 @@ def _check_storage(view: JournalView) -> Iterator[Finding]:
             yield Finding(severity="unknown", reason=describe_storage(record))
 
 
-def _is_complete(run: RunRecord, fold: Fold) -> bool:
-    """Whether all steps are committed, or a commit ended the run early."""
-    return fold.next_step == run.num_steps or any(commit.is_last for commit in fold.kept)
-
-
-def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
+def _is_wiped_out(fold: Fold) -> bool:
     """Whether a state partition, or a shard without hosts of last resort, has no surviving host."""
-    left = frozenset(GroupId(group) for group in fold.members)
-    if not left or has_lost_state(run, fold):
-        return True
-    return not run.last_resort and bool(placement_of(run).uncovered(left))
+    return not fold.voters or has_lost_state(fold) or bool(fold.uncovered)
 
 
 _RULES_OF_ATTEMPTS: Sequence[_Rule] = (

@@ -20,7 +20,7 @@ from spare_megatron.journal.event_texts import (
     text_of_places,
     texts_of_record,
 )
-from spare_megatron.journal.fold import Folding
+from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.losses import LastLosses, losses_of_entry
 from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
@@ -49,6 +49,7 @@ from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.state.rank_paces import RankPaces
 from spare_megatron.journal.state.recoveries import Recoveries
+from spare_megatron.stacking.layout import GroupId
 
 
 class Losses:
@@ -207,7 +208,7 @@ class RunState:
         self.num_lines = 0
         self.damage: list[str] = []
         self.entry_times = EntryTimes()
-        self.folding: Folding | None = None
+        self.folding: Fold | None = None
         self._stretches = Stretches()
         self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after a missing one
         self._gap_at: int | None = None
@@ -249,7 +250,7 @@ class RunState:
             if self.run is not None:
                 self.damage.append("the journal has several run records")
                 return
-            self.run, self.began_s, self.folding = record, at_s, Folding(record)
+            self.run, self.began_s, self.folding = record, at_s, Fold(record)
             self.steps, self._saved_at_s = StepTable(record.most_groups, record.turns), at_s
             self._spoiled_steps = SpoiledSteps(record.first_step)
         if self.run is None:
@@ -326,7 +327,7 @@ class RunState:
         """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
         if self.run is not None and group >= self.run.num_groups and incarnation == 0:
             return True  # it has never taken part: a supervisor that takes over a node does not know
-        return self.folding is not None and self.folding.drained.get(group) == incarnation
+        return self.folding is not None and self.folding.drained.get(GroupId(group)) == incarnation
 
     def _on_loss(self, record: LossRecord, at_s: float) -> None:
         if self._has_left(record.group, record.incarnation):
@@ -392,10 +393,10 @@ class RunState:
         assert self.folding is not None, "entries are kept only once the run is known"
         while (found := self._ahead.pop(self._head, None)) is not None:
             entry, at_s = found
-            members = self.folding.members
-            self.folding.apply(self._head, entry)
+            members = self.folding.groups
+            change = self.folding.add(self._head, entry)
             self._stretches.add_entry(self._head, entry, members)
-            self._spoiled_steps.add_entry(entry, self.folding.commits[-1].members if self.folding.commits else ())
+            self._spoiled_steps.add_entry(entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
             if entry["entry"] == "fence" and not self._has_left(entry["group"], entry.get("incarnation", 0)):
@@ -408,9 +409,9 @@ class RunState:
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
-            if text := text_of_entry(entry, self.folding.members - members):
+            if text := text_of_entry(entry, [group for group, _ in change.admitted]):
                 self._note(text, at_s)
-            if self.folding.members != members:
+            if self.folding.groups != members:
                 of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
                 self._deal_by(of_members, self.folding.step)
                 self._note_awaited(at_s)
@@ -483,7 +484,7 @@ class RunState:
 
         Kinds are `digest` and `sha256`, as in `ParamsRecord`.
         """
-        restarted_at = [] if self.folding is None else self.folding.restarted_at
+        restarted_at = [entry.step for _, entry in self.folding.restarts.values()] if self.folding else []
         return {
             (step, kind): frozenset(digests)
             for (num_restarts, step, kind), digests in sorted(self._params.items())
@@ -505,7 +506,7 @@ class RunState:
         loss = self._losses.find(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
-        drained = -1 if self.folding is None else self.folding.drained.get(group, -1)
+        drained = -1 if self.folding is None else self.folding.drained.get(GroupId(group), -1)
         if self.run is not None and group >= self.run.num_groups:
             drained = max(drained, 0)  # incarnations of those that the run does not begin with count from 1
         if drained > (-1 if loss is None else loss.incarnation):

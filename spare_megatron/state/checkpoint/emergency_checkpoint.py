@@ -203,7 +203,7 @@ def _require_commit(path: Path, run_dir: Path) -> None:
     try:
         view = JournalIndex(run_dir)
         [run] = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
-        is_proven = any(commit.step == last for commit in fold_view(view, run).kept)
+        is_proven = any(commit.step == last for commit in fold_view(view, run).kept_commits)
     except (OSError, ValueError) as error:
         raise NotACheckpoint(f"{path.name}: nothing proves that step {last} was committed: {error}") from error
     if not is_proven:

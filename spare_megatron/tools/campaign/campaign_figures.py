@@ -63,7 +63,7 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
     fences = [entry for entry in fold.entries.values() if entry["entry"] == "fence"]
     recoveries_s = [recovery.total_s for recovery in summary.recoveries]
     p50_s, p99_s = np.percentile(recoveries_s, [50, 99]) if recoveries_s else (None, None)
-    members = [frozenset(range(runs[0].num_groups)), *(commit.members for commit in fold.kept)]
+    members = [frozenset(range(runs[0].num_groups)), *(commit.members for commit in fold.kept_commits)]
     return CampaignFigures(
         faults=_count_faults(journal, runs[0], fold),
         losses=len({(entry["group"], entry.get("incarnation", 0)) for entry in fences}),
@@ -76,7 +76,7 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
 
 def _count_faults(journal: Journal, run: RunRecord, fold: Fold) -> dict[str, FaultCount]:
     struck = {(r.step, r.group, r.rank, r.phase, r.kind) for r in journal.of(FaultRecord)}
-    committed = {commit.step for commit in fold.kept}
+    committed = {commit.step for commit in fold.kept_commits}
     planned, due, fired, masked = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for fault in run.faults:
         kind, step = fault["kind"], fault["step"]

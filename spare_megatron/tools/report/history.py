@@ -182,8 +182,8 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
     assert run_state.folding is not None, "a run has a log"
     found: dict[str, dict[int, float]] = {}
     for evaluation in run_state.folding.evaluations:
-        for name, loss in losses_of(evaluation.sums).items():
-            found.setdefault(name, {})[evaluation.step] = loss
+        for name, loss in losses_of(evaluation.entry.sums).items():
+            found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
 
 

@@ -4,15 +4,14 @@ Entry i is written once, by compare-and-set; `core.controller.controller` folds 
 the format, so that no program takes an entry of another version for one of its own.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, get_args
 
-from spare_megatron.core.audits.audits import Dispute, Statement
+from spare_megatron.core.audits.audits import Dispute
 from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.formats.codec import decode, decode_head, encode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
 VERSION = 5
@@ -195,58 +194,31 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"entry": type(entry).__name__.lower(), **asdict(entry)}
 
 
-_USUAL = {kind: {field.name: field.default for field in fields(kind)} for kind in _ENTRY_KINDS.values()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """What the text of an entry names beside its fields."""
+
+    entry: str = ""
+    version: int = 1
 
 
 def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 5}'
+    '{"entry":"commit","version":5,"step":3,"attempt":4}'
     """
-    usual = _USUAL[type(entry)]
-    said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
-    return json.dumps({**said, "version": VERSION}, sort_keys=True)
+    return encode({"entry": type(entry).__name__.lower(), "version": VERSION} | set_fields(entry))
 
 
 def decode_entry(text: str) -> Entry:
     """The inverse of `encode_entry`. Raises ValueError for an entry of another version, and for an unknown kind."""
-    values = json.loads(text)
-    version = values.pop("version", 1)
-    if version != VERSION:
+    head = decode_head(text, _Head)
+    if head.version != VERSION:
         raise ValueError(
-            f"log entry of version {version!r}; this program reads version {VERSION}: every process of a run must be "
-            f"of the version of spare_megatron that began it"
+            f"log entry of version {head.version!r}; this program reads version {VERSION}: every process of a run must "
+            f"be of the version of spare_megatron that began it"
         )
-    kind = values.pop("entry", None)
-    if kind not in _ENTRY_KINDS:
-        raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
-    for name, of in (
-        ("admit", Member),
-        ("members", Member),
-        ("drain", Member),
-        ("leaving", Member),
-        ("save_ends", SaveEnd),
-        ("sums", SetSum),
-        ("paces", PaceException),
-        ("failures", OwnFailure),
-    ):  # JSON knows no tuples
-        if name in values:
-            values[name] = tuple(of(*one) for one in values[name])
-    for name in values.keys() & {"kept", "wrong_sums", "wrong_ranks"}:
-        values[name] = tuple(values[name])
-    if "disputes" in values:
-        values["disputes"] = tuple(_dispute(**one) for one in values["disputes"])
-    for name in values.keys() & {"restored", "released", "proven"}:
-        values[name] = tuple(PartitionCopy(index, Member(*pair)) for index, pair in values[name])
-    return _ENTRY_KINDS[kind](**values)
-
-
-def _dispute(microbatch: Any, statements: Any, asked: Any, num_rounds: int, *, is_suspicion: bool) -> Dispute:
-    return Dispute(
-        microbatch=Microbatch(*microbatch),
-        statements=tuple(Statement(group, digest) for group, digest, _ in statements),
-        asked=tuple(asked),
-        num_rounds=num_rounds,
-        is_suspicion=is_suspicion,
-    )
+    if head.entry not in _ENTRY_KINDS:
+        raise ValueError(f"log entry of unknown kind {head.entry!r}; known: {', '.join(_ENTRY_KINDS)}")
+    return decode(text, _ENTRY_KINDS[head.entry], beside=("entry", "version"))

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
 from spare_megatron.core.log.entries import Entry, decode_entry
-from spare_megatron.core.log.votes import encode_vote
+from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.formats.piece_frames import Address
 from spare_megatron.formats.vote_frames import Inbox, Kind, Message, pack, send
 from spare_megatron.stacking.layout import Member
@@ -30,7 +30,7 @@ from spare_megatron.store.spec import StoreSpec
 @lru_cache
 def _vote_text(is_complete: bool) -> str:
     """Once for all of a process, which on a cluster have a processor each; likewise the next."""
-    return encode_vote(vote_on(is_complete=is_complete))
+    return encode(set_fields(vote_on(is_complete=is_complete)))
 
 
 @lru_cache(maxsize=16)

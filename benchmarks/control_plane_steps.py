@@ -7,7 +7,8 @@ from dataclasses import replace
 import psutil
 
 from spare_megatron.core.log.entries import Commit, encode_entry
-from spare_megatron.core.log.votes import Vote, encode_vote
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
@@ -16,7 +17,7 @@ from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from tests.integration.etcd_cluster import ask
 
 NUM_GROUPS = 4
-_VOTE = encode_vote(Vote(is_complete=True, plan_digest="a" * 64, params_digest="b" * 64, num_complete=(1,)))
+_VOTE = encode(set_fields(Vote(is_complete=True, plan_digest="a" * 64, params_digest="b" * 64, num_complete=(1,))))
 
 
 def measure_steps(spec: StoreSpec, num_steps: int, servers: Sequence[int]) -> dict[str, object]:

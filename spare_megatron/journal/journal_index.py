@@ -5,20 +5,18 @@ blocks that overlap it. docs/decisions.md compares this with SQLite.
 """
 
 import dataclasses
-import json
 import math
 import re
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.journal_view import FREQUENT, Place, Placed, Stretch, is_rare
 from spare_megatron.journal.lines import KINDS, Line, decode_line, origin_field, require_known_format
 from spare_megatron.journal.records import EntryRecord, Record
@@ -37,16 +35,6 @@ _HEAD = re.compile(
 )
 _KINDS = frozenset(name.encode() for name in KINDS)
 _FREQUENT = {name.encode(): kind for name, kind in KINDS.items() if kind in FREQUENT}
-
-
-def _names_of(kind: type[Record]) -> msgspec.json.Decoder[Any]:
-    """Decoder that refuses unknown fields, which the decoder of the kind itself ignores."""
-    names = ("record", "source", "at_s", *(field.name for field in dataclasses.fields(kind)))
-    fields = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in names]
-    return msgspec.json.Decoder(msgspec.defstruct("Names", fields, forbid_unknown_fields=True, gc=False))
-
-
-_DECODERS = {name: (_names_of(kind), msgspec.json.Decoder(kind)) for name, kind in _FREQUENT.items()}
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,7 +91,7 @@ class JournalIndex:
             blocks.append(dataclasses.astuple(block))
         self._blocks: npt.NDArray[np.int64] = np.array(blocks, np.int64).reshape(-1, 8)
         self.rare = [line for _, line in sorted(self._rare, key=lambda placed: placed[0])]
-        self.entries = {index: _entry(self._first_read.pop(index)[1]) for index in sorted(self._first_read)}
+        self.entries = {index: decode(self._first_read.pop(index)[1], dict) for index in sorted(self._first_read)}
         del self._rare
         # Every part takes some of each file: the smaller the parts, the more often a block is read.
         part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * block_bytes * len(self._files))
@@ -142,7 +130,7 @@ class JournalIndex:
             return False
         record, at = line.record, (line.at_s, *place)
         if isinstance(record, EntryRecord):
-            self._read_at(record.index, at, json.dumps(record.entry, separators=(",", ":")).encode())
+            self._read_at(record.index, at, encode(record.entry).encode())
         if is_rare(record):
             self._rare.append((at, line))
         if isinstance(record, FREQUENT):
@@ -181,14 +169,8 @@ class JournalIndex:
                 head = _HEAD.match(text)
                 if head is not None and head[1] in _KINDS and head[1] not in wanted:
                     continue
-                if _tells_place(head):
-                    number = int(head[3 if is_by_step else 4])
-                    if not stretch.first <= number < stretch.end:
-                        continue
-                    record = _fast(text, head[1])
-                    if record is not None:
-                        found[type(record)].append(((float(head[2]), *place), record))
-                        continue
+                if _tells_place(head) and not stretch.first <= int(head[3 if is_by_step else 4]) < stretch.end:
+                    continue
                 line = self._decode(place, text)
                 if line is not None and type(line.record) in found and getattr(line.record, stretch.key) in stretch:
                     found[type(line.record)].append(((line.at_s, *place), line.record))
@@ -211,30 +193,12 @@ class JournalIndex:
         try:
             line = decode_line(text.decode())
             for name in ("group", "step", "attempt", "index"):
-                number = getattr(line.record, name, 0)
-                if not isinstance(number, int) or abs(number) > _MOST:
-                    raise ValueError(f"damaged record: {name}={number!r}, expected a whole number: {text[:80]!r}")
+                if abs(number := getattr(line.record, name, 0)) > _MOST:
+                    raise ValueError(f"damaged record: {name}={number} is above {_MOST}: {text[:80]!r}")
         except ValueError as error:
             self._damage[place] = str(error)
             return None
         return line
-
-
-def _fast(text: bytes, kind: bytes) -> Record | None:
-    """A frequent record as `encode_line` writes it; None if it needs `_decode`."""
-    names, whole = _DECODERS[kind]
-    try:
-        names.decode(text)
-        record: Record = whole.decode(text)
-    except (msgspec.MsgspecError, RecursionError):  # numbers that JSON does not have, such as NaN, or damage
-        return None
-    return record
-
-
-def _entry(text: bytes) -> dict[str, Any]:
-    """A log entry with interned keys, which save memory."""
-    entry: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: {sys.intern(k): v for k, v in pairs})
-    return entry
 
 
 def _tells_place(head: re.Match[bytes] | None) -> TypeGuard[re.Match[bytes]]:

@@ -1,11 +1,11 @@
 """JSON encoding of journal lines: one object per record, with its writer (`source`) and its time (`at_s`)."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.formats.codec import decode, decode_head, encode
 from spare_megatron.journal.records import (
     AuditRecord,
     CadenceRecord,
@@ -90,33 +90,35 @@ class Line:
     record: Record
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    record: str
+    source: str
+    at_s: float
+
+
 def encode_line(line: Line) -> str:
     """The line as JSON, without a line end."""
-    head: Mapping[str, Any] = {"record": _NAMES[type(line.record)], "source": line.source, "at_s": round(line.at_s, 6)}
-    # `asdict` would copy every list in the record; only dataclasses in it are copied.
-    values = {field.name: getattr(line.record, field.name) for field in fields(line.record)}
-    return json.dumps({**head, **values}, separators=(",", ":"), default=asdict)
+    head = encode(_Head(record=_NAMES[type(line.record)], source=line.source, at_s=round(line.at_s, 6)))
+    return f"{head[:-1]},{encode(line.record)[1:]}"
 
 
 def decode_line(text: str) -> Line:
     """Decodes what `encode_line` wrote; raises ValueError for a damaged text or an unknown kind."""
     try:
-        fields = json.loads(text)
-    except RecursionError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise ValueError(f"not a record: {text[:80]}")
-    name = str(fields.pop("record", None))
-    kind = KINDS.get(name)
+        head = decode_head(text, _Head)
+    except JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"not a record: {error}: {text[:80]}") from error
+    kind = KINDS.get(head.record)
     if kind is None:
         raise ValueError(f"record of unknown kind: {text[:80]}")
-    for former in _FORMER_FIELDS.get(name, ()):
-        fields.pop(former, None)
     try:
-        source, at_s = fields.pop("source"), fields.pop("at_s")
-        return Line(source=source, at_s=at_s, record=kind(**fields))
-    except (KeyError, TypeError) as error:
+        record = decode(text, kind, beside=("record", "source", "at_s", *_FORMER_FIELDS.get(head.record, ())))
+    except ValueError as error:
         raise ValueError(f"damaged record: {error}: {text[:80]}") from error
+    return Line(source=head.source, at_s=head.at_s, record=record)
 
 
 ORIGIN = "origin.json"
@@ -129,8 +131,8 @@ def origin_field(run_dir: Path, name: str) -> str | None:
     except OSError:
         return None
     try:
-        return str(json.loads(text)[name])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return str(decode(text, dict).get(name, ""))
+    except ValueError:
         return ""
 
 
@@ -147,10 +149,9 @@ def require_known_format(run_dir: Path) -> None:
 def _first_record(run_dir: Path) -> dict[str, Any]:
     try:
         with (run_dir / "journal" / "driver.jsonl").open("rb") as file:
-            record = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):  # reported by the reader of the whole journal
+            return decode(file.readline(), dict)
+    except (OSError, ValueError):  # reported by the reader of the whole journal
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _origin(run_dir: Path) -> str:

@@ -5,19 +5,19 @@ A process of its own, which alone imports torch, does it and publishes what it h
 """
 
 import hashlib
-import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import TYPE_CHECKING
 
 from spare_megatron.core.slow_machines.examination_rules import Figures
 from spare_megatron.faults.points import Fault
+from spare_megatron.formats.codec import encode
 from spare_megatron.machine.machine_signs import starved_s, throttled_s
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
 from spare_megatron.process.specs import NodeSpec, devices_on
@@ -117,7 +117,7 @@ def _examine(task: ExaminationTask, _: Connection) -> None:
         answer_s=answer_s,
         exchange_s=exchange_s,
     )
-    store.put(keys.examined(wanted.examined, wanted.number, task.machine), json.dumps(asdict(figures)))
+    store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
     leave(0)
 
 

@@ -3,16 +3,15 @@
 For the thread that calls the store. Examinations run in processes of their own (`slow_machines.examination`).
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.core.machines.places import Places, Quarantine
 from spare_megatron.core.slow_machines import examination_rules as examination
 from spare_megatron.core.slow_machines.examination_rules import Figures, judge_examination
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.stacking.layout import MachineId
@@ -76,7 +75,7 @@ class Examinations:
         for machine, text in zip(others, texts, strict=True):
             if text is None:
                 continue
-            number, asked = json.loads(text)
+            number, asked = decode(text, tuple[int, list[MachineId]])
             if self._last.get(machine) != number:
                 self._last[machine] = number
                 if self._machine in asked:
@@ -87,11 +86,11 @@ class Examinations:
         beats = store.get([keys.beat(holding.place) for holding in held]) if held else []
         others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
         (text,) = store.get([keys.examination(own.machine)])
-        number = 0 if text is None else int(json.loads(text)[0]) + 1
+        number = 0 if text is None else decode(text, tuple[int, list[MachineId]])[0] + 1
         helpers = examination.helpers_of(own.machine, number, others)
         limit_s = examination.LIMIT_INTERVALS * self._interval_s
         self._open = _Open(examined=own.machine, number=number, helpers=helpers, ends_at_s=now_s + limit_s)
-        store.put(keys.examination(own.machine), json.dumps([number, helpers]))
+        store.put(keys.examination(own.machine), encode([number, helpers]))
         self._start(ExaminationWanted(examined=own.machine, number=number, is_own=True))
 
     def _judge(self, store: ControlStore, of: _Open, now_s: float) -> Examined | None:
@@ -99,7 +98,7 @@ class Examinations:
         texts = store.get([keys.examined(of.examined, of.number, one) for one in by])
         if None in texts and now_s < of.ends_at_s:
             return None
-        found = {one: _figures(text) for one, text in zip(by, texts, strict=True) if text is not None}
+        found = {one: decode(text, Figures) for one, text in zip(by, texts, strict=True) if text is not None}
         own = found.pop(self._machine, None)
         reason = judge_examination(own, found)
         self._open, wait_s = None, 0.0
@@ -118,8 +117,3 @@ class Examinations:
                 likes={str(machine): asdict(figures) for machine, figures in found.items()},
             )
         )
-
-
-def _figures(text: str) -> Figures:
-    values: dict[str, Any] = json.loads(text)
-    return Figures(**{**values, "digests": tuple(values["digests"])})

@@ -5,11 +5,11 @@ that are not members are never read. Entries and votes are opaque text here; `co
 define it.
 """
 
-import json
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
@@ -156,7 +156,7 @@ class DecisionLog:
             voters.setdefault(vote, []).append(voter)
         num_votes = self._store.put_counted(
             keys.votes(attempt, writer),
-            json.dumps(list(voters.items())),
+            encode(list(voters.items())),
             keys.num_votes(attempt),
             weight=len(votes),
             forget=[keys.votes(past, writer) for past in forget],
@@ -179,15 +179,14 @@ class DecisionLog:
         found = self._store.get([keys.waiting(group) for group in groups]) if groups else []
         return [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
 
-    def announce_restart(self, member: Member, text: str) -> None:
-        """Announces that the member has restarted after a wipe-out, with the encoded state that it can offer."""
-        self._store.put(keys.restart(member.group), f"{member.incarnation} {text}")
+    def announce_restart(self, group: GroupId, text: str) -> None:
+        """Announces that the group has restarted after a wipe-out, with the encoded state that it can offer."""
+        self._store.put(keys.restart(group), text)
 
-    def waiting_to_restart(self, groups: Sequence[GroupId]) -> list[tuple[Member, str]]:
-        """Latest restart announcement of each of these groups that has ever made one: member and text."""
+    def waiting_to_restart(self, groups: Sequence[GroupId]) -> list[str]:
+        """Latest restart announcement of each of these groups that has ever made one."""
         found = self._store.get([keys.restart(group) for group in groups])
-        parts = [(group, text.partition(" ")) for group, text in zip(groups, found, strict=True) if text is not None]
-        return [(Member(group, int(incarnation)), text) for group, (incarnation, _, text) in parts]
+        return [text for text in found if text is not None]
 
     def publish_digest(self, index: int, group: GroupId, digest: str) -> None:
         """Publishes the digest of the group's parameters as of entry `index`, for the groups that the entry admits."""
@@ -205,13 +204,8 @@ class DecisionLog:
 
     def _written_by(self, attempt: int, writers: Sequence[Member]) -> dict[Member, str]:
         found = self._store.get([keys.votes(attempt, writer) for writer in writers]) if writers else []
-        return {
-            Member(group, incarnation): vote
-            for text in found
-            if text is not None
-            for vote, voters in json.loads(text)
-            for group, incarnation in voters
-        }
+        casts = [cast for text in found if text is not None for cast in decode(text, list[tuple[str, list[Member]]])]
+        return {voter: vote for vote, voters in casts for voter in voters}
 
     def publish_relay(self, member: Member, address: str) -> None:
         self._store.put(keys.relay(member), address)

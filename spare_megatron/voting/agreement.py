@@ -5,7 +5,6 @@ from it. Every rank may poll whether an entry is written, which ends waits that 
 """
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.log.actions import CheckpointCandidate, Reading
 from spare_megatron.core.log.entries import Entry, Fence, decode_entry, encode_entry
-from spare_megatron.core.log.events import Held, HeldPartition, RestartState, VotesRead
+from spare_megatron.core.log.events import RestartState, VotesRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.loss_sum import LossSum
 from spare_megatron.core.log.relays import Blocks
-from spare_megatron.core.log.votes import decode_vote
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.formats.codec import decode, encode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.fencing import fence
@@ -250,7 +249,7 @@ class GroupAgreement:
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
         """Leader: the votes that these voters have cast so far, and the groups that wait to be admitted."""
         votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
-        decoded = {text: decode_vote(text) for text in set(votes.values())}
+        decoded = {text: decode(text, Vote) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
         return VotesRead(attempt=attempt, votes=counted, waiting=self.waiting(voters))
 
@@ -275,20 +274,11 @@ class GroupAgreement:
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        what = [
-            waiting.candidates,
-            waiting.held,
-            waiting.partitions,
-            waiting.failure,
-            waiting.readings,
-            waiting.is_reading,
-        ]
-        self._log.announce_restart(waiting.member, json.dumps(what))
+        self._log.announce_restart(waiting.member.group, encode(set_fields(waiting)))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""
-        found = self._log.waiting_to_restart(groups)
-        return tuple(_waiting(Member(GroupId(group), incarnation), text) for (group, incarnation), text in found)
+        return tuple(decode(text, RestartState) for text in self._log.waiting_to_restart(groups))
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the member; this rank alone asks the store."""
@@ -374,19 +364,3 @@ class GroupAgreement:
             run()
         except RuntimeError as error:
             raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error
-
-
-def _waiting(member: Member, text: str) -> RestartState:
-    candidates, held, partitions, failure, readings, is_reading = json.loads(text)
-    return RestartState(
-        member=member,
-        candidates=tuple(CheckpointCandidate(*one) for one in candidates),
-        held=tuple(Held(*one) for one in held),
-        partitions=tuple(HeldPartition(*one) for one in partitions),
-        failure=failure,
-        readings=tuple(
-            Reading(CheckpointCandidate(*candidate), tuple(whole), tuple(damaged), reason, num_bytes)
-            for candidate, whole, damaged, reason, num_bytes in readings
-        ),
-        is_reading=is_reading,
-    )

@@ -13,7 +13,8 @@ from spare_megatron.core.controller.decision import fence_silent_voters
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.relays import BlockVotes, Reliance
-from spare_megatron.core.log.votes import Vote, encode_vote
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.formats.piece_frames import Address
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
@@ -71,7 +72,7 @@ class Voting:
 
         Returns all votes if the last one may be among those cast, for the leader to decide.
         """
-        self._attempt, self._vote, self._voters = attempt, encode_vote(vote), voters
+        self._attempt, self._vote, self._voters = attempt, encode(set_fields(vote)), voters
         blocks = self.agreement.blocks(voters)
         relay = blocks.relay_of(self._member)
         block, parts = blocks.block_of(relay), self._parts

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 
 from spare_megatron.core.log.actions import AttemptFinish, AttemptReduce, ReadVotes
 from spare_megatron.core.log.relays import Blocks
-from spare_megatron.core.log.votes import Vote, encode_vote
+from spare_megatron.core.log.votes import Vote
+from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.stacking.layout import Member
 from tests.protocol.links import Links
 from tests.protocol.surroundings import Steps, Surroundings
@@ -26,7 +27,7 @@ class Relaying:
 
     def vote(self, action: AttemptReduce | AttemptFinish, vote: Vote) -> Steps:
         """Casts the group's vote, or has it cast. Returns all votes if the last may be among those that it has cast."""
-        attempt, text = action.attempt, encode_vote(vote)
+        attempt, text = action.attempt, encode(set_fields(vote))
         blocks = Blocks(action.voters, self._world.fan_in)
         relay = blocks.relay_of(self._member)
         block = blocks.block_of(relay) if relay == self._member else ()

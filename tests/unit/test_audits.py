@@ -34,9 +34,9 @@ from spare_megatron.core.log.actions import (
     SaveCheckpoint,
     SaveDispute,
 )
-from spare_megatron.core.log.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Commit, Fence, Halt, Retry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
@@ -297,11 +297,9 @@ def votes_of(
 
 
 def decided(controller: Controller, votes: dict[GroupId, Vote]) -> object:
-    decoded = {group: decode_vote(encode_vote(vote)) for group, vote in votes.items()}
-    assert decoded == votes
     actions = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
     [entry] = [action.entry for action in actions if isinstance(action, AppendEntry)]
-    assert decode_entry(encode_entry(entry)) == entry
+    assert "forward" not in encode_entry(entry), "the log holds no boundaries"
     return entry
 
 

@@ -5,7 +5,7 @@ import pytest
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Retry
 from spare_megatron.core.log.events import RunStarted
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId
 from tests.unit.test_controller import fold, halted, make_controller
@@ -44,11 +44,6 @@ def fences_of(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
         groups.append(int(entry.group))
         fold(controller, entry)
     return groups, entry
-
-
-def test_votes_keep_their_state_digests_in_the_store() -> None:
-    for vote in with_state("ab", g1=0).values():
-        assert decode_vote(encode_vote(vote)) == vote
 
 
 def test_where_all_agree_the_step_is_committed() -> None:

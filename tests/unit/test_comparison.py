@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds, objection
 from spare_megatron.core.log.entries import Fence, Halt, Retry
-from spare_megatron.core.log.votes import Attempted, PartitionDigest, Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Attempted, PartitionDigest, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 
@@ -60,11 +60,6 @@ def fences_of(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
 
 def groups(attempt: Attempted, cast: dict[GroupId, Vote]) -> list[int]:
     return [int(fence.group) for fence in fences_of(attempt, cast)]
-
-
-def test_votes_keep_their_partition_digests_in_the_store() -> None:
-    [vote] = votes("a", "b", "C").values()
-    assert decode_vote(encode_vote(vote)) == vote
 
 
 def test_where_all_agree_nothing_is_said() -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputePatch, ComputeStep
-from spare_megatron.core.log.entries import Commit, Retry, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Commit, Retry
 from spare_megatron.core.log.events import RunStarted, VotesRead
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId
 from tests.unit.test_controller import fence, fold, make_controller
 
@@ -58,10 +58,3 @@ def test_the_next_step_keeps_nothing_of_this_one() -> None:
     *_, reduce, _ = fold(controller, Retry(step=0, attempt=0, kept=(4, 4)), Commit(step=0, attempt=1))
     assert isinstance(reduce, AttemptReduce)
     assert (reduce.step, reduce.kept) == (1, ())
-
-
-def test_entries_and_votes_come_back_from_their_texts() -> None:
-    for entry in (Retry(step=3, attempt=5, kept=(2, 0)), Retry(step=3, attempt=5, recompute=True)):
-        assert decode_entry(encode_entry(entry)) == entry
-    vote = Vote(is_complete=False, plan_digest="p", num_complete=(3, 1))
-    assert decode_vote(encode_vote(vote)) == vote

@@ -9,7 +9,7 @@ from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import AppendEntry, ChangePaces, ComputePatch
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.pace_evidence import PROBE_STEPS, PaceException
@@ -145,10 +145,3 @@ def test_the_pipeline_fill_counts() -> None:
     run = Run(replace(SETUP, rounds=Rounds(fill=3)))
     run.make_slow(2.0)
     assert (run.loads[2], max(run.loads.values())) == (7, 18)
-
-
-def test_paces_survive_their_encodings() -> None:
-    commit = Commit(step=1, attempt=2, paces=(PaceException(GroupId(4), 1900),))
-    assert decode_entry(encode_entry(commit)) == commit
-    vote = Vote(is_complete=True, plan_digest="5d1e", pace_ns=12345)
-    assert decode_vote(encode_vote(vote)) == vote

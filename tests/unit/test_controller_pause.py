@@ -210,9 +210,8 @@ def test_entries_that_do_not_fit_a_pause_are_refused() -> None:
 
 def test_an_entry_of_another_version_is_refused_by_name() -> None:
     resume = Resume(step=1, attempt=2, admit=BACK)
-    assert decode_entry(encode_entry(resume)) == resume
     earlier = '{"attempt": 0, "entry": "commit", "step": 0}'
-    later = encode_entry(resume).replace(f'"version": {VERSION}', '"version": 99')
+    later = encode_entry(resume).replace(f'"version":{VERSION}', '"version":99')
     for text, found in ((earlier, 1), (later, 99)):
         with pytest.raises(ValueError, match=f"version {found}; this program reads version {VERSION}"):
             decode_entry(text)

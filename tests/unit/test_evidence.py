@@ -143,7 +143,7 @@ def test_a_number_that_is_none_is_damage(tmp_path: Path, key: str) -> None:
     write(lines, tmp_path, Random(1))
     [reason, *_] = check(JournalIndex(tmp_path)).reasons
     assert reason.startswith("invalid: damaged line: ")
-    assert f"{key}='" in reason
+    assert f"`$.{key}`" in reason
 
 
 def test_reading_ends_when_its_time_is_over(tmp_path: Path) -> None:

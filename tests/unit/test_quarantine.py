@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.core.log.entries import Fence, decode_entry, encode_entry
 from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.places import Quarantine
 from spare_megatron.core.slow_machines.examination_rules import (
@@ -210,11 +209,6 @@ def test_groups_of_a_machine_in_quarantine_start_when_it_ends() -> None:
     restarts.release()
     assert started == [0]
     assert not restarts.on_fenced(GroupId(0)), "it counts against the budget like any other"
-
-
-def test_a_fence_keeps_the_wrong_ranks_in_the_log() -> None:
-    fence = Fence(group=GroupId(1), is_outvoted=True, wrong_ranks=(2, 3))
-    assert decode_entry(encode_entry(fence)) == fence
 
 
 # ------------------------------------------------------------------------------------------------- the process itself

@@ -9,7 +9,6 @@ import pytest
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
 from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.core.saves.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
 from spare_megatron.core.saves.survival import time_to_wipe_out_s
@@ -109,11 +108,6 @@ def test_a_group_writes_until_its_own_save_has_ended_whatever_is_saved_meanwhile
     assert is_due(saves, 4, 251.0), "what a lost group was saving last is due at once"
     saves.on_restart(1, 260.0)
     assert saves.writers == set()
-
-
-def test_the_ends_of_saves_survive_the_store() -> None:
-    vote = Vote(is_complete=True, plan_digest="a", save_ends=(SaveEnd(7, True, 0.25), SaveEnd(9, False, 0.0)))
-    assert decode_vote(encode_vote(vote)) == vote
 
 
 def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> None:

@@ -82,7 +82,7 @@ def loader(
     """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
     waiting = [RestartState(member=member, candidates=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
     values = {
-        f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[ATTEMPT, None, SHA256]]])
+        f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[[ATTEMPT, None], SHA256]]])
         for member, address in servers.items()
     }
     incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)

@@ -9,9 +9,9 @@ from spare_megatron.core.audits.suspects import MOST_AT_ONCE, MOST_QUESTIONS, ST
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.log.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
@@ -50,11 +50,8 @@ def decided(
         )
         for group in [*controller.members, *map(GroupId, lost)]
     }
-    decoded = {group: decode_vote(encode_vote(vote)) for group, vote in votes.items()}
-    assert decoded == votes
     actions = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
     [entry] = [action.entry for action in actions if isinstance(action, AppendEntry)]
-    assert decode_entry(encode_entry(entry)) == entry
     return entry
 
 

@@ -4,16 +4,15 @@ Entry i is written once, by compare-and-set; `core.controller.controller` folds 
 the format, so that no program takes an entry of another version for one of its own.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, get_args
 
-from spare_megatron.core.audits.audits import Dispute, Statement
+from spare_megatron.core.audits.audits import Dispute
 from spare_megatron.core.log.evaluation_sums import SetSum
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.formats.codec import convert, decode, decode_head, encode, set_fields
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
 VERSION = 5
@@ -196,30 +195,34 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"entry": type(entry).__name__.lower(), **asdict(entry)}
 
 
-_USUAL = {kind: {field.name: field.default for field in fields(kind)} for kind in _ENTRY_KINDS.values()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """What the text of an entry names beside its fields."""
+
+    entry: str = ""
+    version: int = 1
 
 
 def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"attempt": 4, "entry": "commit", "step": 3, "version": 5}'
+    '{"entry":"commit","version":5,"step":3,"attempt":4}'
     """
-    usual = _USUAL[type(entry)]
-    said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
-    return json.dumps({**said, "version": VERSION}, sort_keys=True)
+    return encode({"entry": type(entry).__name__.lower(), "version": VERSION} | set_fields(entry))
 
 
 def decode_entry(text: str) -> Entry:
     """The inverse of `encode_entry`. Raises ValueError for an entry of another version, and for an unknown kind."""
-    values = json.loads(text)
-    version = values.pop("version", 1)
-    if version != VERSION:
+    head = decode_head(text, _Head)
+    if head.version != VERSION:
         raise ValueError(
-            f"log entry of version {version!r}; this program reads version {VERSION}: every process of a run must be "
-            f"of the version of spare_megatron that began it"
+            f"log entry of version {head.version!r}; this program reads version {VERSION}: every process of a run must "
+            f"be of the version of spare_megatron that began it"
         )
-    return entry_of(values)
+    if head.entry not in _ENTRY_KINDS:
+        raise ValueError(f"log entry of unknown kind {head.entry!r}; known: {', '.join(_ENTRY_KINDS)}")
+    return decode(text, _ENTRY_KINDS[head.entry], beside=("entry", "version"))
 
 
 def entry_of(found: Mapping[str, Any]) -> Entry:
@@ -230,37 +233,7 @@ def entry_of(found: Mapping[str, Any]) -> Entry:
     kind = _ENTRY_KINDS.get(found.get("entry", ""))
     if kind is None:
         raise ValueError(f"unknown kind of entry {found.get('entry')!r}; known: {', '.join(_ENTRY_KINDS)}")
-    values = {name: value for name, value in found.items() if name in _USUAL[kind]}
     try:
-        for name in values.keys() & _TUPLES.keys():  # JSON knows no tuples
-            values[name] = tuple(map(_TUPLES[name], values[name]))
-        return kind(**values)
-    except (KeyError, TypeError, ValueError) as error:
+        return convert(found, kind)
+    except ValueError as error:
         raise ValueError(f"damaged entry: {error}: {str(found)[:80]}") from error
-
-
-def _dispute(found: Mapping[str, Any]) -> Dispute:
-    return Dispute(
-        microbatch=Microbatch(*found["microbatch"]),
-        statements=tuple(Statement(group, digest) for group, digest, _ in found["statements"]),
-        asked=tuple(found["asked"]),
-        num_rounds=found["num_rounds"],
-        is_suspicion=found.get("is_suspicion", False),
-    )
-
-
-def _copy(found: tuple[PartitionId, tuple[GroupId, int]]) -> PartitionCopy:
-    return PartitionCopy(found[0], Member(*found[1]))
-
-
-_TUPLES: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("admit", "members", "drain", "leaving"), Member._make),
-    **dict.fromkeys(("restored", "released", "proven"), _copy),
-    **dict.fromkeys(("kept", "wrong_sums", "wrong_ranks"), int),
-    "disputes": _dispute,
-    "failures": OwnFailure._make,
-    "paces": PaceException._make,
-    "save_ends": SaveEnd._make,
-    "sums": SetSum._make,
-}
-"""Makes the items of fields that are tuples."""

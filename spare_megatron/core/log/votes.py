@@ -1,11 +1,10 @@
-"""A group's vote on an attempt, and its encoding for the control store."""
+"""A group's vote on an attempt."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from spare_megatron.core.audits.audits import AuditWord, Boundary, Dispute
+from spare_megatron.core.audits.audits import AuditWord, Dispute
 from spare_megatron.core.audits.suspects import Named
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.log.evaluation_sums import SetSum
@@ -74,40 +73,6 @@ class Vote:
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
     losses: tuple[AuditWord, ...] = ()
     """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
-
-
-_USUAL = {field.name: field.default for field in fields(Vote)}
-
-
-def encode_vote(vote: Vote) -> str:
-    """One line of JSON; fields with default values are left out.
-
-    >>> encode_vote(Vote(is_complete=True, plan_digest="5d1e"))
-    '{"is_complete": true, "plan_digest": "5d1e"}'
-    """
-    # `asdict` would take twice as long as this whole function.
-    values = {name: getattr(vote, name) for name in _USUAL}
-    return json.dumps({name: value for name, value in values.items() if value != _USUAL[name]})
-
-
-def decode_vote(text: str) -> Vote:
-    values = json.loads(text)
-    for name, of in (
-        ("save_ends", SaveEnd),
-        ("slice_digests", PartitionDigest),
-        ("sums", SetSum),
-    ):  # JSON knows no tuples
-        if name in values:
-            values[name] = tuple(of(*one) for one in values[name])
-    for name in ("num_complete", "restored"):
-        if name in values:
-            values[name] = tuple(values[name])
-    for name in values.keys() & {"audits", "losses"}:
-        values[name] = tuple(
-            AuditWord(shard, index, digest, tuple(Boundary(*one) for one in boundaries))
-            for shard, index, digest, boundaries in values[name]
-        )
-    return Vote(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

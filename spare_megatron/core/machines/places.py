@@ -6,7 +6,6 @@ num_places machines are in the run. A place that its machine has left is vacant 
 that replaces one in quarantine is in quarantine, too.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -63,27 +62,6 @@ class Assignment:
     shards: tuple[ShardId, ...] = ()
     quarantined: tuple[Quarantine, ...] = ()
     released: tuple[MachineId, ...] = ()
-
-
-def encode_assignment(assignment: Assignment) -> str:
-    of_choice = (assignment.places, assignment.idle, assignment.shards)
-    of_quarantine = (assignment.quarantined, assignment.released)
-    return json.dumps([assignment.holdings, *of_choice, *of_quarantine], separators=(",", ":"))
-
-
-def decode_assignment(text: str) -> Assignment:
-    holdings, places, idle, shards, quarantined, released = json.loads(text)
-    return Assignment(
-        holdings=tuple(Holding(*holding) for holding in holdings),
-        places=tuple((place, machine) for place, machine in places),
-        idle=tuple(idle),
-        shards=tuple(shards),
-        quarantined=tuple(
-            Quarantine(machine, place, cause, reason, None if member is None else Member(*member))
-            for machine, place, cause, reason, member in quarantined
-        ),
-        released=tuple(released),
-    )
 
 
 class Places:

@@ -4,22 +4,15 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from spare_megatron.journal.lines import KINDS, Line, decode_line, require_known_format
+from spare_megatron.journal.lines import Line, decode_line, require_known_format
 from spare_megatron.journal.state.run_state import PARAMS, UNREAD, RunState
 
-_HEAD = re.compile(rb'\{"record":"([a-z]+)","source":"([^"\\]*)","at_s":([0-9][0-9.e+]*),')
+_HEAD = re.compile(rb'\{"record":"([a-z]+)",')
 
 _READ_BYTES = 4 << 20
 
 _MOST_DAMAGE = 20
-
-_DECODERS: dict[bytes, msgspec.json.Decoder[Any]] = {
-    name.encode(): msgspec.json.Decoder(kind) for name, kind in KINDS.items()
-}
 
 
 class JournalTail:
@@ -64,16 +57,10 @@ class JournalTail:
 
     def _decode(self, name: str, text: bytes) -> Line | None:
         head = _HEAD.match(text)
+        if head is not None and head[1] in self._without:
+            return None
         try:
-            if head is None:
-                return decode_line(text.decode())
-            kind, source, at_s = head.groups()
-            if kind in self._without:
-                return None
-            try:
-                return Line(source=source.decode(), at_s=float(at_s), record=_DECODERS[kind].decode(text))
-            except (KeyError, msgspec.MsgspecError, RecursionError):  # an unknown kind, or numbers such as NaN
-                return decode_line(text.decode())
+            return decode_line(text.decode())
         except ValueError as error:
             if len(self.damage) < _MOST_DAMAGE:
                 self.damage.append(f"{name}: {error}")

@@ -4,17 +4,17 @@ Keys lie under `save/{head}/`, `head` being the number of log entries folded whe
 folder), `over` (the save has ended), `{group}/{incarnation}` (what the group has written, or why it could not).
 """
 
-import json
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
@@ -42,6 +42,11 @@ class WrittenShare(WriteShare):
     files: Mapping[str, StoredFile]
 
 
+class _Report(NamedTuple):
+    shares: tuple[WrittenShare, ...]
+    failure: str
+
+
 class SaveFailed(Exception):
     """The save cannot be completed; the text says why."""
 
@@ -62,21 +67,19 @@ class SaveBoard:
 
     def report(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
         """Publishes all that a group has written so far, or why it cannot write."""
-        self._store.put(
-            keys.save_shares(self._head, member), json.dumps({"shares": list(map(_row, shares)), "failure": failure})
-        )
+        self._store.put(keys.save_shares(self._head, member), encode(_Report(tuple(shares), failure)))
 
     def read_shares(self) -> list[WrittenShare]:
         """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
         texts = self._store.get([keys.save_shares(self._head, voter) for voter in self._voters])
-        shares = []
+        shares: list[WrittenShare] = []
         for member, text in zip(self._voters, texts, strict=True):
             if text is None:
                 continue
-            report = json.loads(text)
-            if report["failure"]:
-                raise SaveFailed(f"group {member.group}: {report['failure']}")
-            shares += [_share(member, row) for row in report["shares"]]
+            report = decode(text, _Report)
+            if report.failure:
+                raise SaveFailed(f"group {member.group}: {report.failure}")
+            shares += report.shares
         return shares
 
     def read_fenced(self) -> frozenset[Member]:
@@ -105,16 +108,6 @@ class SaveBoard:
     def remove_report(self, member: Member) -> None:
         """Removes a group's key once no other group reads it."""
         self._store.delete([keys.save_shares(self._head, member)])
-
-
-def _row(share: WrittenShare) -> dict[str, Any]:
-    files = {name: asdict(file) for name, file in share.files.items()}
-    return {"slices": share.partitions, "folder": share.folder, "files": files}
-
-
-def _share(member: Member, row: Mapping[str, Any]) -> WrittenShare:
-    files = {name: StoredFile(**fields) for name, fields in row["files"].items()}
-    return WrittenShare(member=member, partitions=tuple(row["slices"]), folder=row["folder"], files=files)
 
 
 class Agree(Protocol):

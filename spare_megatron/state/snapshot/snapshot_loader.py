@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import mmap
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
@@ -111,8 +111,8 @@ class SnapshotLoader:
             )
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
             self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in partitions}
-            copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
-            self._store.put(keys.snapshot_server(self._member, self._position), json.dumps([answer.server, copies]))
+            copies = encode([answer.server, list(self._own.items())])
+            self._store.put(keys.snapshot_server(self._member, self._position), copies)
         finally:
             asking.shutdown(wait=False)
         gathered = self._agreement.gathered((held, partitions, rejected))
@@ -220,10 +220,10 @@ class SnapshotLoader:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._member.group):
-            server, copies = json.loads(self._store.wait(keys.snapshot_server(holder, self._position), self._timeout_s))
-            for attempt, number, sha256 in copies:
-                if (attempt, number) == copy:
-                    found[server] = _Holder(holder, sha256)
+            text = self._store.wait(keys.snapshot_server(holder, self._position), self._timeout_s)
+            server, copies = decode(text, tuple[str, list[tuple[_Copy, str]]])
+            if sha256 := dict(copies).get(copy):
+                found[server] = _Holder(holder, sha256)
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
     def _read(self, read: _Read, sha256: str, prepare: Callable[[bytes], TensorBytes]) -> None:

@@ -16,9 +16,8 @@ from spare_megatron.core.machines.places import (
     Holding,
     Places,
     Quarantine,
-    decode_assignment,
-    encode_assignment,
 )
+from spare_megatron.formats.codec import decode, encode, set_fields
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
 from spare_megatron.stacking.placement import make_placement
@@ -71,13 +70,13 @@ class AssignmentList:
     def read(self) -> Places:
         """Reads what is new in the list."""
         while (text := self._store.get([keys.assignment(len(self._entries))])[0]) is not None:
-            self._entries.append(decode_assignment(text))
+            self._entries.append(decode(text, Assignment))
             self.places.apply(self._entries[-1])
         return self.places
 
     def append(self, assignment: Assignment) -> Assigned | None:
         """Writes the assignment after those that were read; None if another one was written there."""
-        index, text = len(self._entries), encode_assignment(assignment)
+        index, text = len(self._entries), encode(set_fields(assignment))
         is_written = self._store.put_if_absent(keys.assignment(index), text) == text
         self.read()
         if not is_written:

@@ -4,7 +4,6 @@ cause) and that its node is ready for the next (`keys.part_ready`). No node lead
 ready.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.core.machines.group_starts import PartReadiness
 from spare_megatron.core.machines.places import Places
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PlaceId
@@ -76,7 +76,7 @@ class GroupRendezvous:
     def find_fence(self, store: ControlStore, member: Member) -> int | None:
         """The entry that fences this incarnation, if a node has published one: all nodes of a group share one loss."""
         (text,) = store.get([keys.part_fenced(member)]) if self._is_divided(member.group) else (None,)
-        return None if text is None else int(json.loads(text)[0])
+        return None if text is None else decode(text, tuple[int, int, str])[0]
 
     def publish_fence(self, store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
         """Publishes the fence to the group's other nodes, whose ranks may be waiting for lost ones."""
@@ -103,7 +103,7 @@ class GroupRendezvous:
     def _is_fenced(self, store: ControlStore, member: Member) -> bool:
         (text,) = store.get([keys.part_fenced(member)])
         if text is not None:
-            _, rank, cause = json.loads(text)
+            _, rank, cause = decode(text, tuple[int, int, str])
             self._on_event(PartFenced(member=member, rank=rank, cause=cause))
         return text is not None
 
@@ -129,7 +129,7 @@ class GroupRendezvous:
 
 def publish_fence(store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
     """Publishes that this incarnation is fenced, and why. The first publication stands."""
-    store.put_if_absent(keys.part_fenced(member), json.dumps([entry_index, rank, cause]))
+    store.put_if_absent(keys.part_fenced(member), encode([entry_index, rank, cause]))
 
 
 def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Member]:

@@ -1,7 +1,7 @@
 """Journal files read in parts: memory is bounded by one part, the log and the rare records.
 
 One pass finds the log, the rare records, and the range of steps and attempts in each block; a part is read from the
-blocks that overlap it. docs/contributing.md compares this with SQLite.
+blocks that overlap it. docs/decisions.md compares this with SQLite.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The terms that commands print: one line for each, in the help of the commands that use it and in docs/terms.md."""
+"""The terms that commands print: a line for each, in the help of commands that use it and in docs/how_it_works.md."""
 
 from collections.abc import Mapping
 
@@ -38,4 +38,4 @@ TERMS: Mapping[str, str] = {
 def explained(*terms: str) -> str:
     """The end of the help of a command that uses these terms."""
     lines = "\n".join(f"- {term}: {TERMS[term]}" for term in terms)
-    return f"Terms; docs/terms.md has all:\n\n{lines}" if terms else ""
+    return f"Terms; docs/how_it_works.md has all:\n\n{lines}" if terms else ""

@@ -104,7 +104,7 @@ def test_benchmarks_on_a_page_have_these_options(page: Path) -> None:
 
 
 def test_the_widths_that_are_shown_are_those_that_the_command_prints() -> None:
-    page = ROOT / "docs/wide_groups.md"
+    page = ROOT / "docs/large_models.md"
     (words,) = [words for words in commands(page) if words[0] == "plan"]
     (shown,) = [block for _, block in BLOCK.findall(page.read_text()) if block.startswith("lanes ")]
     assert shown in CliRunner().invoke(app, words).output

@@ -252,7 +252,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
     ]
     found = recorded(*events, config=replace(CONFIG, metrics=MetricsConfig(peak_tflops=1.0)))
     keys = {key for values in found for key in values} - {"step"}
-    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/watching.md").read_text()
     rows = "".join(re.findall(r"^\|([^|]*)\|", page, re.MULTILINE))
     assert set(re.findall(r"`([a-z]+/[a-z_]+)`", rows)) == keys
 

@@ -28,11 +28,6 @@ def test_the_runbook_has_every_outcome_with_its_code() -> None:
     assert set(map(int, re.findall(r"^\| [^|]*, (\d+) \|", table, re.MULTILINE))) == set(MEANINGS)
 
 
-def test_the_readme_has_every_code() -> None:
-    (sentence,) = re.findall(r"`spare train` ends with (.*?)\.", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert set(map(int, re.findall(r"(\d+) \(", sentence))) == set(MEANINGS)
-
-
 def test_the_help_has_every_code_with_its_meaning() -> None:
     text = CliRunner().invoke(app, ["train", "--help"], terminal_width=1000, env={"COLUMNS": "1000"}).output
     shown = dict(re.findall(r"[•-] (\d+): (.*?)\s*\n", text))

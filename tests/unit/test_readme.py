@@ -114,7 +114,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 
 def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/presets.md").read_text(), re.DOTALL)
+    (text,) = re.findall(r"```toml\n(.*?)```", SETTINGS.read_text(), re.DOTALL)
     (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml").config
     assert problems(config, Machine(num_gpus=8, num_cores=8, has_corpus=True)) == []
@@ -198,12 +198,12 @@ def test_what_others_have_is_linked_or_was_not_found() -> None:
 
 
 def test_the_page_of_terms_has_those_that_commands_explain() -> None:
-    table = re.findall(r"^\| ([^|]+) \| (.*) \|$", (ROOT / "docs/terms.md").read_text(), re.MULTILINE)
-    assert dict(table[2:]) == TERMS
+    text = (ROOT / "docs/how_it_works.md").read_text().partition("## Terms")[2].partition("###")[0]
+    assert dict(re.findall(r"^\| ([^|]+) \| (.*) \|$", text, re.MULTILINE)[2:]) == TERMS
 
 
 def test_the_page_of_tests_counts_what_a_test_run_has() -> None:
-    text = " ".join((ROOT / "docs/tests.md").read_text().split())
+    text = " ".join((ROOT / "docs/contributing.md").read_text().split())
     counts = [count for name, count in vars(test_histories).items() if re.fullmatch(r"NUM_(\w+_)?HISTORIES", name)]
     assert f"Every test run plays {sum(counts):,} histories" in text
     assert f"4 groups of 2 stages, {len(CELLS)} cells of" in text

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import (
     PHASES_AFTER_A_WIPE_OUT,
     PHASES_OF_A_LOAD,
@@ -11,8 +12,6 @@ from spare_megatron.faults.points import (
 )
 
 _OF_THE_FIRST_RANK = (FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP)
-
-_KINDS = ("kill", "stop")
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
@@ -53,8 +52,9 @@ def _fault(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
             f"{where}.phase={fault.phase} is reached only when a checkpoint is taken; set checkpoint.interval_steps or "
             f"checkpoint.interval_s"
         )
-    if fault.kind not in _KINDS:
-        yield f"{where}.kind={fault.kind} cannot strike a save; choose one of {', '.join(_KINDS)}"
+    if not KINDS[fault.kind].in_background:
+        choices = ", ".join(kind for kind, row in KINDS.items() if row.in_background)
+        yield f"{where}.kind={fault.kind} cannot strike a save; choose one of {choices}"
     if fault.phase in _OF_THE_FIRST_RANK and fault.rank != 0:
         yield f"{where}.phase={fault.phase} is reached by rank 0 alone; set {where}.rank to 0"
     if fault.group is None:

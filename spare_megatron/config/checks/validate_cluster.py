@@ -8,13 +8,11 @@ from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.core.machines.reforming import places_per_group
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.formats.store_space import gib
 from spare_megatron.stacking.layout import GroupId
 
 _NAME = re.compile(r"[A-Za-z0-9_.,-]+")
-
-_STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
-"""Faults that the driver injects into processes of its own machine."""
 
 _ETCD_MEMBERS = 3
 
@@ -104,8 +102,9 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
             f"ones; set the first to false or the second to local"
         )
     faults = config.faults
-    random = faults.kinds or _STRIKING_ONE_MACHINE if faults.mean_steps is not None else ()
-    for kind in sorted({*random, *(fault.kind for fault in faults.trace)} & set(_STRIKING_ONE_MACHINE)):
+    random = faults.kinds or KINDS if faults.mean_steps is not None else ()
+    kinds = {*random, *(fault.kind for fault in faults.trace)}
+    for kind in sorted(kind for kind in kinds if "one_machine" in KINDS[kind].needs):
         yield (
             f"faults of kind {kind} strike processes of one machine and do not reach nodes of "
             f"cluster.launcher={launcher}; leave {kind} out of faults.trace and faults.kinds"

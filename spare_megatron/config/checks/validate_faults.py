@@ -4,44 +4,55 @@ from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.controller.comparison import LEAST_HOSTS_TO_COMPARE
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
-    PHASES_OF_A_BUCKET,
     PHASES_OF_A_JOIN,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
+    FaultKind,
     FaultPoint,
 )
 
-_WHILE_SUMS_GROW = (
-    FaultPoint.FORWARD,
-    FaultPoint.SEND,
-    FaultPoint.RECEIVE,
-    FaultPoint.BACKWARD,
-    FaultPoint.PATCH,
-    FaultPoint.BEFORE_REDUCE,
-)
-"""Phases at which local gradient sums have not entered the reduction."""
-
-_FOR_GOOD = (
-    "kill",
-    "raise",
-    "kill_supervisor",
-    "kill_store",
-    "nan",
-    "bit_flip",
-    "param_flip",
-    "moment_flip",
-    "sum_flip",
-    "data_flip",
-    "resize",
-    "activation_flip",
-)
-"""Kinds that do not pass by themselves."""
-
+_AFTER_A_LOSS = (FaultPoint.PATCH, FaultPoint.REPAIR, FaultPoint.EVALUATION_PATCH)
 _MOST_SECONDS = 1e6
-_SLOW = ("slow", "slow_data", "slow_host", "slow_link")
 _MOST_FACTOR = 1e6
+
+
+def _lacks(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
+    """What a fault of this kind needs and the run has not, and the remedy."""
+    needs, store = KINDS[kind].needs, config.control.store
+    if "isolated_nodes" in needs and not config.cluster.isolate_nodes:
+        yield "needs a network of the node's own", "set cluster.isolate_nodes=true"
+    if "further_groups" in needs and not config.parallel.further_groups:
+        yield "needs further groups", "set layout.max_groups above layout.num_groups"
+    if "embedded_store" in needs and store != "embedded":
+        yield f"needs the embedded control store, but control.store={store}", "set control.store=embedded"
+
+
+def _why_not_survived(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
+    """Why random faults of this kind cannot strike the run, or would end it, and the remedy."""
+    row, hosts = KINDS[kind], config.optimizer.redundancy
+    yield from _lacks(config, kind)
+    if row.costs == "node" and config.cluster.num_nodes == 1:
+        yield "hits the only node", "raise cluster.num_nodes"
+    if row.corrupts_state and config.optimizer.sharding == "stacked" and hosts < LEAST_HOSTS_TO_COMPARE:
+        yield (
+            f"ends a run with optimizer.redundancy={hosts}: no majority of a partition's hosts is correct then",
+            f"raise that to at least {LEAST_HOSTS_TO_COMPARE}",
+        )
+
+
+def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
+    """Every kind that this run can survive, apart from those that not every machine can inject."""
+    return tuple(
+        kind
+        for kind, row in KINDS.items()
+        if row.drawn == "survived"
+        and row.costs != "run"
+        and not any(_why_not_survived(config, kind))
+        and (row.costs != "departure" or config.spare.rejoins)
+    )
 
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
@@ -80,17 +91,17 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
             f"{where}.phase={fault.phase} is never reached with layout.pipeline_parallel=1; "
             f"choose another phase or raise layout.pipeline_parallel"
         )
-    if fault.phase is FaultPoint.PATCH and index == 0:
-        yield f"{where}.phase=patch is never reached: no group is lost before it; add a fault before it"
     if fault.phase in PHASES_WITH_SLICES and config.optimizer.sharding == "replicated":
         yield (
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
             f"set optimizer.sharding to stacked"
         )
-    elif fault.phase is FaultPoint.REPAIR:
-        yield from _unreachable_repair(where, index, fault)
+    elif index == 0 and fault.phase in _AFTER_A_LOSS:
+        yield f"{where}.phase={fault.phase} is never reached: no group is lost before it; add a fault before it"
+    if fault.phase is FaultPoint.REPAIR and config.optimizer.sharding == "stacked":
+        yield from _unreachable_repair(where, fault)
     if fault.phase in PHASES_OF_AN_EVALUATION:
-        yield from _unreachable_evaluation(config, where, index, fault)
+        yield from _unreachable_evaluation(config, where, fault)
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
@@ -98,20 +109,16 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
     yield from _impossible_corruption(config, where, fault)
 
 
-def _unreachable_evaluation(config: RunConfig, where: str, index: int, fault: FaultConfig) -> Iterator[str]:
+def _unreachable_evaluation(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     every = config.eval.every_steps
     if not every or not fault.step or fault.step % every:
         yield (
             f"{where}.phase={fault.phase} is reached only after as many steps as eval.every_steps={every} divides, "
             f"before the step that {where}.step names; set both so"
         )
-    if fault.phase is FaultPoint.EVALUATION_PATCH and index == 0:
-        yield f"{where}.phase={fault.phase} is never reached: no group is lost before it; add a fault before it"
 
 
-def _unreachable_repair(where: str, index: int, fault: FaultConfig) -> Iterator[str]:
-    if index == 0:
-        yield f"{where}.phase=repair is never reached: no group is lost before it; add a fault before it"
+def _unreachable_repair(where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.group is None:
         yield f"{where}.phase=repair strikes a group that copies lost partitions; set {where}.group"
     if fault.kind == "hang":
@@ -130,24 +137,18 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
         )
     if fault.group is None:
         yield f"{where}.phase={fault.phase} strikes the donor or the group that comes back; set {where}.group"
-    if fault.phase is FaultPoint.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
-        yield f"{where}.kind={fault.kind} cannot strike the background transfer; choose kill or stop"
+    if fault.phase is FaultPoint.JOIN_TRANSFER and not KINDS[fault.kind].in_background:
+        choices = " or ".join(kind for kind, row in KINDS.items() if row.in_background)
+        yield f"{where}.kind={fault.kind} cannot strike the background transfer; choose {choices}"
 
 
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
-        yield f"{where}.kind={fault.kind} needs a network of the node's own; set cluster.isolate_nodes=true"
-    if fault.kind == "resize" and not config.parallel.further_groups:
-        yield f"{where}.kind=resize needs further groups; set layout.max_groups above layout.num_groups"
-    if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
-        yield (
-            f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
-            f"control.store={config.control.store}; set that to embedded or choose another kind"
-        )
+    for reason, remedy in _lacks(config, fault.kind):
+        yield f"{where}.kind={fault.kind} {reason}; {remedy}, or choose another kind"
     if fault.seconds is None:
-        if fault.kind in ("delay", "clock_jump"):
+        if KINDS[fault.kind].duration == "passes":
             yield f"{where}.kind={fault.kind} needs {where}.seconds, the delay or offset; set it"
-    elif fault.kind in _FOR_GOOD:
+    elif KINDS[fault.kind].duration == "lasts":
         yield f"{where}.seconds={fault.seconds} has no effect on kind={fault.kind}, which is permanent; remove it"
     elif fault.kind == "clock_jump":
         if not abs(fault.seconds) <= _MOST_SECONDS:
@@ -160,7 +161,7 @@ def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterat
 
 
 def _wrong_factor(where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind not in _SLOW:
+    if not KINDS[fault.kind].has_factor:
         if fault.factor is not None:
             yield f"{where}.factor={fault.factor} has no effect on kind={fault.kind}; remove it"
     elif fault.factor is None:
@@ -170,46 +171,39 @@ def _wrong_factor(where: str, fault: FaultConfig) -> Iterator[str]:
 
 
 def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind in ("nan", "bit_flip") and fault.phase not in _WHILE_SUMS_GROW:
+    row = KINDS[fault.kind]
+    if row.phases and fault.phase not in row.phases:
         yield (
-            f"{where}.kind={fault.kind} strikes the local gradient sums, which are no longer read at "
-            f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
+            f"{where}.kind={fault.kind} strikes {row.target} at phase={fault.phase}; choose one of "
+            f"{', '.join(row.phases)}"
         )
-    if fault.kind == "sum_flip" and fault.phase not in PHASES_OF_A_BUCKET:
+    if row.flips == "token" and (fault.rank != 0 or config.program.file):
         yield (
-            f"{where}.kind=sum_flip strikes a bucket that is staged, and none is at phase={fault.phase}; choose one of "
-            f"{', '.join(sorted(PHASES_OF_A_BUCKET))}"
+            f"{where}.kind={fault.kind} strikes the tokens that the first stage reads; set {where}.rank=0, without "
+            f"program.file"
         )
-    if fault.kind == "data_flip" and (fault.phase is not FaultPoint.FORWARD or fault.rank != 0 or config.program.file):
+    if row.flips == "moment" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
         yield (
-            f"{where}.kind=data_flip strikes the tokens that the first stage reads for a microbatch; set phase=forward "
-            f"and rank=0, without program.file"
-        )
-    if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
-        yield (
-            f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
+            f"{where}.kind={fault.kind} strikes moments, which the first update creates, but {where}.step="
             f"{'absent' if fault.step is None else fault.step} may come before it; set a step above 0"
         )
     if fault.bit is None:
         return
-    if fault.kind not in (
-        "bit_flip",
-        "param_flip",
-        "moment_flip",
-        "sum_flip",
-        "data_flip",
-        "activation_flip",
-        "stuck_bit",
-    ):
+    if not row.flips:
         yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
-    is_of_sums = fault.kind in ("bit_flip", "sum_flip")
-    num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
-    if fault.kind == "sum_flip" and config.reduce.mode == "fast_bf16":
-        num_bits = 16
-    if fault.kind == "data_flip":
-        num_bits = (config.model.vocab_size - 1).bit_length()
+    num_bits = bits_of(config, fault.kind)
     if not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
+
+
+def bits_of(config: RunConfig, kind: FaultKind) -> int:
+    """Bits of the number that a fault of this kind changes."""
+    flips = KINDS[kind].flips
+    if flips == "token":
+        return (config.model.vocab_size - 1).bit_length()
+    if flips == "bucket" and config.reduce.mode == "fast_bf16":
+        return 16
+    return 64 if flips in ("sum", "bucket") and config.reduce.mode == "reproducible" else 32
 
 
 _LEAST_MEAN_STEPS = 0.1
@@ -250,28 +244,17 @@ def _too_few_hosts(config: RunConfig) -> Iterator[str]:
             f"faults.mean_steps draws faults that must be masked, but with optimizer.redundancy={hosts} each lost "
             f"group holds the only copy of a partition; raise that to at least 2"
         )
-    if "param_flip" in config.faults.kinds and hosts < LEAST_HOSTS_TO_COMPARE:
-        yield (
-            f"faults.kinds has param_flip, which ends a run with optimizer.redundancy={hosts}: no majority of a "
-            f"partition's hosts is correct then; remove it, or raise that to at least {LEAST_HOSTS_TO_COMPARE}"
-        )
 
 
 def _impossible_kinds(config: RunConfig) -> Iterator[str]:
     for kind in dict.fromkeys(config.faults.kinds):
-        where = f"faults.kinds has {kind}, which"
-        if kind == "kill_store":
-            yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind in ("moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"):
-            yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
-        if kind == "stop_store" and config.control.store != "embedded":
-            yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
-        if kind == "resize" and not config.parallel.further_groups:
-            yield f"{where} needs further groups; remove it, or set layout.max_groups above layout.num_groups"
-        if kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
-            yield f"{where} needs a network of the node's own; remove it, or set cluster.isolate_nodes=true"
-        if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:
-            yield f"{where} hits the only node; remove it, or raise cluster.num_nodes"
+        row, where = KINDS[kind], f"faults.kinds has {kind}, which"
+        if row.costs == "run" or row.drawn == "never":
+            what = "ends the run" if row.costs == "run" else "is never drawn"
+            yield f"{where} {what}; remove it, or list it in faults.trace instead"
+            continue
+        for reason, remedy in _why_not_survived(config, kind):
+            yield f"{where} {reason}; remove it, or {remedy}"
 
 
 def _too_long(config: RunConfig) -> Iterator[str]:
@@ -286,7 +269,8 @@ def _too_long(config: RunConfig) -> Iterator[str]:
             f"faults.recovery_steps={faults.recovery_steps} leaves no room for faults in train.steps="
             f"{config.train.steps}; lower it, or raise train.steps"
         )
-    corrupts = not faults.kinds or "param_flip" in faults.kinds
+    drawn = set(survivable_kinds(config)).intersection(faults.kinds or KINDS)
+    corrupts = any(KINDS[kind].corrupts_state for kind in drawn)
     if corrupts and faults.recovery_steps <= config.train.params_check_every_steps:
         yield (
             f"faults.recovery_steps={faults.recovery_steps} must be above train.params_check_every_steps="

@@ -96,7 +96,6 @@ class NodeFaults:
         request(self._run_dir, self._further, "grow" if are_away else "drain")
 
     def _after(self, wanted: FaultWanted, action: Callable[[], None]) -> None:
-        """Ends the fault with this action, if it passes."""
         if wanted.fault.seconds is not None:
             self._timers.after(wanted.fault.seconds, action)
 

@@ -44,7 +44,6 @@ def test_a_new_kind_needs_a_row_a_handler_and_a_cell(monkeypatch: pytest.MonkeyP
     for _ in range(fault.ordinal):
         injector(fault.phase)
     assert dozed == [fault]
-
     (text,) = problems(configured("faults.trace=[{phase='forward', kind='doze', bit=3}]"), CPU)
     assert "faults.trace[0].bit=3 has no effect on kind=doze" in text
     often = configured("train.steps=400", "faults.mean_steps=5", "faults.kinds=['doze']", "spare.rejoins=1000")

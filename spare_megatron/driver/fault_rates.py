@@ -338,7 +338,6 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
-    """Steps to the next fault, and a generator for the fault's other choices."""
     faults = config.faults
     mean = faults.mean_steps or 0.0
     gaps = np.random.default_rng([faults.seed, _STREAM])

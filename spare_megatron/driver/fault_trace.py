@@ -71,7 +71,6 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _pick(num_choices: int, share: float) -> int:
-    """Maps a share in [0, 1) to one of equally likely choices."""
     return int(share * num_choices)
 
 

@@ -41,7 +41,6 @@ class Kind:
 
     @property
     def is_sure_to_cost(self) -> bool:
-        """Whether it takes groups away if it lasts."""
         return self.costs in ("group", "node")
 
 

@@ -127,7 +127,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"write": Rate(bytes_per_s=CHECKPOINT / 1801)}, "storage", True, "and checkpoint.timeout_s=1800"),
         ({"write": Rate(bytes_per_s=0.0)}, "storage", True, "takes 0 B a second"),
         ({"link": Rate(failure="refused")}, "network", True, "next cannot be reached from here: refused"),
-        ({"link": Rate(bytes_per_s=0.33e9)}, "network", False, "315 MiB a second to next over TCP, and 954 MiB"),
+        ({"link": Rate(bytes_per_s=0.19e9)}, "network", False, "181 MiB a second to next over TCP, and 954 MiB"),
     ],
 )
 def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
@@ -150,7 +150,7 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
         {"has_infiniband": False, "locked_memory_bytes": 65536},
         {"folder_free_bytes": 4 * CHECKPOINT},
         {"write": Rate(bytes_per_s=CHECKPOINT / 1799)},
-        {"link": Rate(bytes_per_s=0.34e9)},
+        {"link": Rate(bytes_per_s=0.21e9)},
         {"gpus": (*(GPU,) * 8,), "busy_ports": (2379,)},  # n3 is no member of etcd
     ],
 )

@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[1]
 NUM_MACHINES = 4
 HIT_STEP = 10
 KINDS: dict[Cause, tuple[FaultKind, float, float]] = {
-    Cause.COMPUTE: ("slow", 2.0, 4.0),
-    Cause.DATA: ("slow_data", 100.0, 200.0),
-    Cause.HOST: ("slow_host", 16.0, 32.0),
-    Cause.LINK: ("slow_link", 20.0, 40.0),
+    Cause.COMPUTE: (FaultKind("slow"), 2.0, 4.0),
+    Cause.DATA: (FaultKind("slow_data"), 100.0, 200.0),
+    Cause.HOST: (FaultKind("slow_host"), 16.0, 32.0),
+    Cause.LINK: (FaultKind("slow_link"), 20.0, 40.0),
 }
 """The fault of each cause, and between which factors it is drawn."""
 

@@ -20,7 +20,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.fault_trace import resolve_trace
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
+from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import log_to_file
@@ -151,7 +151,7 @@ class PeerGroup:
     def _inflict(self, fault: Fault) -> None:
         """What the injector does not carry out itself, as our ranks and their supervisors do."""
         if fault.kind in CORRUPTIONS:
-            corrupt(self._trainer, fault.kind, fault.bit, self._at_hand)
+            CORRUPTIONS[fault.kind](self._trainer, fault.bit, self._at_hand)
             return
         assert fault.kind == "stop", f"the injector carries out {fault.kind} itself"
         os.kill(os.getpid(), signal.SIGSTOP)

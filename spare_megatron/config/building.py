@@ -10,6 +10,8 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.faults.kinds import KINDS
+from spare_megatron.faults.points import FaultKind
 
 _LEAST_LIKENESS = 0.65
 """Least difflib ratio between a mistyped name and a suggestion: a letter or a word off, not another name."""
@@ -102,12 +104,8 @@ def _leaf_kinds(schema: type[Any], prefix: str) -> Mapping[str, Any]:
 
 def _build_sections(table: Mapping[str, Any]) -> RunConfig:
     hints = get_type_hints(RunConfig)
-    return RunConfig(
-        **{
-            name: hints[name](**value) if isinstance(hints[name], type) and is_dataclass(hints[name]) else value
-            for name, value in table.items()
-        }
-    )
+    sections = {name: hints[name](**value) if is_dataclass(hints[name]) else value for name, value in table.items()}
+    return RunConfig(**sections)
 
 
 # --------------------------------------------------------------------------------------------------- one value
@@ -123,18 +121,21 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         return _convert_list(value, get_args(kind)[0], key)
     if is_dataclass(kind) and isinstance(kind, type):
         return _convert_table(value, kind, key)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        if value in [member.value for member in kind]:
-            return kind(value)
-    elif origin is Literal:
-        if value in get_args(kind) and isinstance(value, str):
-            return value
+    if choices := _choices(kind):
+        if isinstance(value, str) and value in choices:
+            return kind(value) if isinstance(kind, type) else value
     elif kind is float and type(value) in (int, float):
         with contextlib.suppress(OverflowError):  # a whole number too large for a float
             return float(value)
     elif type(value) is kind:
         return value
     raise _Misfit(f"{key}={value!r} must be {describe_kind(kind)}")
+
+
+def _choices(kind: Any) -> Collection[str]:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return KINDS if kind is FaultKind else get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _convert_list(value: Any, kind: Any, key: str) -> tuple[Any, ...]:
@@ -162,8 +163,6 @@ def describe_kind(kind: Any) -> str:
     >>> describe_kind(int), describe_kind(Literal["fast", "slow"])
     ('a whole number', 'one of fast, slow')
     """
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(str(member.value) for member in kind)}"
+    if choices := _choices(kind):
+        return f"one of {', '.join(choices)}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(kind, str(kind))

@@ -13,7 +13,7 @@ from spare_megatron.config.limits import (
     ShareBelowOne,
 )
 from spare_megatron.config.schema_data import DataConfig, EvalConfig
-from spare_megatron.faults.points import FaultKind, FaultPoint
+from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.paces import Rounds
@@ -345,7 +345,7 @@ class FaultConfig:
     """Group that it strikes."""
     rank: int | None = None
     """Rank inside that group."""
-    kind: FaultKind = "kill"
+    kind: FaultKind = KILL
     """Effect on the rank, its node or the control store."""
     seconds: float | None = None
     """Duration in seconds, or the offset of a clock jump; absent lasts for good."""

@@ -309,7 +309,7 @@ class Driver:
                 self._machines = {place: one for place, one in self._machines.items() if one != sender}
                 self._machines[node] = sender
             case FaultWanted():
-                self._inject(report, sender)
+                HANDLERS[report.fault.kind](self, report, sender)
                 return
             case LeftNodeGone(members=members):
                 self._last_lost |= dict(members)  # its supervisor is not waited for
@@ -389,19 +389,19 @@ class Driver:
             text = shortage(space, self._config.train.steps - self._num_steps)
             self._on_event(StoreMeasured(space=space, shortage=text))
 
-    def _inject(self, wanted: FaultWanted, node: int) -> None:
-        fault = wanted.fault
+    def stop_node(self, wanted: FaultWanted, node: int) -> None:
         go_on = partial(self._order, node, GoOn(wanted=wanted))
-        if fault.kind == "stop_node":
-            self._suspend([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
-            return
+        self._suspend([self._nodes[node].pid, *self._pids[node]], wanted.fault.seconds, go_on)
+
+    def strike_store(self, wanted: FaultWanted, node: int) -> None:
+        fault = wanted.fault
         if self._store_process is None:
             raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
         if fault.kind == "kill_store":
             self._store_process.process.kill()
         else:
             self._suspend([self._store_process.pid], fault.seconds, None)
-        go_on()
+        self._order(node, GoOn(wanted=wanted))
 
     def _suspend(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
         _signal(pids, signal.SIGSTOP)
@@ -493,3 +493,11 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+HANDLERS: dict[str, Callable[[Driver, FaultWanted, int], None]] = {
+    "stop_node": Driver.stop_node,
+    "stop_store": Driver.strike_store,
+    "kill_store": Driver.strike_store,
+}
+"""Faults that the driver injects into processes of its own machine; it is given the node of the fault."""

@@ -4,17 +4,19 @@ copy, and groups comparing parameters keep a majority.
 
 import itertools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
+from spare_megatron.config.checks.validate_faults import bits_of, survivable_kinds
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
 from spare_megatron.core.machines.places import Places
 from spare_megatron.core.machines.reforming import can_reform
-from spare_megatron.driver.fault_mix import kind_weights
 from spare_megatron.driver.fault_trace import least_passes
+from spare_megatron.faults.kinds import KINDS, Kind
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
@@ -27,6 +29,52 @@ from spare_megatron.faults.points import (
 )
 from spare_megatron.stacking.layout import GroupId, PlaceId
 from spare_megatron.stacking.placement import Placement, make_placement
+
+LLAMA3_INTERRUPTIONS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
+    {
+        "gpu": (148, ("kill", "hang", "raise")),
+        "hbm": (72, ("raise", "nan")),
+        "software": (54, ("raise", "kill")),
+        "switch_or_cable": (35, ("cut", "hang")),
+        "host_maintenance": (32, ("kill_supervisor", "stop_node", "stop", "drain")),
+        "sram": (19, ("nan", "raise")),
+        "system_processor": (17, ("kill", "stop")),
+        "nic": (7, ("cut", "hang", "slow_link")),
+        "nccl_watchdog": (7, ("hang",)),
+        "silent_data_corruption": (6, ("bit_flip", "param_flip")),
+        "thermal": (6, ("slow",)),
+        "ssd": (3, ("disk_full", "slow_data")),
+        "psu": (3, ("kill_supervisor", "kill")),
+        "cpu": (2, ("stop", "kill", "slow_host")),
+        "chassis": (2, ("kill_supervisor", "kill")),
+        "io_board": (2, ("cut", "kill")),
+        "dependency": (2, ("stop_store", "raise")),
+        "memory": (2, ("param_flip", "kill")),
+    }
+)
+"""Cause -> unplanned interruptions of Llama 3 405B in 54 days on 16,384 GPUs (arXiv 2407.21783), and the kinds whose
+effect on a run is most similar, an assumption of this project.
+"""
+
+
+def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
+    """Probability of each kind, summing to 1; raises ValueError if no kind is left. With `faults.mix=llama3` the kinds
+    allowed here share a cause equally; a cause without any is left out.
+    """
+    listed = config.faults.kinds or survivable_kinds(config)
+    weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
+    if config.faults.mix == "listed":
+        for kind in listed:
+            weights[kind] += 1.0
+    else:
+        for count, kinds in LLAMA3_INTERRUPTIONS.values():
+            like = [kind for kind in weights if kind in kinds]
+            for kind in like:
+                weights[kind] += count / len(like)
+    total = sum(weights.values())
+    if not total:
+        raise ValueError(f"faults.mix=llama3 has none of faults.kinds={', '.join(listed)}; list others, or none")
+    return {kind: weight / total for kind, weight in weights.items() if weight}
 
 
 @dataclass(slots=True)
@@ -78,30 +126,14 @@ FIRST_STEP = 3
 
 _STREAM = 1  # separate from the stream of the trace
 
-_CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
-
-_FOR_GOOD: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS, "resize")
-
-_LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
-
-_SLOW: tuple[FaultKind, ...] = ("slow", "slow_data", "slow_host", "slow_link")
-
 _FACTORS = (1.5, 4.0)
 """Between these the factor of a slow fault is drawn."""
-
-_OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
-
-_OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
-
-_SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
 
 _NEVER_DRAWN = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES | PHASES_OF_A_BUCKET
 _PHASES = tuple(phase for phase in FaultPoint if phase not in _NEVER_DRAWN)
 
 _PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
 """Without IN_GATHER, which is not reached if another group is lost in the same gather."""
-
-_CORRUPTIBLE_PHASES = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE)
 
 _PHASES_OF_A_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
 
@@ -139,9 +171,13 @@ class _Draw:
     """Whether it may cost its groups."""
 
     @property
+    def row(self) -> Kind:
+        return KINDS[self.kind]
+
+    @property
     def is_for_good(self) -> bool:
         """Whether its groups stay lost even if others are started again."""
-        return self.costs and self.kind in _OF_A_NODE and self.seconds is None
+        return self.costs and self.row.costs == "node" and self.seconds is None
 
     @property
     def is_of_recovery(self) -> bool:
@@ -150,8 +186,7 @@ class _Draw:
     @property
     def brings_patch(self) -> bool:
         """Whether survivors are sure to compute a patch in its step."""
-        lasts = self.kind not in _LASTING_OR_NOT or self.seconds is None
-        return self.kind in _SURE_TO_COST and lasts and self.phase in _BEFORE_THE_SUM
+        return self.row.is_sure_to_cost and self.seconds is None and self.phase in _BEFORE_THE_SUM
 
 
 class _Machines:
@@ -207,14 +242,14 @@ class _Condition:
         """
         if any(step < self.hit_until.get(group, 0) for group in groups):
             return False
-        if draw.kind in _CORRUPTIONS and step < self.corrupt_until:
+        if draw.row.strikes == "device" and step < self.corrupt_until:
             return False
         if not draw.costs:
             return True
         lost = frozenset(group for group, until in self.lost_until.items() if step < until)
         all_groups = frozenset(GroupId(group) for group in range(self.placement.num_groups))
         left = all_groups - lost - groups
-        num_members, is_flip = len(all_groups - lost), draw.kind == "param_flip"
+        num_members, is_flip = len(all_groups - lost), draw.row.corrupts_state
         if self.partitions is not None and not self.partitions.allows(step, len(groups), num_members, is_flip=is_flip):
             return False
         gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
@@ -232,7 +267,7 @@ class _Condition:
         for group in groups:
             self.hit_until[group] = until
             if draw.costs:
-                self.num_losses[group] = self.num_losses.get(group, 0) + (draw.kind != "drain")
+                self.num_losses[group] = self.num_losses.get(group, 0) + (draw.row.costs != "departure")
                 is_last = draw.is_for_good or self.num_losses[group] > self.num_rejoins
                 self.lost_until[group] = math.inf if is_last else until
                 if is_last:
@@ -242,10 +277,10 @@ class _Condition:
             for group in self.machines.made_whole_without(fault):
                 self.lost_until[group] = self.hit_until[group] = until
                 del self.gone_from[group]
-        if draw.kind in _CORRUPTIONS:
+        if draw.row.strikes == "device":
             self.corrupt_until = until
         if draw.costs and self.partitions is not None:
-            self.partitions.hit(step, len(groups), is_flip=draw.kind == "param_flip")
+            self.partitions.hit(step, len(groups), is_flip=draw.row.corrupts_state)
 
     def next_change(self, step: int) -> float:
         """The first later step at which more may be allowed; infinity if there is none."""
@@ -266,7 +301,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
     num_groups = config.layout.num_groups
     condition = _Condition(
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
-        needs_majority="param_flip" in weights,
+        needs_majority=any(KINDS[kind].corrupts_state for kind in weights),
         recovery_steps=faults.recovery_steps,
         num_rejoins=spare.rejoins,
         has_last_resort=config.data.access == "shared",
@@ -303,7 +338,6 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
-    """Steps to the next fault, and a generator for the fault's other choices."""
     faults = config.faults
     mean = faults.mean_steps or 0.0
     gaps = np.random.default_rng([faults.seed, _STREAM])
@@ -318,40 +352,41 @@ def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
 def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Generator) -> _Draw:
     faults = config.faults
     kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
-    lasts = kind in _FOR_GOOD or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
-    passes_after_s = None if kind in _FOR_GOOD else float(faults.max_seconds * (1.0 - rng.random()))
+    row = KINDS[kind]
+    lasts = row.duration == "lasts" or (row.is_sure_to_cost and rng.random() < 0.5)
+    passes_after_s = None if row.duration == "lasts" else float(faults.max_seconds * (1.0 - rng.random()))
     seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
     unreachable: set[FaultPoint] = (
         set() if config.layout.pipeline_parallel > 1 else {FaultPoint.SEND, FaultPoint.RECEIVE}
     )
-    if not set(weights).intersection(_SURE_TO_COST):
+    if not any(KINDS[other].is_sure_to_cost for other in weights):
         unreachable.update(_PHASES_OF_A_RECOVERY)
     is_stacked = config.optimizer.sharding == "stacked"
     anywhere = _PHASES_WITH_SLICES if is_stacked else _PHASES
-    reachable = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else anywhere
-    phases = [phase for phase in reachable if phase not in unreachable]
-    num_bits = 64 if kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
-    if is_stacked and kind == "param_flip":
-        num_bits = _NUM_MANTISSA_BITS
+    if row.phases:
+        unreachable |= set(FaultPoint).difference(row.phases) | {FaultPoint.SEND, FaultPoint.RECEIVE}
+    phases = [phase for phase in anywhere if phase not in unreachable]
+    num_bits = _NUM_MANTISSA_BITS if is_stacked and row.corrupts_state else bits_of(config, kind)
     return _Draw(
         kind=kind,
         phase=phases[rng.integers(len(phases))],
         seconds=None if seconds is None else jump * seconds,
         seconds_else=passes_after_s if lasts else None,
-        factor=float(rng.uniform(*_FACTORS)) if kind in _SLOW else None,
-        bit=int(rng.integers(num_bits)) if kind in ("bit_flip", "param_flip") else None,
-        is_of_domain=lasts and kind in _OF_A_DOMAIN and bool(rng.random() < faults.domain_share),
+        factor=float(rng.uniform(*_FACTORS)) if row.has_factor else None,
+        bit=int(rng.integers(num_bits)) if row.flips else None,
+        is_of_domain=lasts and row.costs == "group" and row.strikes == "rank" and rng.random() < faults.domain_share,
         costs=_may_cost(config, kind, seconds),
     )
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    if kind in ("disk_full", "clock_jump", "stop_store", "resize", *_SLOW):
-        return False
+    costs = KINDS[kind].costs
+    if costs in ("nothing", "departure"):
+        return costs == "departure"
     harmless_s = _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
     limit_s = min(harmless_s, SHORT_STOP_S) if kind == "stop" else harmless_s
-    return kind == "drain" or seconds is None or seconds > limit_s
+    return seconds is None or seconds > limit_s
 
 
 def _place(
@@ -382,7 +417,7 @@ def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[Grou
         first = group - group % size
         members = range(first, min(first + size, config.layout.num_groups))
         return frozenset(GroupId(member) for member in members)
-    if draw.kind in _OF_A_NODE:
+    if draw.row.costs == "node":
         layout = config.parallel
         nodes = {layout.node_of(group, rank) for rank in range(layout.ranks_per_group)}
         return frozenset(other for node in nodes for other in layout.groups_on(node))

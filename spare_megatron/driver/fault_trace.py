@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import (
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
@@ -34,12 +35,13 @@ def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
     slow store may delay that by several heartbeat intervals. A flipped bit may go unnoticed.
     """
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
-    if fault.kind in ("kill", "raise", "nan") or (fault.kind in ("hang", "stop") and is_long):
-        return frozenset({fault.group})
-    if fault.kind == "kill_supervisor" or (fault.kind in ("cut", "stop_node") and is_long):
+    kind = KINDS[fault.kind]
+    if not (kind.is_sure_to_cost and (is_long or kind.duration == "lasts")):
+        return frozenset()
+    if kind.costs == "node":
         layout = config.parallel
         return frozenset(layout.groups_on(layout.node_of(fault.group, fault.rank)))
-    return frozenset()
+    return frozenset({fault.group})
 
 
 def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
@@ -69,7 +71,6 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _pick(num_choices: int, share: float) -> int:
-    """Maps a share in [0, 1) to one of equally likely choices."""
     return int(share * num_choices)
 
 

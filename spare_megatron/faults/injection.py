@@ -110,24 +110,25 @@ class Injector:
         return (fault.step, ordinal) == (self._step, self._num_reached[phase])
 
     def _carry_out(self, fault: Fault) -> None:
-        match fault.kind:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "raise":
-                raise InjectedFault(
-                    f"{fault.phase} of step {fault.step}, time {fault.ordinal}: faults.trace asked for it"
-                )
-            case "hang":
-                time.sleep(_FOR_GOOD_S if fault.seconds is None else fault.seconds)
-            case "delay":
-                self._delay = (fault.step, fault.phase, fault.seconds or 0.0)
-            case "slow" | "slow_data":
-                lasts_s = _FOR_GOOD_S if fault.seconds is None else fault.seconds
-                self._slowness[fault.kind] = _Slowness(fault.factor or 1.0, time.monotonic() + lasts_s)
-            case "clock_jump":
-                _set_wall_clock_ahead(fault.seconds or 0.0)
-            case _:
-                self._request(fault)
+        if fault.kind in HANDLERS:
+            HANDLERS[fault.kind](self, fault)
+        else:
+            self._request(fault)
+
+    def delay(self, fault: Fault) -> None:
+        self._delay = (fault.step, fault.phase, fault.seconds or 0.0)
+
+    def slow(self, fault: Fault) -> None:
+        until_s = time.monotonic() + _lasts_s(fault)
+        self._slowness[fault.kind] = _Slowness(fault.factor or 1.0, until_s)
+
+
+def _lasts_s(fault: Fault) -> float:
+    return _FOR_GOOD_S if fault.seconds is None else fault.seconds
+
+
+def _raise(_: Injector, fault: Fault) -> None:
+    raise InjectedFault(f"{fault.phase} of step {fault.step}, time {fault.ordinal}: faults.trace asked for it")
 
 
 def _set_wall_clock_ahead(seconds: float) -> None:
@@ -145,3 +146,18 @@ def fill_disk(fd: int, seconds: float | None) -> None:
         timer = threading.Timer(seconds, os.dup2, (real, fd))
         timer.daemon = True
         timer.start()
+
+
+HANDLERS: dict[str, Callable[[Injector, Fault], None]] = {
+    "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": _raise,
+    "hang": lambda _, fault: time.sleep(_lasts_s(fault)),
+    "delay": Injector.delay,
+    "slow": Injector.slow,
+    "slow_data": Injector.slow,
+    "clock_jump": lambda _, fault: _set_wall_clock_ahead(fault.seconds or 0.0),
+}
+"""What a rank does to itself without its training state. It requests the other kinds."""
+
+JOURNAL_HANDLERS: dict[str, Callable[[int, float | None], None]] = {"disk_full": fill_disk}
+"""What a rank does to the file descriptor of its journal."""

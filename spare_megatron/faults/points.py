@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import NewType
 
 from spare_megatron.stacking.layout import GroupId
 
@@ -118,36 +118,10 @@ PHASES_OF_A_BUCKET = frozenset({FaultPoint.STAGED, FaultPoint.SUMMED})
 """Reached once for each bucket of an attempt; a bit of the bucket can be flipped there."""
 
 
-FaultKind = Literal[
-    "kill",
-    "raise",
-    "hang",
-    "stop",
-    "delay",
-    "slow",
-    "slow_data",
-    "slow_host",
-    "slow_link",
-    "disk_full",
-    "clock_jump",
-    "cut",
-    "stop_node",
-    "kill_supervisor",
-    "stop_store",
-    "kill_store",
-    "nan",
-    "bit_flip",
-    "param_flip",
-    "moment_flip",
-    "sum_flip",
-    "data_flip",
-    "drain",
-    "resize",
-    "activation_flip",
-    "stuck_bit",
-    "drift",
-]
-"""What a fault does; `docs/campaigns.md` describes the effect of each kind."""
+FaultKind = NewType("FaultKind", str)
+"""A name in `faults.kinds.KINDS`, which has what there is to know of each."""
+
+KILL = FaultKind("kill")
 
 
 PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})

@@ -7,13 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
-from spare_megatron.faults.points import FaultKind
 from spare_megatron.mcore.trainer import GroupTrainer
-
-CORRUPTIONS: frozenset[FaultKind] = frozenset(
-    {"nan", "bit_flip", "param_flip", "moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"}
-)
-"""The fault kinds that `corrupt` injects."""
 
 DRIFT = 1e-3
 """Relative error of a layer that drifts."""
@@ -21,32 +15,9 @@ DRIFT = 1e-3
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None, staged: Tensor | None) -> None:
-    """Changes one value of a rank: a local gradient sum, a parameter, a first moment, one of the bucket `staged`, a
-    token of the microbatch that is read next, by default its lowest bit, or an output of its last layer.
-
-    `activation_flip` changes the next output alone; `stuck_bit` and `drift`, a relative error, change all that come.
-    `bit` is the one to flip, 0 being the lowest; None is the second highest, the top of a float's exponent.
-    """
-    match kind:
-        case "nan":
-            trainer.gradients.poison()
-        case "bit_flip":
-            flip_bit(trainer.gradients.local_sums(), bit)
-        case "param_flip":
-            flip_bit(trainer.kept_values(), bit)
-        case "moment_flip":
-            flip_bit(trainer.moments(), bit)
-        case "sum_flip":
-            flip_bit([] if staged is None else [staged], bit)
-        case "data_flip":
-            trainer.on_loaded = lambda tokens: flip_bit([tokens], 0 if bit is None else bit)
-        case "activation_flip":
-            _spoil_outputs(trainer, lambda output: flip_bit([output], bit), is_transient=True)
-        case "stuck_bit":
-            _spoil_outputs(trainer, lambda output: flip_bit([output], bit))
-        case "drift":
-            _spoil_outputs(trainer, lambda output: output.mul_(1 + DRIFT))
+def _spoil_tokens(trainer: GroupTrainer, bit: int | None) -> None:
+    """Flips a bit, by default the lowest, of a token of the microbatch that is read next."""
+    trainer.on_loaded = lambda tokens: flip_bit([tokens], 0 if bit is None else bit)
 
 
 def _spoil_outputs(trainer: GroupTrainer, spoil: Callable[[Tensor], object], *, is_transient: bool = False) -> None:
@@ -76,3 +47,22 @@ def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:
     mask = -(1 << bit) if bit == num_bits - 1 else 1 << bit
     sizes = torch.where((patterns & mask) == 0, values.abs(), -1)
     patterns[sizes.argmax()] ^= mask
+
+
+Corruption = Callable[[GroupTrainer, int | None, Tensor | None], object]
+"""Changes one value of a rank. The number is the bit to flip, 0 being the lowest; None is the second highest, the top
+of a float's exponent. The tensor is the bucket that is staged.
+"""
+
+CORRUPTIONS: dict[str, Corruption] = {
+    "nan": lambda trainer, *_: trainer.gradients.poison(),
+    "bit_flip": lambda trainer, bit, _: flip_bit(trainer.gradients.local_sums(), bit),
+    "param_flip": lambda trainer, bit, _: flip_bit(trainer.kept_values(), bit),
+    "moment_flip": lambda trainer, bit, _: flip_bit(trainer.moments(), bit),
+    "sum_flip": lambda _, bit, staged: flip_bit([] if staged is None else [staged], bit),
+    "data_flip": lambda trainer, bit, _: _spoil_tokens(trainer, bit),
+    "activation_flip": lambda trainer, bit, _: _spoil_outputs(trainer, lambda o: flip_bit([o], bit), is_transient=True),
+    "stuck_bit": lambda trainer, bit, _: _spoil_outputs(trainer, lambda output: flip_bit([output], bit)),
+    "drift": lambda trainer, *_: _spoil_outputs(trainer, lambda output: output.mul_(1 + DRIFT)),
+}
+"""By kind of fault."""

@@ -15,12 +15,12 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.checkpoint_policy import emergency_save
-from spare_megatron.faults.injection import Injector, fill_disk
+from spare_megatron.faults.injection import JOURNAL_HANDLERS, Injector
 from spare_megatron.faults.points import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
-from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
+from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
@@ -251,13 +251,12 @@ class _Rank:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            corrupt(self._parts.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
-            return
-        if fault.kind == "disk_full":
-            fill_disk(self._journal.fileno(), fault.seconds)
-            return
-        self._reports.send(FaultWanted(fault=fault, pid=os.getpid()))
-        self._reports.recv()
+            CORRUPTIONS[fault.kind](self._parts.trainer, fault.bit, self._parts.buckets.at_hand)
+        elif fault.kind in JOURNAL_HANDLERS:
+            JOURNAL_HANDLERS[fault.kind](self._journal.fileno(), fault.seconds)
+        else:
+            self._reports.send(FaultWanted(fault=fault, pid=os.getpid()))
+            self._reports.recv()
 
     def _journal_fault(self, fault: Fault) -> None:
         record = FaultRecord(

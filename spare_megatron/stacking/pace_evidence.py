@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from math import isqrt
 from typing import NamedTuple
 
+from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import LIKE
 
 LEAST_EXCEPTION = 50
 """Deviation, in thousandths, from which a pace is an exception."""
-LEAST_CHANGE = 80
-"""Deviation from which the pace by which work is dealt changes: a factor of 1.09."""
 STEPS_TO_ACT = 3
 """Slow steps before the pace of a group changes, at least."""
 REST_STEPS = 8
@@ -262,7 +261,7 @@ class PaceEvidence:
 
     def _may_change(self, group: GroupId) -> bool:
         rested = self._num_steps - self._changed_in.get(group, (-REST_STEPS, LIKE))[0] >= REST_STEPS
-        return rested and _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= LEAST_CHANGE
+        return rested and _deviation(self._about[group].estimate(), self.dealt.get(group, LIKE)) >= _LEAST_CHANGE
 
 
 def _middle(paces: Sequence[int]) -> int:
@@ -273,6 +272,10 @@ def _middle(paces: Sequence[int]) -> int:
 def _deviation(pace: int, other: int) -> int:
     """About the absolute logarithm of the ratio, in thousandths: 2 |a - b| / (a + b), which is never more."""
     return 2000 * abs(pace - other) // (pace + other)
+
+
+_LEAST_CHANGE = _deviation(round(slowness.DEALT * LIKE), LIKE)
+"""Deviation from which the pace by which work is dealt changes."""
 
 
 def _threshold(num_groups: int) -> int:

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Collection
 
-from spare_megatron.faults.points import Fault
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.processor_quota import ProcessorQuota
 from spare_megatron.machine.timers import Timers
@@ -43,38 +42,12 @@ class NodeFaults:
         self._num_slowed = 0
 
     def inflict(self, wanted: FaultWanted) -> None:
-        seconds = wanted.fault.seconds
-        match wanted.fault.kind:
-            case "stop":
-                if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
-                    os.kill(wanted.pid, signal.SIGSTOP)
-                if seconds is not None:
-                    self._timers.after(seconds, lambda: self.let_go_on(wanted))
-            case "cut":
-                assert self._network is not None, "validation refuses it otherwise"
-                self._network.cut()
-                if seconds is not None:
-                    self._timers.after(seconds, self._network.mend)
-                self.let_go_on(wanted)
-            case "slow_link":
-                self._slow_link(wanted.fault)
-                self.let_go_on(wanted)
-            case "slow_host":
-                self._slow_host(wanted.fault)
-                self.let_go_on(wanted)
-            case "drain":
-                request(self._run_dir, [wanted.fault.group], "drain")
-                if seconds is not None:
-                    self._timers.after(seconds, lambda: self._ask_back(wanted.fault.group))
-                self.let_go_on(wanted)
-            case "resize":
-                are_away = asked_to_leave(self._run_dir, self._further) >= self._further
-                request(self._run_dir, self._further, "grow" if are_away else "drain")
-                self.let_go_on(wanted)
-            case "kill_supervisor":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case _:
-                self._pass_on(wanted)
+        if wanted.fault.kind not in HANDLERS:
+            self._pass_on(wanted)
+            return
+        HANDLERS[wanted.fault.kind](self, wanted)
+        if wanted.fault.kind != "stop":
+            self.let_go_on(wanted)
 
     def limit(self, pids: Collection[int]) -> None:
         """Limits these processes as the ranks are, if their host is slow."""
@@ -88,24 +61,43 @@ class NodeFaults:
             self._quota.close()
             self._quota = None
 
-    def _slow_link(self, fault: Fault) -> None:
+    def stop(self, wanted: FaultWanted) -> None:
+        if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
+            os.kill(wanted.pid, signal.SIGSTOP)
+        self._after(wanted, lambda: self.let_go_on(wanted))
+
+    def cut(self, wanted: FaultWanted) -> None:
         assert self._network is not None, "validation refuses it otherwise"
-        self._network.slow(_factor_of(fault))
-        self._num_slowed += 1
-        number = self._num_slowed
-        if fault.seconds is not None:
-            self._timers.after(fault.seconds, lambda: self._restore_link(number))
+        self._network.cut()
+        self._after(wanted, self._network.mend)
+
+    def slow_link(self, wanted: FaultWanted) -> None:
+        assert self._network is not None, "validation refuses it otherwise"
+        self._network.slow(wanted.fault.factor or 1.0)
+        self._num_slowed = number = self._num_slowed + 1
+        self._after(wanted, lambda: self._restore_link(number))
 
     def _restore_link(self, number: int) -> None:
         if self._network is not None and number == self._num_slowed:  # no later fault has slowed it
             self._network.restore()
 
-    def _slow_host(self, fault: Fault) -> None:
+    def slow_host(self, wanted: FaultWanted) -> None:
         self.close()
-        self._quota = quota = ProcessorQuota(os.getpid(), len(os.sched_getaffinity(0)) / _factor_of(fault))
+        self._quota = quota = ProcessorQuota(os.getpid(), len(os.sched_getaffinity(0)) / (wanted.fault.factor or 1.0))
         quota.limit(self._ranks.pids.values())
-        if fault.seconds is not None:
-            self._timers.after(fault.seconds, lambda: self.close() if self._quota is quota else None)
+        self._after(wanted, lambda: self.close() if self._quota is quota else None)
+
+    def drain(self, wanted: FaultWanted) -> None:
+        request(self._run_dir, [wanted.fault.group], "drain")
+        self._after(wanted, lambda: self._ask_back(wanted.fault.group))
+
+    def resize(self, _: FaultWanted) -> None:
+        are_away = asked_to_leave(self._run_dir, self._further) >= self._further
+        request(self._run_dir, self._further, "grow" if are_away else "drain")
+
+    def _after(self, wanted: FaultWanted, action: Callable[[], None]) -> None:
+        if wanted.fault.seconds is not None:
+            self._timers.after(wanted.fault.seconds, action)
 
     def _ask_back(self, group: GroupId) -> None:
         """Asks the group to take part again, once its ranks here have ended."""
@@ -123,6 +115,13 @@ class NodeFaults:
                 self._ranks.child(key).reports.send(GoOn(wanted=wanted))
 
 
-def _factor_of(fault: Fault) -> float:
-    assert fault.factor is not None, "validation refuses it otherwise"
-    return fault.factor
+HANDLERS: dict[str, Callable[[NodeFaults, FaultWanted], None]] = {
+    "stop": NodeFaults.stop,
+    "cut": NodeFaults.cut,
+    "slow_link": NodeFaults.slow_link,
+    "slow_host": NodeFaults.slow_host,
+    "drain": NodeFaults.drain,
+    "resize": NodeFaults.resize,
+    "kill_supervisor": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+}
+"""What a supervisor does to its ranks and its machine. The driver has the other kinds."""

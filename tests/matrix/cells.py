@@ -1,5 +1,6 @@
 """The fault matrix: every kind of fault that takes a group away, at every moment of a step and of a recovery."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,6 +20,7 @@ from spare_megatron.faults.points import (
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
+from spare_megatron.supervisor.rank_exits import INJECTED
 
 NUM_GROUPS = 4
 NUM_STAGES = 2
@@ -38,7 +40,16 @@ PHASES_OF_EVERY_STEP = tuple(
 )
 """Phases that some rank of every group reaches in every step; those of single buckets lie around `in_reduce`."""
 
-KINDS: tuple[FaultKind, ...] = ("kill", "stop", "raise", "hang", "cut")
+_BROKEN = "|lost a peer in its group"  # another rank of the group may be seen to end first
+CAUSES = {
+    "kill": "SIGKILL$" + _BROKEN,
+    "stop": "stopped for",
+    "raise": re.escape(INJECTED) + _BROKEN,
+    "hang": "no progress|no heartbeat",  # on a busy machine its beats may be late, too
+    "cut": r"node \d+: no heartbeat",
+}
+"""Kind -> the pattern of what a victim has to be lost for, as its supervisor or those of other nodes wrote down."""
+KINDS = tuple(map(FaultKind, CAUSES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,7 @@ from spare_megatron.process.reports import RanksStarted, RunEvent
 from spare_megatron.process.requests import request
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import (
-    Run,
-    assert_masked,
-    complete_run,
-    entries_of,
-    fenced_groups,
-    kill,
-    retries_of,
-)
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, fenced_groups, kill, retries_of
 from tests.matrix.cells import JOINING, LEAVING, NUM_GROUPS, NUM_STEPS, STEP, MembershipCell
 from tests.matrix.trial import Outcome, assert_same_bits, config_of, found_after_s
 
@@ -34,8 +26,7 @@ def run_membership_cell(cell: MembershipCell, corpus: Path, run_dir: Path, expec
     fault = kill(cell.phase, cell.step, cell.victim, rank=cell.step % 2)
     config = config_of(corpus, [fault], isolate=False, is_stacked=cell.is_stacked, num_further=0 if is_drain else 1)
     watch = Watch(
-        leaving=frozenset({(STEP, LEAVING)} if is_drain else ()),
-        awaited=frozenset(() if is_drain else {(STEP, JOINS)}),
+        leaving=frozenset({(STEP, LEAVING)} if is_drain else ()), awaited=frozenset(() if is_drain else {(STEP, JOINS)})
     )
     run = complete_run(config, run_dir, watch, on_event)
     assert_masked(run)  # with it, that the fault struck

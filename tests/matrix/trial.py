@@ -19,9 +19,8 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.faults.points import FaultKind, FaultPoint
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
-from spare_megatron.supervisor.rank_exits import INJECTED
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     CALM_HEARTBEAT_S,
@@ -37,21 +36,11 @@ from tests.integration.whole_run import (
     params_of,
     retries_of,
 )
-from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTITION_REDUNDANCY, STEP, Cell, draw_faults
+from tests.matrix.cells import CAUSES, NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTITION_REDUNDANCY, STEP, Cell, draw_faults
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 SLACK_S = 10.0
 """For a machine that is slow, or busy with other things. Every timeout that would find the fault, too, is longer."""
-
-_BROKEN = "|lost a peer in its group"  # another rank of the group may be seen to end first
-_CAUSES: dict[FaultKind, re.Pattern[str]] = {
-    "kill": re.compile("SIGKILL$" + _BROKEN),
-    "raise": re.compile(re.escape(INJECTED) + _BROKEN),
-    "stop": re.compile("stopped for"),
-    "hang": re.compile("no progress|no heartbeat"),  # on a busy machine its beats may be late, too
-    "cut": re.compile(r"node \d+: no heartbeat"),
-}
-"""What a victim has to be lost for, as its supervisor or those of other nodes wrote down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +104,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert checked.exit_code == 0, checked.output
     assert_same_bits(run, expected)
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
-    assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
+    assert all(re.match(CAUSES[cell.kind], cause) for cause in causes), causes
     found_s = found_after_s(run, victim)
     limit_s = _found_within_s(run, cell)
     assert found_s <= limit_s, f"found after {found_s:.1f} s, where {limit_s:.1f} s are allowed"

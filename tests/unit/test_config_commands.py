@@ -117,12 +117,7 @@ def reach_the_start(*_: object, **__: object) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_kind_of_data_is_taken_by_commands_that_train(
-    words: list[str],
-    starts: str,
-    kind: str,
-    prefixes: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    words: list[str], starts: str, kind: str, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text("def forward_step(batch, model, context): ...\n")

@@ -147,10 +147,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ["optimizer.decay_style=wsd", "optimizer.wsd_decay_steps=15", "optimizer.warmup_steps=6"],
             "optimizer.warmup_steps=6 and optimizer.wsd_decay_steps=15 together exceed train.steps=20",
         ),
-        (
-            ["profile.steps=[3, 20]"],
-            "profile.steps has 20, outside 0 to 19; train.steps is 20; change it",
-        ),
+        (["profile.steps=[3, 20]"], "profile.steps has 20, outside 0 to 19; train.steps is 20; change it"),
         (["profile.steps=[-1]"], "profile.steps has -1, outside 0 to 19"),
         (["profile.steps=[1]", "profile.groups=[4]"], "profile.groups has 4, outside 0 to 3; layout.num_groups is 4"),
         (
@@ -212,10 +209,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ["megatron.window_attn_skip_freq=2", "model.sliding_window=8"],
             "megatron.window_attn_skip_freq=2 does not work on CPUs",
         ),
-        (
-            ["megatron.glu_linear_offset=1.0"],
-            "glu_linear_offset=1.0 has no effect without a gated model.activation",
-        ),
+        (["megatron.glu_linear_offset=1.0"], "glu_linear_offset=1.0 has no effect without a gated model.activation"),
         (["megatron.is_hybrid_model=true"], "megatron.is_hybrid_model=True cannot be had: layers are those of a GPT"),
         (["model.norm_eps=0"], "model.norm_eps=0.0 must be above 0; raise it"),
         (["model.sliding_window=0"], "model.sliding_window=0 must be at least 1; raise it"),
@@ -254,7 +248,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
                 "control.endpoints=['http://127.0.0.1:1']",
                 "faults.trace=[{phase='forward', kind='kill_store'}]",
             ],
-            "faults.trace[0].kind=kill_store strikes a store that the run starts itself",
+            "faults.trace[0].kind=kill_store needs the embedded control store, but control.store=etcd",
         ),
         (["faults.trace=[{phase='patch'}]"], "faults.trace[0].phase=patch is never reached"),
         (
@@ -296,10 +290,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ["faults.trace=[{phase='in_reduce', kind='nan'}]"],
             "faults.trace[0].kind=nan strikes the local gradient sums, which are no longer read at phase=in_reduce",
         ),
-        (
-            ["faults.trace=[{phase='backward', kind='kill', bit=3}]"],
-            "faults.trace[0].bit=3 has no effect on kind=kill",
-        ),
+        (["faults.trace=[{phase='backward', kind='kill', bit=3}]"], "faults.trace[0].bit=3 has no effect on kind=kill"),
         (
             ["faults.trace=[{phase='backward', kind='kill', seconds=3.0}]"],
             "faults.trace[0].seconds=3.0 has no effect on kind=kill, which is permanent; remove it",
@@ -328,10 +319,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ["faults.trace=[{phase='backward', kind='clock_jump', seconds=nan}]"],
             "faults.trace[0].seconds=nan must lie within 1e+06 on either side of 0; change it",
         ),
-        (
-            ["faults.trace=[{phase='backward', kind='bit_flip', bit=32}]"],
-            "faults.trace[0].bit=32 lies outside 0 to 31",
-        ),
+        (["faults.trace=[{phase='backward', kind='bit_flip', bit=32}]"], "faults.trace[0].bit=32 lies outside 0 to 31"),
         (
             ["reduce.mode=reproducible", "faults.trace=[{phase='backward', kind='bit_flip', bit=64}]"],
             "faults.trace[0].bit=64 lies outside 0 to 63",
@@ -492,14 +480,8 @@ def test_what_cpus_lack_is_allowed_on_gpus() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (
-            [],
-            "megatron.fp8_recipe=delayed, the default, scales by values of earlier microbatches",
-        ),
-        (
-            ["fp8_recipe=delayed"],
-            "megatron.fp8_recipe=delayed scales by values of earlier microbatches, which",
-        ),
+        ([], "megatron.fp8_recipe=delayed, the default, scales by values of earlier microbatches"),
+        (["fp8_recipe=delayed"], "megatron.fp8_recipe=delayed scales by values of earlier microbatches, which"),
         (["fp8_recipe=custom"], "megatron.fp8_recipe=custom may keep values of earlier microbatches; set megatron.fp8"),
         (["fp8_recipe=tensorwise", "fp8_dot_product_attention=true"], "megatron.fp8_dot_product_attention=True cannot"),
         (["fp8_recipe=mxfp8", "fp8_param=true"], "megatron.fp8_param=True cannot be had: groups and checkpoints copy"),

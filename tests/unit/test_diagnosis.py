@@ -94,12 +94,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
     [
         ({"facts": None, "failure": "no answer"}, "node", True, "no answer"),
         ({"gpus": (GPU,) * 7}, "gpus", True, "7 GPUs are visible, and its 8 ranks need 8;"),
-        (
-            {"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)},
-            "gpus",
-            True,
-            "GPU 0 has",
-        ),
+        ({"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)}, "gpus", True, "GPU 0 has"),
         ({"gpus": (*(GPU,) * 7, replace(GPU, free_bytes=RANK - 1))}, "gpus", True, "others use it"),
         ({"gpus": (replace(GPU, name="A100"), *(GPU,) * 7)}, "gpus", False, "1 x A100, 7 x H100, and elsewhere 8 x"),
         ({"gpu_driver": "535.2"}, "gpus", False, "driver is 535.2, and 570.1 elsewhere"),
@@ -110,12 +105,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
             True,
             "spare_megatron is absent, and 0.1.0",
         ),
-        (
-            {"versions": {**FACTS.versions, "CUDA": ""}},
-            "versions",
-            True,
-            "torch 2.13.0 is built without CUDA",
-        ),
+        ({"versions": {**FACTS.versions, "CUDA": ""}}, "versions", True, "torch 2.13.0 is built without CUDA"),
         ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be used: OSError: libcudart"),
         (
             {"clock": ClockOffset(ahead_s=2.1, error_s=0.01)},
@@ -129,12 +119,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"temp_folder": f"/{'x' * 75}"}, "limits", True, "set TMPDIR to a shorter path"),
         ({"locked_memory_bytes": 65536}, "limits", False, "may lock 64 KiB of memory"),
         ({"corpus_bytes": (1000, None)}, "corpus", True, "data/corpus.idx cannot be read"),
-        (
-            {"corpus_bytes": (1000, 99)},
-            "corpus",
-            True,
-            "the corpora have (1000, 99) bytes (.bin, .idx), and",
-        ),
+        ({"corpus_bytes": (1000, 99)}, "corpus", True, "the corpora have (1000, 99) bytes (.bin, .idx), and"),
         ({"sees_folder": False, "folder_free_bytes": 0}, "storage", True, "/ck is not the folder that the driver's"),
         ({"write": Rate(failure="Permission denied")}, "storage", True, "/ck cannot be written: Permission denied"),
         ({"folder_free_bytes": CHECKPOINT - 1}, "storage", True, "and a checkpoint takes"),
@@ -142,7 +127,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"write": Rate(bytes_per_s=CHECKPOINT / 1801)}, "storage", True, "and checkpoint.timeout_s=1800"),
         ({"write": Rate(bytes_per_s=0.0)}, "storage", True, "takes 0 B a second"),
         ({"link": Rate(failure="refused")}, "network", True, "next cannot be reached from here: refused"),
-        ({"link": Rate(bytes_per_s=0.33e9)}, "network", False, "315 MiB a second to next over TCP, and 954 MiB"),
+        ({"link": Rate(bytes_per_s=0.19e9)}, "network", False, "181 MiB a second to next over TCP, and 954 MiB"),
     ],
 )
 def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
@@ -165,7 +150,7 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
         {"has_infiniband": False, "locked_memory_bytes": 65536},
         {"folder_free_bytes": 4 * CHECKPOINT},
         {"write": Rate(bytes_per_s=CHECKPOINT / 1799)},
-        {"link": Rate(bytes_per_s=0.34e9)},
+        {"link": Rate(bytes_per_s=0.21e9)},
         {"gpus": (*(GPU,) * 8,), "busy_ports": (2379,)},  # n3 is no member of etcd
     ],
 )

@@ -69,11 +69,7 @@ def test_all_nodes_are_looked_at_and_measured_in_a_ring_and_leave_nothing(config
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert [(report.failure, report.link_to) for report in reports] == [
-        ("", "node 1"),
-        ("", "node 2"),
-        ("", "node 0"),
-    ]
+    assert [(report.failure, report.link_to) for report in reports] == [("", "node 1"), ("", "node 2"), ("", "node 0")]
     for report in reports:
         assert report.facts is not None
         assert report.clock is not None

@@ -12,12 +12,11 @@ import pytest
 from scipy import stats
 
 import spare_megatron
-from spare_megatron.config.checks.validate_faults import rate_problems
+from spare_megatron.config.checks.validate_faults import rate_problems, survivable_kinds
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
-from spare_megatron.driver.fault_mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
-from spare_megatron.driver.fault_rates import FIRST_STEP, draw_faults
+from spare_megatron.driver.fault_rates import FIRST_STEP, LLAMA3_INTERRUPTIONS, draw_faults, kind_weights
 from spare_megatron.driver.fault_trace import groups_hit
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
@@ -216,7 +215,7 @@ def test_a_kind_named_twice_is_drawn_twice_as_often() -> None:
 def test_the_mix_of_llama3_draws_kinds_as_often_as_their_causes_struck() -> None:
     everywhere = ("cluster.num_nodes=12", "cluster.isolate_nodes=true", "layout.num_groups=12")
     weights = kind_weights(configured("faults.mix=llama3", *everywhere))
-    total = sum(LLAMA3_INTERRUPTIONS.values())
+    total = sum(count for count, _ in LLAMA3_INTERRUPTIONS.values())
     assert total == 419
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights["slow"] == pytest.approx(6 / total)  # thermal
@@ -244,7 +243,9 @@ def test_a_mix_without_any_of_the_listed_kinds_is_refused() -> None:
 def test_the_interruptions_of_llama3_are_those_of_the_simulators_preset() -> None:
     preset = Path(spare_megatron.__file__).parent / "tools" / "simulate" / "presets" / "llama3_16k.toml"
     mix = tomllib.loads(preset.read_text())["failures"]["mix"]
-    assert {cause: values["weight"] for cause, values in mix.items()} == LLAMA3_INTERRUPTIONS
+    assert {cause: values["weight"] for cause, values in mix.items()} == {
+        cause: count for cause, (count, _) in LLAMA3_INTERRUPTIONS.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ survivability

@@ -24,11 +24,12 @@ from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,
-    ContributionRecord,
+    CulpritRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
     LossRecord,
+    PacesRecord,
     Record,
     RestartRecord,
     UpdateRecord,
@@ -217,33 +218,15 @@ def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
     ]
 
 
-def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
+def test_groups_are_slow_that_are_dealt_less_work_or_named() -> None:
     run_state = run_state_of()
-    for step in range(9):
-        for group, pace_s in enumerate((1.0, 1.1, 2.5)):
-            began_s, work = 200.0 + 10 * step, {str(group): [0, 1] if group else [0, 1, 2, 3]}
-            load = len(work[str(group)])
-            run_state.add_line(
-                line(
-                    began_s + pace_s * load,
-                    ContributionRecord(
-                        group=group, step=step, attempt=step, epoch=0, members=[0, 1, 2], microbatches=work
-                    ),
-                )
-            )
-            update = UpdateRecord(
-                group=group,
-                step=step,
-                attempt=step,
-                num_microbatches=6,
-                loss=2.0,
-                grad_norm=1.0,
-                learning_rate=0.1,
-                makespan=2,
-                step_s=10.0,
-            )
-            run_state.add_line(line(began_s + 10.0, update))
-        assert run_state.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
+    run_state.add_line(line(200.0, PacesRecord(group=0, step=3, permille={"1": 1500, "2": 800})))
+    assert run_state.groups() == ["alive", "slow", "alive"]
+    named = CulpritRecord(machine=0, cause="data", of_group=0, excess_s=1.0, factor=2.0)
+    run_state.add_line(line(201.0, named))
+    assert run_state.groups() == ["slow", "slow", "alive"]
+    run_state.add_line(line(202.0, replace(named, is_over=True)))
+    assert run_state.groups() == ["alive", "slow", "alive"]
 
 
 def test_the_next_save_follows_from_the_cadence_or_the_settings() -> None:

@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems
-from spare_megatron.config.limits import violations
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
+from tests.unit.configured import CPU, configured
 
 
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
-    config = RunConfig(checkpoint=CheckpointConfig(**settings))
-    config = replace(config, faults=replace(config.faults, trace=() if fault is None else (fault,)))
-    (problem,) = [*violations(config), *checkpoint_problems(config)]
+    (problem,) = problems(struck(*filter(None, [fault]), **settings), CPU)
     return problem
+
+
+def struck(*trace: FaultConfig, **settings: Any) -> RunConfig:
+    base = configured("layout.pipeline_parallel=2")
+    return replace(base, checkpoint=CheckpointConfig(**settings), faults=replace(base.faults, trace=trace))
 
 
 def fault(**fields: Any) -> FaultConfig:
@@ -40,7 +43,7 @@ def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any]
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"kind": "nan"}, "faults.trace[0].kind=nan cannot strike a save; choose one of kill, stop"),
+        ({"kind": "raise"}, "faults.trace[0].kind=raise cannot strike a save; choose one of kill, stop"),
         ({"rank": 1}, "faults.trace[0].phase=save_rename is reached by rank 0 alone"),
         ({"group": None}, "set faults.trace[0].group"),
     ],
@@ -52,11 +55,10 @@ def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: 
 @pytest.mark.parametrize("phase", [FaultPoint.LOAD, FaultPoint.LOAD_SEARCH])
 def test_a_fault_needs_a_load_to_strike(phase: FaultPoint) -> None:
     assert "is reached only when a checkpoint is loaded" in only_problem(fault(phase=phase))
-    config = RunConfig(checkpoint=CheckpointConfig(load="runs/a/checkpoints"))
-    config = replace(config, faults=replace(config.faults, trace=(fault(phase=phase),)))
-    assert len(list(checkpoint_problems(config))) == (phase is FaultPoint.LOAD_SEARCH), "at the start no group searches"
-    wiped_out = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=phase))))
-    assert not [text for text in checkpoint_problems(wiped_out) if "is loaded" in text]
+    found = problems(struck(fault(phase=phase), load="runs/a/checkpoints"), CPU)
+    assert len(found) == (phase is FaultPoint.LOAD_SEARCH), "at the start no group searches"
+    wiped_out = struck(fault(), fault(phase=phase), load="runs/a/checkpoints")
+    assert not [text for text in problems(wiped_out, CPU) if "is loaded" in text]
 
 
 def test_a_fault_needs_a_save_to_strike() -> None:
@@ -64,6 +66,4 @@ def test_a_fault_needs_a_save_to_strike() -> None:
 
 
 def test_a_save_may_be_struck_where_there_is_one() -> None:
-    config = RunConfig(checkpoint=CheckpointConfig(interval_s=60.0))
-    config = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=FaultPoint.SAVE, rank=1))))
-    assert list(checkpoint_problems(config)) == []
+    assert problems(struck(fault(), fault(phase=FaultPoint.SAVE, rank=1), interval_s=60.0), CPU) == []

@@ -2,8 +2,8 @@
 
 import pytest
 
+from spare_megatron.config.checks.requirements import expert_problems
 from spare_megatron.config.checks.validate import Machine, problems
-from spare_megatron.config.checks.validate_experts import expert_problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.schema import RunConfig

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.config.checks.validate_checkpoint import snapshot_problems, snapshot_warnings
-from spare_megatron.config.limits import violations
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.config.checks.validate_training import snapshot_warnings
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
+from tests.unit.configured import CPU, configured
 
-GOOD = RunConfig(snapshot=SnapshotConfig(every_steps=10, redundancy=1), cluster=ClusterConfig(num_nodes=2))
+GOOD = replace(configured(), snapshot=SnapshotConfig(every_steps=10, redundancy=1), cluster=ClusterConfig(num_nodes=2))
 
 REFUSED = {
     "negative redundancy": (replace(GOOD, snapshot=SnapshotConfig(redundancy=-1)), "snapshot.redundancy=-1"),
@@ -20,13 +21,13 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "named"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig, named: str) -> None:
-    (text,) = [*violations(config), *snapshot_problems(config)]
+    (text,) = problems(config, CPU)
     assert named in text
 
 
 def test_good_settings_and_none_raise_neither_errors_nor_warnings() -> None:
-    for config in (GOOD, RunConfig(), replace(GOOD, snapshot=SnapshotConfig(every_steps=2, redundancy=0))):
-        assert [*snapshot_problems(config), *snapshot_warnings(config)] == []
+    for config in (GOOD, configured(), replace(GOOD, snapshot=SnapshotConfig(every_steps=2, redundancy=0))):
+        assert [*problems(config, CPU), *snapshot_warnings(config)] == []
 
 
 def test_more_copies_than_nodes_raise_a_warning() -> None:
@@ -40,4 +41,4 @@ def test_more_copies_of_partitions_than_they_have_hosts_raise_a_warning() -> Non
     assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "each is kept on only 1" in text
     stacked = replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=2))
-    assert [*snapshot_problems(stacked), *snapshot_warnings(stacked)] == []
+    assert [*problems(stacked, CPU), *snapshot_warnings(stacked)] == []

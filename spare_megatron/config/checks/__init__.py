@@ -1,4 +1,1 @@
-"""What is wrong with a configuration.
-
-Start with `validate`, which collects all problems.
-"""
+"""What is wrong with a configuration. `validate` collects all problems."""

@@ -1,25 +1,28 @@
 """Reports all problems of a configuration at once, and warns about doubtful settings. Pure."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spare_megatron.config.checks.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
+from spare_megatron.config.checks.requirements import (
+    CHECKPOINTS,
+    DOUBTS,
+    LAYOUT,
+    TRAINING,
+    broken,
+    expert_problems,
+)
 from spare_megatron.config.checks.validate_cluster import (
     ProcessLimits,
     launcher_problems,
-    launcher_warnings,
     limit_problems,
     ramp_problems,
     reforming_problems,
     reforming_warnings,
     spare_problems,
     store_problems,
-    store_warnings,
 )
-from spare_megatron.config.checks.validate_experts import expert_problems
 from spare_megatron.config.checks.validate_faults import fault_problems, rate_problems
 from spare_megatron.config.checks.validate_training import (
     data_problems,
@@ -28,6 +31,7 @@ from spare_megatron.config.checks.validate_training import (
     memory_problems,
     metrics_problems,
     optimizer_problems,
+    snapshot_warnings,
 )
 from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
@@ -41,9 +45,9 @@ from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.validation_sets import evaluation_problems
 from spare_megatron.stacking.placement import make_placement
 
-_LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
 _MOST_THREADS_PER_CORE = 8
 """Limit up to which ranks of small models that share cores meet their heartbeats; the demo runs 8 on one machine."""
+_WAITS = ("heartbeat_interval_s", "store_timeout_s", "startup_timeout_s", "decision_timeout_s", "group_timeout_s")
 _LEAST_HEARTBEAT_S = 0.01
 """A healthy thread may wait this long for a processor."""
 _MOST_WAIT_S = 1e8
@@ -97,11 +101,10 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
     unusable = dict(_unusable_paths(config))
     found = [
-        *_name(config),
         *violations(config),
-        *_outside_range(config),
+        *broken(TRAINING, config),
+        *broken(LAYOUT, config),
         *_infinite(config),
-        *_redundancy(config),
         *audit_problems(on_device(config, machine)),
         *spare_problems(config),
         *reforming_problems(config),
@@ -109,26 +112,20 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_indivisible(config),
         *_rotation(config),
         *_window(config),
-        *_documents(config),
-        *_schedule(config),
         *optimizer_problems(config),
         *lane_problems(config),
         *evaluation_problems(config),
         *_timeouts(config),
-        *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
+        *store_problems(config, can_listen=machine.can_listen),
         *launcher_problems(config),
         *field_problems(config),
         *expert_problems(config),
         *fault_problems(config),
         *rate_problems(config),
-        *checkpoint_problems(config),
+        *broken(CHECKPOINTS, config),
         *metrics_problems(config.metrics),
         *_profile(config),
-        *snapshot_problems(config),
-        *_isolation(config, machine),
-        *_slow_faults(machine),
-        *_device(config, machine),
-        *([machine.program_failure] if machine.program_failure else []),
+        *_machine(config, machine),
         *data_problems(
             config,
             has_corpus=machine.has_corpus,
@@ -159,23 +156,16 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
     """Doubtful settings of a configuration that has no problems."""
     return [
         *_oversubscribed(config, machine),
+        *broken(DOUBTS, config),
         *_weak_redundancy(config),
         *field_warnings(config),
         *lane_warnings(config),
-        *store_warnings(config.control),
         *snapshot_warnings(config),
-        *launcher_warnings(config),
         *reforming_warnings(config),
     ]
 
 
 # ------------------------------------------------------------------------------------------------------- sizes
-
-
-def _name(config: RunConfig) -> Iterator[str]:
-    """The name becomes part of paths, control store keys and the batch script."""
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
-        yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
 
 def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -187,22 +177,6 @@ def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield name, reason
         elif path != path.encode(errors="replace").decode():
             yield name, "it is not UTF-8, in which settings are written down; rename it"
-
-
-def _outside_range(config: RunConfig) -> Iterator[str]:
-    if not _LEAST_BUCKET_MIB <= config.bucket_mib <= _MOST_BUCKET_MIB:
-        yield (
-            f"reduce.bucket_mib={config.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
-            f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
-        )
-    if config.reduce.mode == "fast_bf16" and config.model.precision == "fp32":
-        yield (
-            f"reduce.mode=fast_bf16 rounds the gradients of model.precision={config.model.precision} to bf16; set "
-            f"reduce.mode=fast or model.precision=bf16"
-        )
-    factor = config.train.gradient_outlier_factor
-    if not (factor == 0.0 or factor > 1.0):
-        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to disable the check; change it"
 
 
 def _profile(config: RunConfig) -> Iterator[str]:
@@ -224,37 +198,6 @@ def _infinite(config: RunConfig) -> Iterator[str]:
     for key, value in settings_of(config):
         if isinstance(value, float) and math.isinf(value):
             yield f"{key}={value} must be finite; choose a number"
-
-
-def _redundancy(config: RunConfig) -> Iterator[str]:
-    redundancy, num_groups = config.spare.redundancy, config.layout.num_groups
-    if redundancy > num_groups:
-        yield (
-            f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
-            f"than there are groups; lower spare.redundancy or raise layout.num_groups"
-        )
-    max_groups = config.layout.max_groups
-    if max_groups is not None and max_groups < num_groups:
-        yield (
-            f"layout.max_groups={max_groups} is less than layout.num_groups={num_groups}, with which the run begins; "
-            f"raise the former or leave it out"
-        )
-    if config.layout.most_groups > num_groups and config.data.access != "shared":
-        yield (
-            f"layout.max_groups={max_groups} exceeds layout.num_groups={num_groups}, and groups beyond that host no "
-            f"shard: they need data.access=shared, but it is {config.data.access}; set it or lower the former"
-        )
-    if config.data.access == "shared" and config.spare.granularity == "stack":
-        yield (
-            "data.access=shared assigns single microbatches of shards without a host, but spare.granularity=stack "
-            "moves whole shards; set data.access=stacked or spare.granularity=microbatch"
-        )
-    if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
-        yield (
-            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, but "
-            f"spare.placement=consecutive puts them next to each other; set spare.placement to golomb or "
-            f"spare.groups_per_domain to 1"
-        )
 
 
 def _indivisible(config: RunConfig) -> Iterator[str]:
@@ -299,44 +242,12 @@ def _rotation(config: RunConfig) -> Iterator[str]:
             f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
             f"make the width even"
         )
-    for name, neutral in (("rope_base", 10000.0), ("rope_scaling_factor", 1.0)):
-        if model.position_embedding != "rope" and getattr(model, name) != neutral:
-            yield (
-                f"model.{name}={getattr(model, name)} has no effect on model.position_embedding="
-                f"{model.position_embedding}; remove it, or set that to rope"
-            )
-
-
-# ---------------------------------------------------------------------------------------------- training itself
-
-
-def _schedule(config: RunConfig) -> Iterator[str]:
-    layout = config.layout
-    if layout.virtual_pipeline == 1:
-        return
-    if layout.pipeline_parallel == 1:
-        yield (
-            f"layout.virtual_pipeline={layout.virtual_pipeline} needs more than one pipeline stage, but "
-            f"layout.pipeline_parallel=1; raise the one or set the other to 1"
-        )
-    if config.megatron.get("batch_p2p_comm"):
-        yield (
-            f"megatron.batch_p2p_comm=true with layout.virtual_pipeline={layout.virtual_pipeline} computes silently "
-            f"wrong gradients in the interleaved schedule; set the first to false or the second to 1"
-        )
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:
     """All timeouts are positive, and each outlasts the events it has to wait through."""
-    control = config.control
-    waits = {
-        "control.heartbeat_interval_s": control.heartbeat_interval_s,
-        "control.store_timeout_s": control.store_timeout_s,
-        "reduce.timeout_s": config.reduce.timeout_s,
-        "control.startup_timeout_s": control.startup_timeout_s,
-        "control.decision_timeout_s": control.decision_timeout_s,
-        "control.group_timeout_s": control.group_timeout_s,
-    }
+    waits = {f"control.{name}": getattr(config.control, name) for name in _WAITS}
+    waits["reduce.timeout_s"] = config.reduce.timeout_s
     for key, value in waits.items():
         least_s = _LEAST_HEARTBEAT_S if key == "control.heartbeat_interval_s" else 0.0
         if not value > least_s:
@@ -345,26 +256,21 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g} (three years), and longer waits overflow; lower it"
     if not min(waits.values()) > 0.0:
         return
-    lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"
-    reason = {
-        lost: "waits would time out before a lost rank is detected",
-        away: "waits would time out while the store may still come back",
-    }
-    limits = {lost: 2 * control.heartbeat_interval_s, away: control.store_timeout_s}
-    for inner, outer in (
-        (lost, away),
-        (away, "reduce.timeout_s"),
-        (away, "control.group_timeout_s"),
+    found_s, away = 2 * config.control.heartbeat_interval_s, "control.store_timeout_s"
+    for inner, inner_s, outer, reason in (
+        ("2 x control.heartbeat_interval_s", found_s, away, "before a lost rank is detected"),
+        (away, waits[away], "reduce.timeout_s", "while the store may still come back"),
+        (away, waits[away], "control.group_timeout_s", "while the store may still come back"),
     ):
-        if limits[inner] > waits[outer]:
+        if inner_s > waits[outer]:
             yield (
-                f"{inner} = {limits[inner]:g} exceeds {outer}={waits[outer]:g}: {reason[inner]}; "
-                f"lower the first or raise the second"
+                f"{inner} = {inner_s:g} exceeds {outer}={waits[outer]:g}: waits would time out {reason}; lower the "
+                f"first or raise the second"
             )
-    needed_s = config.reduce.timeout_s + control.group_timeout_s
-    if not control.decision_timeout_s > needed_s:
+    needed_s = config.reduce.timeout_s + config.control.group_timeout_s
+    if not config.control.decision_timeout_s > needed_s:
         yield (
-            f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "
+            f"control.decision_timeout_s={config.control.decision_timeout_s} must exceed reduce.timeout_s + "
             f"control.group_timeout_s = {needed_s}: a decision may wait until another group's pipeline and reduction "
             f"have timed out; raise control.decision_timeout_s or lower one of the others"
         )
@@ -373,23 +279,18 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------- machine
 
 
-def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
+def _machine(config: RunConfig, machine: Machine) -> Iterator[str]:
     if config.cluster.isolate_nodes and not machine.can_isolate:
         yield (
             "cluster.isolate_nodes=true needs root, and `ip`, `bridge` and `nsenter` (Debian: iproute2, util-linux); "
             "set it to false"
         )
-    if config.cluster.isolate_nodes and config.control.store != "embedded":
-        yield (
-            f"control.store={config.control.store} cannot be reached with cluster.isolate_nodes=true; set the first to "
-            f"embedded or the second to false"
-        )
-
-
-def _slow_faults(machine: Machine) -> Iterator[str]:
     for kind, reason in (("slow_host", machine.no_slow_host), ("slow_link", machine.no_slow_link)):
         if reason:
             yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
+    if machine.program_failure:
+        yield machine.program_failure
+    yield from _device(config, machine)
 
 
 def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -425,22 +326,6 @@ def _window(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _documents(config: RunConfig) -> Iterator[str]:
-    """Masks that the model could not use."""
-    data, model, context = config.data, config.model, config.layout.context_parallel
-    if data.reset_position_ids and model.position_embedding == "rope":
-        yield (
-            "data.reset_position_ids=true has no effect on model.position_embedding=rope, which ignores the ids of "
-            "positions and depends on their distances alone; set data.reset_attention_mask=true, and this to false"
-        )
-    if data.reset_attention_mask and (context > 1 or model.transformer_impl == "transformer_engine"):
-        yield (
-            f"data.reset_attention_mask=true needs attention by torch, but model.transformer_impl="
-            f"{model.transformer_impl} with layout.context_parallel={context} is that of transformer-engine; set "
-            f"model.transformer_impl=local and layout.context_parallel=1"
-        )
-
-
 def _only_transformer_engine(config: RunConfig) -> str:
     return (
         f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine; "
@@ -462,10 +347,7 @@ def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     spare, num_groups = config.spare, config.layout.num_groups
-    if spare.redundancy == 1:
-        yield "spare.redundancy=1 masks nothing: every lost group sends the run back to its newest checkpoint"
-        return
-    if spare.redundancy == num_groups:  # no other placement nor a lower redundancy does better
+    if spare.redundancy in (1, num_groups):  # no other placement nor a lower redundancy does better
         return
     placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
     most = placement.max_hosts_in_domain(spare.groups_per_domain)

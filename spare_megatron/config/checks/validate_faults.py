@@ -2,46 +2,166 @@
 
 from collections.abc import Iterator
 
+from spare_megatron.config.checks.requirements import FaultCase, Rule, broken
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.controller.comparison import LEAST_HOSTS_TO_COMPARE
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import (
+    PHASES_AFTER_A_WIPE_OUT,
     PHASES_BETWEEN_STEPS,
-    PHASES_OF_A_BUCKET,
     PHASES_OF_A_JOIN,
+    PHASES_OF_A_LOAD,
+    PHASES_OF_A_SAVE,
     PHASES_OF_AN_EVALUATION,
     PHASES_WITH_SLICES,
+    FaultKind,
     FaultPoint,
 )
 
-_WHILE_SUMS_GROW = (
-    FaultPoint.FORWARD,
-    FaultPoint.SEND,
-    FaultPoint.RECEIVE,
-    FaultPoint.BACKWARD,
-    FaultPoint.PATCH,
-    FaultPoint.BEFORE_REDUCE,
-)
-"""Phases at which local gradient sums have not entered the reduction."""
+_AFTER_A_LOSS = (FaultPoint.PATCH, FaultPoint.REPAIR, FaultPoint.EVALUATION_PATCH)
+_OF_THE_FIRST_RANK = (FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP)
+_IN_BACKGROUND = [kind for kind, row in KINDS.items() if row.in_background]
+_MOST = 1e6
+"""Seconds, and factors of slowness."""
 
-_FOR_GOOD = (
-    "kill",
-    "raise",
-    "kill_supervisor",
-    "kill_store",
-    "nan",
-    "bit_flip",
-    "param_flip",
-    "moment_flip",
-    "sum_flip",
-    "data_flip",
-    "resize",
-    "activation_flip",
-)
-"""Kinds that do not pass by themselves."""
 
-_MOST_SECONDS = 1e6
-_SLOW = ("slow", "slow_data", "slow_host", "slow_link")
-_MOST_FACTOR = 1e6
+_NO_LOAD = (
+    "[.phase] is reached only when a checkpoint is loaded: add faults before it that cause a wipe-out, and raise "
+    "[checkpoint.max_restarts] to at least 1"
+)
+
+
+def _is_repair(at: FaultCase) -> bool:
+    return at.fault.phase is FaultPoint.REPAIR and at.config.optimizer.sharding == "stacked"
+
+
+def _is_loaded(at: FaultCase) -> bool:
+    """Whether a checkpoint may be loaded after a wipe-out or, where this phase is reached then, at the start."""
+    checkpoint, may_begin = at.config.checkpoint, at.fault.phase not in PHASES_AFTER_A_WIPE_OUT
+    return bool((may_begin and checkpoint.load) or (at.index > 0 and checkpoint.max_restarts > 0))
+
+
+# fmt: off
+_OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
+    Rule(lambda at: at.fault.phase in (FaultPoint.SEND, FaultPoint.RECEIVE) and at.config.layout.pipeline_parallel == 1,
+         "[.phase] is never reached with [layout.pipeline_parallel]; choose another phase or raise "
+         "layout.pipeline_parallel"),
+    Rule(lambda at: at.fault.phase in PHASES_WITH_SLICES and at.config.optimizer.sharding == "replicated",
+         "[.phase] is never reached with [optimizer.sharding]; choose another phase or set optimizer.sharding to "
+         "stacked"),
+    Rule(lambda at: at.index == 0 and at.fault.phase in _AFTER_A_LOSS
+         and (at.fault.phase not in PHASES_WITH_SLICES or at.config.optimizer.sharding == "stacked"),
+         "[.phase] is never reached: no group is lost before it; add a fault before it"),
+    Rule(lambda at: _is_repair(at) and at.fault.group is None,
+         "[.phase] strikes a group that copies lost partitions; set <where>.group"),
+    Rule(lambda at: _is_repair(at) and at.fault.kind == "hang",
+         "[.kind] at phase=repair stalls a background thread that no step waits for; choose another kind or phase"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_AN_EVALUATION
+         and (not at.config.eval.every_steps or not at.fault.step or at.fault.step % at.config.eval.every_steps),
+         "[.phase] is reached only after as many steps as [eval.every_steps] divides, before the step that "
+         "<where>.step names; set both so"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_JOIN and (at.index == 0 or not at.config.spare.rejoins),
+         "[.phase] is reached only when a lost group comes back: add a fault before it, and raise [spare.rejoins] to "
+         "at least 1"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_JOIN and at.fault.group is None,
+         "[.phase] strikes the donor or the group that comes back; set <where>.group"),
+    Rule(lambda at: at.fault.phase is FaultPoint.JOIN_TRANSFER and not at.kind.in_background,
+         f"[.kind] cannot strike the background transfer; choose {' or '.join(_IN_BACKGROUND)}"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and not at.config.checkpoint.is_wanted,
+         "[.phase] is reached only when a checkpoint is taken; set checkpoint.interval_steps or checkpoint.interval_s"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and not at.kind.in_background,
+         f"[.kind] cannot strike a save; choose one of {', '.join(_IN_BACKGROUND)}"),
+    Rule(lambda at: at.fault.phase in _OF_THE_FIRST_RANK and at.fault.rank != 0,
+         "[.phase] is reached by rank 0 alone; set <where>.rank to 0"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and at.fault.group is None,
+         "[.phase] strikes the group that saves, which changes; set <where>.group"),
+    Rule(lambda at: at.fault.phase in PHASES_OF_A_LOAD - PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at),
+         f"{_NO_LOAD}, or set checkpoint.load"),
+    Rule(lambda at: at.fault.phase in PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at), _NO_LOAD),
+    Rule(lambda at: at.fault.seconds is None and at.kind.duration == "passes",
+         "[.kind] needs <where>.seconds, the delay or offset; set it"),
+    Rule(lambda at: at.fault.seconds is not None and at.kind.duration == "lasts",
+         "[.seconds] has no effect on kind=<.kind>, which is permanent; remove it"),
+    Rule(lambda at: at.fault.kind == "clock_jump" and not abs(at.fault.seconds or 0.0) <= _MOST,
+         "[.seconds] must lie within 1e+06 on either side of 0; change it"),
+    Rule(lambda at: at.fault.seconds is not None and at.fault.kind != "clock_jump" and at.kind.duration != "lasts"
+         and not 0 < at.fault.seconds <= _MOST,
+         "[.seconds] must be above 0 and at most 1e+06; change it, or remove it for a permanent fault"),
+    Rule(lambda at: at.fault.factor is not None and not at.kind.has_factor,
+         "[.factor] has no effect on kind=<.kind>; remove it"),
+    Rule(lambda at: at.fault.factor is None and at.kind.has_factor,
+         "[.kind] needs <where>.factor, how many times slower it is; set it above 1"),
+    Rule(lambda at: at.fault.factor is not None and at.kind.has_factor and not 1.0 < at.fault.factor <= _MOST,
+         "[.factor] must be above 1 and at most 1e+06; change it"),
+    Rule(lambda at: at.kind.flips == "token" and (at.fault.rank != 0 or at.config.program.file),
+         "[.kind] strikes the tokens that the first stage reads; set <where>.rank=0, without program.file"),
+    Rule(lambda at: at.kind.flips == "moment" and not at.fault.step and at.fault.phase not in PHASES_BETWEEN_STEPS,
+         "[.kind] strikes moments, which the first update creates, but [.step] may come before it; set a step above 0"),
+    Rule(lambda at: at.fault.bit is not None and not at.kind.flips,
+         "[.bit] has no effect on kind=<.kind>; remove it"),
+)
+
+_OF_RATES: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.faults.trace,
+         "faults.mean_steps draws faults, but faults.trace lists them; remove one of them"),
+    Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.redundancy < 2,
+         "faults.mean_steps draws faults that must be masked, but with [optimizer.redundancy] each lost group holds "
+         "the only copy of a partition; raise that to at least 2"),
+    Rule(lambda c: c.faults.mean_steps is not None and not c.faults.mean_steps >= 0.1,  # faults are drawn one by one
+         "[faults.mean_steps] must be at least 0.1; raise it"),
+    Rule(lambda c: not c.faults.shape >= 0.1,  # nearly all faults would come at once; far below, the mean overflows
+         "[faults.shape] must be at least 0.1; raise it"),
+    Rule(lambda c: not c.faults.max_seconds > 0, "[faults.max_seconds] must be above 0; raise it"),
+    Rule(lambda c: not c.faults.recovery_steps > 0, "[faults.recovery_steps] must be above 0; raise it"),
+    Rule(lambda c: not 0.0 <= c.faults.domain_share <= 1.0,
+         "[faults.domain_share] lies outside 0 to 1; choose a share"),
+    Rule(lambda c: c.faults.max_seconds >= c.control.store_timeout_s,
+         "[faults.max_seconds] must be below [control.store_timeout_s], after which a stopped store ends the run; "
+         "lower it"),
+    Rule(lambda c: c.faults.recovery_steps >= c.train.steps,
+         "[faults.recovery_steps] leaves no room for faults in [train.steps]; lower it, or raise train.steps"),
+    Rule(lambda c: any(KINDS[kind].corrupts_state for kind in {*survivable_kinds(c)} & {*(c.faults.kinds or KINDS)})
+         and c.faults.recovery_steps <= c.train.params_check_every_steps,
+         "[faults.recovery_steps] must be above [train.params_check_every_steps], so that corrupted parameters are "
+         "found in time; raise it"),
+)
+# fmt: on
+
+
+def _lacks(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
+    """What a fault of this kind needs and the run has not, and the remedy."""
+    needs, store = KINDS[kind].needs, config.control.store
+    if "isolated_nodes" in needs and not config.cluster.isolate_nodes:
+        yield "needs a network of the node's own", "set cluster.isolate_nodes=true"
+    if "further_groups" in needs and not config.parallel.further_groups:
+        yield "needs further groups", "set layout.max_groups above layout.num_groups"
+    if "embedded_store" in needs and store != "embedded":
+        yield f"needs the embedded control store, but control.store={store}", "set control.store=embedded"
+
+
+def _why_not_survived(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
+    """Why random faults of this kind cannot strike the run, or would end it, and the remedy."""
+    row, hosts = KINDS[kind], config.optimizer.redundancy
+    yield from _lacks(config, kind)
+    if row.costs == "node" and config.cluster.num_nodes == 1:
+        yield "hits the only node", "raise cluster.num_nodes"
+    if row.corrupts_state and config.optimizer.sharding == "stacked" and hosts < LEAST_HOSTS_TO_COMPARE:
+        yield (
+            f"ends a run with optimizer.redundancy={hosts}: no majority of a partition's hosts is correct then",
+            f"raise that to at least {LEAST_HOSTS_TO_COMPARE}",
+        )
+
+
+def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
+    """Every kind that this run can survive, apart from those that not every machine can inject."""
+    return tuple(
+        kind
+        for kind, row in KINDS.items()
+        if row.drawn == "survived"
+        and row.costs != "run"
+        and not any(_why_not_survived(config, kind))
+        and (row.costs != "departure" or config.spare.rejoins)
+    )
 
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
@@ -75,220 +195,39 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
     for name, value, limit, limit_text in limits:
         if value is not None and not 0 <= value < limit:
             yield f"{where}.{name}={value} lies outside 0 to {limit - 1}; {limit_text} is {limit}"
-    if fault.phase in (FaultPoint.SEND, FaultPoint.RECEIVE) and config.layout.pipeline_parallel == 1:
+    yield from broken(_OF_A_FAULT, FaultCase(config, index))
+    for reason, remedy in _lacks(config, fault.kind):
+        yield f"{where}.kind={fault.kind} {reason}; {remedy}, or choose another kind"
+    row, num_bits = KINDS[fault.kind], bits_of(config, fault.kind)
+    if row.phases and fault.phase not in row.phases:
         yield (
-            f"{where}.phase={fault.phase} is never reached with layout.pipeline_parallel=1; "
-            f"choose another phase or raise layout.pipeline_parallel"
+            f"{where}.kind={fault.kind} strikes {row.target} at phase={fault.phase}; choose one of "
+            f"{', '.join(row.phases)}"
         )
-    if fault.phase is FaultPoint.PATCH and index == 0:
-        yield f"{where}.phase=patch is never reached: no group is lost before it; add a fault before it"
-    if fault.phase in PHASES_WITH_SLICES and config.optimizer.sharding == "replicated":
-        yield (
-            f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
-            f"set optimizer.sharding to stacked"
-        )
-    elif fault.phase is FaultPoint.REPAIR:
-        yield from _unreachable_repair(where, index, fault)
-    if fault.phase in PHASES_OF_AN_EVALUATION:
-        yield from _unreachable_evaluation(config, where, index, fault)
-    if fault.phase in PHASES_OF_A_JOIN:
-        yield from _unreachable_join(config, index, fault)
-    yield from _unlikely_times(config, where, fault)
-    yield from _wrong_factor(where, fault)
-    yield from _impossible_corruption(config, where, fault)
-
-
-def _unreachable_evaluation(config: RunConfig, where: str, index: int, fault: FaultConfig) -> Iterator[str]:
-    every = config.eval.every_steps
-    if not every or not fault.step or fault.step % every:
-        yield (
-            f"{where}.phase={fault.phase} is reached only after as many steps as eval.every_steps={every} divides, "
-            f"before the step that {where}.step names; set both so"
-        )
-    if fault.phase is FaultPoint.EVALUATION_PATCH and index == 0:
-        yield f"{where}.phase={fault.phase} is never reached: no group is lost before it; add a fault before it"
-
-
-def _unreachable_repair(where: str, index: int, fault: FaultConfig) -> Iterator[str]:
-    if index == 0:
-        yield f"{where}.phase=repair is never reached: no group is lost before it; add a fault before it"
-    if fault.group is None:
-        yield f"{where}.phase=repair strikes a group that copies lost partitions; set {where}.group"
-    if fault.kind == "hang":
-        yield (
-            f"{where}.kind=hang at phase=repair stalls a background thread that no step waits for; choose another kind "
-            f"or phase"
-        )
-
-
-def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
-    where = f"faults.trace[{index}]"
-    if index == 0 or not config.spare.rejoins:
-        yield (
-            f"{where}.phase={fault.phase} is reached only when a lost group comes back: add a fault before it, and "
-            f"raise spare.rejoins={config.spare.rejoins} to at least 1"
-        )
-    if fault.group is None:
-        yield f"{where}.phase={fault.phase} strikes the donor or the group that comes back; set {where}.group"
-    if fault.phase is FaultPoint.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
-        yield f"{where}.kind={fault.kind} cannot strike the background transfer; choose kill or stop"
-
-
-def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
-        yield f"{where}.kind={fault.kind} needs a network of the node's own; set cluster.isolate_nodes=true"
-    if fault.kind == "resize" and not config.parallel.further_groups:
-        yield f"{where}.kind=resize needs further groups; set layout.max_groups above layout.num_groups"
-    if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
-        yield (
-            f"{where}.kind={fault.kind} strikes a store that the run starts itself, but "
-            f"control.store={config.control.store}; set that to embedded or choose another kind"
-        )
-    if fault.seconds is None:
-        if fault.kind in ("delay", "clock_jump"):
-            yield f"{where}.kind={fault.kind} needs {where}.seconds, the delay or offset; set it"
-    elif fault.kind in _FOR_GOOD:
-        yield f"{where}.seconds={fault.seconds} has no effect on kind={fault.kind}, which is permanent; remove it"
-    elif fault.kind == "clock_jump":
-        if not abs(fault.seconds) <= _MOST_SECONDS:
-            yield f"{where}.seconds={fault.seconds} must lie within {_MOST_SECONDS:g} on either side of 0; change it"
-    elif not 0 < fault.seconds <= _MOST_SECONDS:
-        yield (
-            f"{where}.seconds={fault.seconds} must be above 0 and at most {_MOST_SECONDS:g}; change it, or remove it "
-            f"for a permanent fault"
-        )
-
-
-def _wrong_factor(where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind not in _SLOW:
-        if fault.factor is not None:
-            yield f"{where}.factor={fault.factor} has no effect on kind={fault.kind}; remove it"
-    elif fault.factor is None:
-        yield f"{where}.kind={fault.kind} needs {where}.factor, how many times slower it is; set it above 1"
-    elif not 1.0 < fault.factor <= _MOST_FACTOR:
-        yield f"{where}.factor={fault.factor} must be above 1 and at most {_MOST_FACTOR:g}; change it"
-
-
-def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
-    if fault.kind in ("nan", "bit_flip") and fault.phase not in _WHILE_SUMS_GROW:
-        yield (
-            f"{where}.kind={fault.kind} strikes the local gradient sums, which are no longer read at "
-            f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
-        )
-    if fault.kind == "sum_flip" and fault.phase not in PHASES_OF_A_BUCKET:
-        yield (
-            f"{where}.kind=sum_flip strikes a bucket that is staged, and none is at phase={fault.phase}; choose one of "
-            f"{', '.join(sorted(PHASES_OF_A_BUCKET))}"
-        )
-    if fault.kind == "data_flip" and (fault.phase is not FaultPoint.FORWARD or fault.rank != 0 or config.program.file):
-        yield (
-            f"{where}.kind=data_flip strikes the tokens that the first stage reads for a microbatch; set phase=forward "
-            f"and rank=0, without program.file"
-        )
-    if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
-        yield (
-            f"{where}.kind=moment_flip strikes moments, which the first update creates, but {where}.step="
-            f"{'absent' if fault.step is None else fault.step} may come before it; set a step above 0"
-        )
-    if fault.bit is None:
-        return
-    if fault.kind not in (
-        "bit_flip",
-        "param_flip",
-        "moment_flip",
-        "sum_flip",
-        "data_flip",
-        "activation_flip",
-        "stuck_bit",
-    ):
-        yield f"{where}.bit={fault.bit} has no effect on kind={fault.kind}; remove it"
-    is_of_sums = fault.kind in ("bit_flip", "sum_flip")
-    num_bits = 64 if is_of_sums and config.reduce.mode == "reproducible" else 32
-    if fault.kind == "sum_flip" and config.reduce.mode == "fast_bf16":
-        num_bits = 16
-    if fault.kind == "data_flip":
-        num_bits = (config.model.vocab_size - 1).bit_length()
-    if not 0 <= fault.bit < num_bits:
+    if fault.bit is not None and not 0 <= fault.bit < num_bits:
         yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
 
 
-_LEAST_MEAN_STEPS = 0.1
-"""Faults are drawn one by one, and those that find no group to hit are discarded."""
-
-_LEAST_SHAPE = 0.1
-"""Below, nearly all faults come at once, then none for longer than any run; far below, the mean overflows."""
+def bits_of(config: RunConfig, kind: FaultKind) -> int:
+    """Bits of the number that a fault of this kind changes."""
+    flips = KINDS[kind].flips
+    if flips == "token":
+        return (config.model.vocab_size - 1).bit_length()
+    if flips == "bucket" and config.reduce.mode == "fast_bf16":
+        return 16
+    return 64 if flips in ("sum", "bucket") and config.reduce.mode == "reproducible" else 32
 
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
     """Why random faults of these kinds cannot be drawn at this rate."""
-    faults = config.faults
-    if faults.mean_steps is None:
+    if config.faults.mean_steps is None:
         return
-    if faults.trace:
-        yield "faults.mean_steps draws faults, but faults.trace lists them; remove one of them"
-    if config.optimizer.sharding == "stacked":
-        yield from _too_few_hosts(config)
-    for key, value, least in (
-        ("faults.mean_steps", faults.mean_steps, _LEAST_MEAN_STEPS),
-        ("faults.shape", faults.shape, _LEAST_SHAPE),
-    ):
-        if not value >= least:
-            yield f"{key}={value} must be at least {least:g}; raise it"
-    for key, length in (("faults.max_seconds", faults.max_seconds), ("faults.recovery_steps", faults.recovery_steps)):
-        if not length > 0:
-            yield f"{key}={length} must be above 0; raise it"
-    if not 0.0 <= faults.domain_share <= 1.0:
-        yield f"faults.domain_share={faults.domain_share} lies outside 0 to 1; choose a share"
-    yield from _impossible_kinds(config)
-    yield from _too_long(config)
-
-
-def _too_few_hosts(config: RunConfig) -> Iterator[str]:
-    hosts = config.optimizer.redundancy
-    if hosts < 2:
-        yield (
-            f"faults.mean_steps draws faults that must be masked, but with optimizer.redundancy={hosts} each lost "
-            f"group holds the only copy of a partition; raise that to at least 2"
-        )
-    if "param_flip" in config.faults.kinds and hosts < LEAST_HOSTS_TO_COMPARE:
-        yield (
-            f"faults.kinds has param_flip, which ends a run with optimizer.redundancy={hosts}: no majority of a "
-            f"partition's hosts is correct then; remove it, or raise that to at least {LEAST_HOSTS_TO_COMPARE}"
-        )
-
-
-def _impossible_kinds(config: RunConfig) -> Iterator[str]:
+    yield from broken(_OF_RATES, config)
     for kind in dict.fromkeys(config.faults.kinds):
-        where = f"faults.kinds has {kind}, which"
-        if kind == "kill_store":
-            yield f"{where} ends the run; remove it, or list it in faults.trace instead"
-        if kind in ("moment_flip", "sum_flip", "data_flip", "activation_flip", "stuck_bit", "drift"):
-            yield f"{where} is never drawn; remove it, or list it in faults.trace instead"
-        if kind == "stop_store" and config.control.store != "embedded":
-            yield f"{where} needs the embedded control store; remove it, or set control.store=embedded"
-        if kind == "resize" and not config.parallel.further_groups:
-            yield f"{where} needs further groups; remove it, or set layout.max_groups above layout.num_groups"
-        if kind in ("cut", "slow_link") and not config.cluster.isolate_nodes:
-            yield f"{where} needs a network of the node's own; remove it, or set cluster.isolate_nodes=true"
-        if kind in ("cut", "stop_node", "kill_supervisor") and config.cluster.num_nodes == 1:
-            yield f"{where} hits the only node; remove it, or raise cluster.num_nodes"
-
-
-def _too_long(config: RunConfig) -> Iterator[str]:
-    faults = config.faults
-    if faults.max_seconds >= config.control.store_timeout_s:
-        yield (
-            f"faults.max_seconds={faults.max_seconds} must be below control.store_timeout_s="
-            f"{config.control.store_timeout_s}, after which a stopped store ends the run; lower it"
-        )
-    if faults.recovery_steps >= config.train.steps:
-        yield (
-            f"faults.recovery_steps={faults.recovery_steps} leaves no room for faults in train.steps="
-            f"{config.train.steps}; lower it, or raise train.steps"
-        )
-    corrupts = not faults.kinds or "param_flip" in faults.kinds
-    if corrupts and faults.recovery_steps <= config.train.params_check_every_steps:
-        yield (
-            f"faults.recovery_steps={faults.recovery_steps} must be above train.params_check_every_steps="
-            f"{config.train.params_check_every_steps}, so that corrupted parameters are found in time; raise it"
-        )
+        row, where = KINDS[kind], f"faults.kinds has {kind}, which"
+        if row.costs == "run" or row.drawn == "never":
+            what = "ends the run" if row.costs == "run" else "is never drawn"
+            yield f"{where} {what}; remove it, or list it in faults.trace instead"
+            continue
+        for reason, remedy in _why_not_survived(config, kind):
+            yield f"{where} {reason}; remove it, or {remedy}"

@@ -78,7 +78,6 @@ def _missing(corpus: str) -> str:
 def _unfit(
     config: RunConfig, name: str, prefix: str, corpus: CorpusFacts, memory_bytes: int | None = None
 ) -> Iterator[str]:
-    """Why the model cannot be trained on this corpus, or validated."""
     vocab_size = config.model.vocab_size
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         yield (f"model.vocab_size={vocab_size} is below the vocabulary of {name}, {corpus.vocab_size} tokens; raise it")
@@ -99,7 +98,6 @@ def _unfit(
 
 
 def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
-    """Why samples could not depend on where documents end."""
     data, given, noted = config.data, config.data.end_of_document, corpus.end_of_document
     if not data.document_settings:
         return
@@ -134,7 +132,6 @@ def _counted(config: RunConfig) -> Iterator[str]:
 
 
 def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
-    """Why validation sets could not be read."""
     data = config.data
     if repeated := [name for name, count in Counter(validation_names(data)).items() if count > 1]:
         yield (
@@ -199,15 +196,16 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    settings = config.optimizer
-    if settings.min_learning_rate > settings.learning_rate:
-        yield (
-            f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
-            f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
-        )
     yield from _decay(config)
     yield from rule_problems(config)
-    yield from _sharding(config)
+    # A gather's staging buffer holds at least eight bytes of each group, and their checksum.
+    num_groups = config.layout.num_groups
+    least = 32 * (num_groups + 1) / 2**20
+    if config.optimizer.sharding == "stacked" and config.bucket_mib < least:
+        yield (
+            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
+            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
+        )
 
 
 def lane_problems(config: RunConfig) -> Iterator[str]:
@@ -241,11 +239,6 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
             f"{lanes} is no multiple of {sharing}: lanes of one group divide the experts, never groups, any of which "
             f"may be lost; change one of them"
         )
-    if config.optimizer.sharding == "stacked":
-        yield (
-            f"optimizer.sharding=stacked divides the optimizer state over groups, and {lanes} already over the lanes "
-            f"of each; set the former to replicated or the latter to 1"
-        )
 
 
 def lane_warnings(config: RunConfig) -> Iterator[str]:
@@ -270,28 +263,19 @@ def _decay(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps={warmup} and optimizer.wsd_decay_steps={decay} together exceed {end}; lower one "
             f"of the former or raise the latter"
         )
-    if settings.decay_style == "wsd" and decay is None:
-        yield "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps, the steps of its decay; set it"
-    if settings.decay_style != "wsd" and decay is not None:
-        yield (
-            f"optimizer.wsd_decay_steps={decay} has no effect on optimizer.decay_style={settings.decay_style}; remove "
-            f"it, or set that to wsd"
-        )
 
 
-def _sharding(config: RunConfig) -> Iterator[str]:
-    redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
-    if config.optimizer.sharding == "replicated":
+def snapshot_warnings(config: RunConfig) -> Iterator[str]:
+    """Warns if fewer nodes may be lost than `snapshot.redundancy` says."""
+    num_copies, num_nodes = config.snapshot.redundancy + 1, config.cluster.num_nodes
+    if not config.snapshot.every_steps:
         return
-    if redundancy > num_groups:
+    wanted = f"snapshot.redundancy={config.snapshot.redundancy} needs {num_copies} copies on different nodes, but"
+    if num_copies > num_nodes:
+        yield f"{wanted} cluster.num_nodes={num_nodes}: each rank's state is kept on only {num_nodes}"
+    optimizer = config.optimizer
+    if optimizer.sharding == "stacked" and num_copies > optimizer.redundancy:
         yield (
-            f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a partition cannot have more "
-            f"hosts than there are groups; lower optimizer.redundancy or raise layout.num_groups"
-        )
-    # A gather's staging buffer holds at least eight bytes of each group, and their checksum.
-    least = 32 * (num_groups + 1) / 2**20
-    if config.bucket_mib < least:
-        yield (
-            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
-            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
+            f"{wanted} with optimizer.redundancy={optimizer.redundancy} only so many groups hold a "
+            f"partition of the optimizer state: each is kept on only {optimizer.redundancy}"
         )

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 
+from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import GroupId, MachineId
+from spare_megatron.stacking.slowness import excess
 
-LEAST_SHARE = 0.1
-"""Share of a step that an excess must reach."""
-LEAST_RATIO = 1.2
-"""Of a time over that of its like."""
 _SCATTER_FACTOR = 3 * 1.4826
 """Three standard deviations of normal values, in median absolute deviations."""
 _LEAST_FOR_SCATTER = 3
-_LINK_RATIO = 5.0
 _LEAST_ANSWER_S = 0.01
 """A request to the control store that takes longer, and so many times longer than elsewhere, shows a slow link."""
 _LEAST_RETRANSMITTED = 5.0
@@ -110,7 +107,7 @@ class Window:
     def least_s(self) -> float:
         """The least excess that counts."""
         shared = [one.starved_s / one.num_steps for one in self.ranks if self.shares_processors and one.num_steps]
-        return LEAST_SHARE * max(0.0, self.step_s - (median(shared) if shared else 0.0))
+        return slowness.NAMED_SHARE * max(0.0, self.step_s - (median(shared) if shared else 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +147,9 @@ class _Past:
 
     values: dict[tuple[str, GroupId, int], deque[float]] = field(default_factory=dict)
 
-    def like(self, key: tuple[str, GroupId, int]) -> float | None:
+    def likes(self, key: tuple[str, GroupId, int]) -> Sequence[float]:
         values = self.values.get(key, ())
-        return median(values) if len(values) >= _NUM_WINDOWS else None
+        return values if len(values) >= _NUM_WINDOWS else ()
 
     def add(self, key: tuple[str, GroupId, int], value: float) -> None:
         self.values.setdefault(key, deque(maxlen=_NUM_PAST)).append(value)
@@ -257,13 +254,11 @@ def _excesses(
     for one in ranks:
         key, value = (name, one.group, one.rank), value_of(one)
         others = [value_of(other) for other in by_position[one.rank] if other.group != one.group]
-        like = median(others) if len(others) > 1 else past.like(key)
-        if like is None:
-            past.add(key, value)
-            continue
-        scatter = median(abs(other - like) for other in others) if len(others) >= _LEAST_FOR_SCATTER else 0.0
-        if value > LEAST_RATIO * like and value - like > _SCATTER_FACTOR * scatter:
-            found.append(_Excess(one, (value - like) * times_per_step(one), value / like if like else 0.0))
+        likes = others if len(others) > 1 else past.likes(key)
+        beyond = excess(value, likes or [value])
+        scatter = median(abs(other - beyond.like) for other in others) if len(others) >= _LEAST_FOR_SCATTER else 0.0
+        if beyond.exceeds(slowness.NAMED) and value - beyond.like > _SCATTER_FACTOR * scatter:
+            found.append(_Excess(one, (value - beyond.like) * times_per_step(one), beyond.ratio))
         else:
             past.add(key, value)
     return found
@@ -345,5 +340,5 @@ def _outlier(values: Mapping[MachineId, float], least: float) -> MachineId | Non
     if len(values) < 2:
         return None
     machine = max(sorted(values), key=lambda one: values[one])
-    like = median(value for one, value in values.items() if one != machine)
-    return machine if values[machine] >= max(least, _LINK_RATIO * like) else None
+    others = [value for one, value in values.items() if one != machine]
+    return machine if excess(values[machine], others).exceeds(slowness.LINK, least) else None

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import MachineId
+from spare_megatron.stacking.slowness import excess
 
 NUM_HELPERS = 3
 """Machines that train and do the same, at most: with two of them that agree, the third cannot be at fault for both."""
@@ -17,9 +19,6 @@ LIMIT_INTERVALS = 30.0
 """Heartbeat intervals after which what has not been answered counts as no answer."""
 _FIRST_WAIT_INTERVALS, _LONGEST_WAIT_INTERVALS = 4.0, 512.0
 
-MOST_RATIO = 1.5
-"""Of the time of its own product, or of copies, over that of its like. What is slower by less is dealt less work."""
-MOST_LINK_RATIO = 5.0
 LEAST_ANSWER_S = 0.02
 LEAST_EXCHANGE_S = 0.2
 """Shorter answers and exchanges never fail: on a busy machine they scatter by more than any ratio."""
@@ -67,7 +66,7 @@ def helpers_of(machine: MachineId, number: int, others: Sequence[MachineId]) -> 
 def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -> str:
     """Why the machine does not pass, for people; empty if it does. `own`: None if it has not answered in time.
 
-    Digests have to be equal, and equal to those of a majority of the others. A time is compared with the longest of
+    Digests have to be equal, and equal to those of a majority of the others. A time is compared with the median of
     theirs. Without an answer of any other machine nothing can be compared, and it does not pass.
 
     >>> figures = Figures(digests=("a", "a"), product_s=1.0, copy_s=1.0, answer_s=0.001, exchange_s=0.01)
@@ -95,19 +94,13 @@ def _why_wrong(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
 
 
 def _why_slow(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
-    for what, seconds, of_likes, most, least_s in (
-        ("matrix product", own.product_s, [like.product_s for like in likes.values()], MOST_RATIO, 0.0),
-        ("copy in memory", own.copy_s, [like.copy_s for like in likes.values()], MOST_RATIO, 0.0),
-        ("answer of the store", own.answer_s, [o.answer_s for o in likes.values()], MOST_LINK_RATIO, LEAST_ANSWER_S),
-        (
-            "exchange with the store",
-            own.exchange_s,
-            [like.exchange_s for like in likes.values()],
-            MOST_LINK_RATIO,
-            LEAST_EXCHANGE_S,
-        ),
+    for what, name, limit, least_s in (
+        ("matrix product", "product_s", slowness.FAILED, 0.0),
+        ("copy in memory", "copy_s", slowness.FAILED, 0.0),
+        ("answer of the store", "answer_s", slowness.LINK, LEAST_ANSWER_S),
+        ("exchange with the store", "exchange_s", slowness.LINK, LEAST_EXCHANGE_S),
     ):
-        like_s = max(of_likes)
-        if seconds > max(most * like_s, least_s):
-            return f"a {what} takes {seconds / like_s:.1f} times as long as on the others"
+        found = excess(getattr(own, name), [getattr(like, name) for like in likes.values()])
+        if found.exceeds(limit, least_s):
+            return f"a {what} takes {found.ratio:.1f} times as long as on the others"
     return ""

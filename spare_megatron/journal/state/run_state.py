@@ -4,7 +4,6 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -50,6 +49,7 @@ from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches,
 from spare_megatron.journal.state.rank_paces import RankPaces
 from spare_megatron.journal.state.recoveries import Recoveries
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.paces import LIKE
 
 
 class Losses:
@@ -146,14 +146,6 @@ UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "ra
 """Kinds of records that the state of a run does not depend on."""
 
 
-_SLOW_RATIO = 1.5
-"""Time per microbatch above which a group is slow, in medians over the groups; each median over recent steps."""
-
-_DEALT_SLOW = 1000
-"""Thousandths above which a group that is dealt work by its pace is slow."""
-
-_PACE_STEPS = 8
-
 _KEPT_EVENTS = 200
 
 _RECENT_STEPS = 32
@@ -237,9 +229,7 @@ class RunState:
         self._started: dict[int, int] = {}  # highest incarnation of each group that has started
         self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
         self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
-        self._last_contribution: dict[int, tuple[int, int]] = {}  # incarnation and step
-        self._updated_at_s: dict[int, float] = {}
-        self._microbatch_s: dict[int, deque[float]] = {}
+        self._last_contribution: dict[int, int] = {}  # incarnation
 
     # ---------------------------------------------------------------------------------------------------- input
 
@@ -276,9 +266,8 @@ class RunState:
                 self.steps.add_update(record)
                 if self.newest is None or record.attempt > self.newest.attempt:
                     self.newest = record
-                self._updated_at_s[record.group] = at_s
             case ContributionRecord():
-                self._contributed(record, at_s)
+                self._contributed(record)
             case AuditRecord():
                 self._spoiled_steps.add_audit(record)
             case PacesRecord():
@@ -423,19 +412,11 @@ class RunState:
         if self.awaited and self.awaited != before:
             self._note(text_of_pause(self.folding.step, self.awaited), at_s)
 
-    def _contributed(self, record: ContributionRecord, at_s: float) -> None:
-        group, incarnation = record.group, record.incarnation
-        load = sum(map(len, record.microbatches.values()))
-        self.steps.add_contribution(record, load)
-        before = self._last_contribution.get(group)
-        if before != (incarnation, record.step):
-            began_s = self._updated_at_s.pop(group, None)
-            if began_s is not None and load:
-                self._microbatch_s.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
-            if incarnation and (before is None or before[0] != incarnation):
-                self.num_rejoined += 1
-                self._microbatch_s.pop(group, None)
-        self._last_contribution[group] = incarnation, record.step
+    def _contributed(self, record: ContributionRecord) -> None:
+        self.steps.add_contribution(record, sum(map(len, record.microbatches.values())))
+        before = self._last_contribution.get(record.group)
+        self.num_rejoined += bool(record.incarnation) and before != record.incarnation
+        self._last_contribution[record.group] = record.incarnation
 
     # ----------------------------------------------------------------------------------------------------- results
 
@@ -499,7 +480,8 @@ class RunState:
     def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:
             return []
-        slow = self._slow_groups() | {int(group) for group, pace in self.paces.items() if pace > _DEALT_SLOW}
+        slow = {int(group) for group, pace in self.paces.items() if pace > LIKE}
+        slow |= {self.culprit.of_group} if self.culprit and self.culprit.of_group is not None else set()
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.most_groups)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupStatus:
@@ -516,12 +498,6 @@ class RunState:
         if self._started.get(group, 0) > (0 if loss is None else loss.incarnation):
             return "rejoining"
         return "lost"
-
-    def _slow_groups(self) -> set[int]:
-        """Groups that take far longer for a microbatch than the median."""
-        paces = {group: median(pace) for group, pace in self._microbatch_s.items() if len(pace) == _PACE_STEPS}
-        usual = median(paces.values()) if paces else 0.0
-        return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
 
     def goodput(self, now_s: float) -> Goodput | None:
         """Goodput up to now, or up to the end of the run; None before the first commit."""

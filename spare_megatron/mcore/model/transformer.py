@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.building import nearest
-from spare_megatron.config.checks.validate_experts import expert_problems
+from spare_megatron.config.checks.requirements import expert_problems
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig

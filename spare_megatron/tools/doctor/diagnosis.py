@@ -1,6 +1,5 @@
 """Judges the nodes of a run by the facts collected on them. Pure: from facts to findings."""
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.store_space import gib, shortage
+from spare_megatron.stacking import slowness
+from spare_megatron.stacking.slowness import excess
 from spare_megatron.tools.doctor.node_facts import NodeFacts, NodeMeasurements
 
 T = TypeVar("T", bound=Hashable)
-
-_SLOW_LINK = 3.0
-"""Factor below the median speed at which a link slows the others down."""
-_MIN_LINKS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,29 +284,29 @@ def _write_time(
 
 def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[NodeFinding]:
     measured = [(node, node.link) for node in nodes if node.link is not None]
-    speeds = [link.bytes_per_s for _, link in measured if not link.failure]
-    usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0
+    byte_s = {node.name: 1.0 / max(link.bytes_per_s, 1.0) for node, link in measured if not link.failure}
     bucket = 2 * config.bucket_mib * 2**20 * ranks_per_machine(config)
     for node, link in measured:
+        likes = [seconds for name, seconds in byte_s.items() if name != node.name]
         if link.failure:
             yield NodeFinding(
                 node=node.name,
                 check="network",
                 text=f"{node.link_to} cannot be reached from here: {link.failure}; nodes need all ports of each other",
             )
-        elif config.cluster.device == "cpu" and bucket / max(link.bytes_per_s, 1.0) > config.reduce.timeout_s:
+        elif config.cluster.device == "cpu" and bucket * byte_s[node.name] > config.reduce.timeout_s:
             yield NodeFinding(
                 node=node.name,
                 check="network",
                 text=f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
-                f"{bucket / max(link.bytes_per_s, 1.0):.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
+                f"{bucket * byte_s[node.name]:.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
                 f"lower reduce.bucket_mib or raise reduce.timeout_s",
             )
-        elif link.bytes_per_s * _SLOW_LINK < usual:
+        elif len(likes) > 1 and (found := excess(byte_s[node.name], likes)).exceeds(slowness.LINK):
             yield NodeFinding(
                 is_problem=False,
                 node=node.name,
                 check="network",
-                text=f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(usual)} between most "
-                f"nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)",
+                text=f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(1.0 / found.like)} "
+                f"between most nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)",
             )

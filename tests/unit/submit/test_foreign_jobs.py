@@ -40,8 +40,7 @@ def test_a_node_ends_the_job_only_if_the_job_has_started_it(
     config = load_run_config(None, [f"cluster.launcher={launcher}"]).config
     ended = Summary(verdict="valid", reasons=(), outcome="finished", outcome_reason="", steps_committed=1)
     monkeypatch.setattr(
-        "spare_megatron.supervisor.node_process.look_after_node",
-        lambda run_dir, node, wait_s: (ended, config),
+        "spare_megatron.supervisor.node_process.look_after_node", lambda run_dir, node, wait_s: (ended, config)
     )
 
     class Ended(BaseException):

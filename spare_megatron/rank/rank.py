@@ -35,7 +35,7 @@ from spare_megatron.process.reports import (
     RunStopped,
 )
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.assembly import Assembly
+from spare_megatron.rank.assembly import Assembly, hosted_at_first
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
 from spare_megatron.rank.rejoin import Rejoin
@@ -141,16 +141,16 @@ class _Rank:
             probe=self._probe,
             progress=self._progress,
         )
-        if parts.agreement.is_leader:
+        if parts.ctx.agreement.is_leader:
             group, incarnation = self._spec.member
             digest = digest_of_terms(terms_of_run(self._spec.config))
             self._journal.write(TermsRecord(group=group, incarnation=incarnation, sha256=digest))
         return parts
 
     def _start(self, parts: Assembly) -> deque[Action]:
-        parts.loader.load_initial(parts.hosted())
+        parts.loader.load_initial(hosted_at_first(self._spec, self._controller))
         self._progress.num_steps = self._controller.step
-        parts.digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters
+        parts.digests.check(self._controller.step)  # the first vote compares the parameters
         wait_for_all_groups(self._spec, self._store, parts.ranks)
         self._report_ready()
         return start(self._controller)
@@ -158,14 +158,7 @@ class _Rank:
     def _rejoin(self, parts: Assembly) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         rejoin = Rejoin(
-            controller=self._controller,
-            agreement=parts.agreement,
-            journal=self._journal,
-            restart_loader=parts.loader,
-            groups=parts.groups,
-            probe=self._probe,
-            announced=self._report_waiting,
-            paused=self._report_pause,
+            parts.ctx, restart_loader=parts.loader, announced=self._report_waiting, paused=self._report_pause
         )
         first = rejoin.run()
         self._progress.head = self._controller.head
@@ -210,7 +203,7 @@ class _Rank:
         if self._parts is None or not is_memory_error(error):
             return False
         with contextlib.suppress(StoreLost):
-            return self._parts.may_break_device or self._log.has(self._controller.head)
+            return self._parts.ctx.communicator.may_break_device or self._log.has(self._controller.head)
         return False
 
     def _broken(self, error: Exception) -> ExitCode:
@@ -245,13 +238,13 @@ class _Rank:
             )
             if save is not None:
                 save = replace(save, audited_steps=run.audited_steps)
-                save_alone(self._spec, parts.trainer, save, parts.agreement.head)
+                save_alone(parts.ctx, save)
 
     def _request_fault(self, fault: Fault) -> None:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            corrupt(self._parts.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
+            corrupt(self._parts.ctx.trainer, fault.kind, fault.bit, self._parts.buckets.at_hand)
             return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)

@@ -1,9 +1,8 @@
 """One rank's attempts to reduce a step: it sums its gradients over the groups, checks its own, and votes.
 
 Buckets (`comm.bucket_exchange`) are sent after everything is computed and checked; with overlap, as soon as the
-backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute. That pass
-waits there in groups of several ranks. Those buckets are judged on the device, and what is unsound is found once their
-sums arrive.
+backward pass of the attempt's last microbatch has finished them. They are judged on the device, and what is unsound is
+found once their sums arrive.
 """
 
 from collections import defaultdict
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.core.audits.audits import AuditWord
+from spare_megatron.core.audits.suspicion import LossWatch
 from spare_megatron.core.log.actions import AttemptReduce, BuildCommunicator
 from spare_megatron.core.log.events import Event, VotesRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
@@ -20,55 +20,66 @@ from spare_megatron.core.log.votes import Digests, Vote
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
-from spare_megatron.process.rank_probe import CUT_OFF, RankProbe
+from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.rank.suspicions import Suspicions
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.stacked.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import GroupOpinion
-from spare_megatron.voting.voting import Voting
 
 _LONGEST_FAILURE = 150
 """Characters of a group's failure in its vote, from which a fence's reason of at most 200 is made."""
 
 
-class Reduction:
-    """Carries out BuildCommunicator and AttemptReduce. It decides nothing.
+class Suspicions:
+    """The watch over one rank's losses. `has_audits`: votes name the suspects, to be audited."""
 
-    Votes report the completion of `repairs`; `overlaps`: buckets are sent while others are computed;
-    `num_chunks`: of the model on each rank.
-    """
+    def __init__(self, ctx: RankContext, reports: RankReports, *, has_audits: bool) -> None:
+        self._ctx, self._reports = ctx, reports
+        self._has_audits = has_audits
+        self._watch = LossWatch()
+
+    def judge(self, step: int, attempt: int) -> None:
+        """Notes the suspects among the microbatches computed since the last call, before the group votes.
+
+        Waits for the device on ranks of the last stage.
+        """
+        losses = self._ctx.trainer.microbatch_losses()
+        suspects = self._watch.on_losses(step, losses)
+        samples = [self._ctx.trainer.corpus.addresses(step, suspect.microbatch.number) for suspect in suspects]
+        self._reports.write_suspects(attempt, suspects, samples)
+        if not self._has_audits:
+            return
+        now = self._ctx.progress.now
+        now.losses.update(losses)
+        now.suspects.update(suspect.microbatch.unit for suspect in suspects)
+
+
+class Reduction:
+    """Carries out BuildCommunicator and AttemptReduce. It decides nothing."""
 
     def __init__(
         self,
+        ctx: RankContext,
         *,
         buckets: BucketExchange,
-        voting: Voting,
         audits: GroupAudits,
         repairs: GroupRepairs | None,
         digests: StateDigests,
         reports: RankReports,
         suspicions: Suspicions,
-        overlaps: bool,
-        num_chunks: int,
-        probe: RankProbe,
-        progress: RankProgress,
     ) -> None:
+        self._ctx = ctx
         self._buckets = buckets
-        self._agreement, self._voting = voting.agreement, voting
         self._audits = audits
         self._repairs = repairs
         self._digests = digests
         self._reports, self._suspicions = reports, suspicions
-        self._overlaps = overlaps
-        self._num_chunks = num_chunks
-        self._probe = probe
-        self._progress = progress
+        self._overlaps = ctx.config.reduce.overlap
         self._attempt = -1
         self._is_early = False  # whether buckets of this attempt may be sent while computing
         self.loss: LossSum | None = None
@@ -88,7 +99,7 @@ class Reduction:
 
     def build_communicator(self, action: BuildCommunicator) -> None:
         if action.key >= 0:
-            self._probe(FaultPoint.REBUILD)
+            self._ctx.probe(FaultPoint.REBUILD)
         self._buckets.communicator.start_build(action.key, action.members)
 
     def start_attempt(self, action: AttemptReduce) -> None:
@@ -117,7 +128,7 @@ class Reduction:
         self._buckets.commit()
         before, self._num_posted_bytes = self._num_posted_bytes, self._buckets.communicator.num_posted_bytes
         self.bytes_over_groups = self._num_posted_bytes - before
-        self._progress.save_ends.clear()
+        self._ctx.progress.save_ends.clear()
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
@@ -127,15 +138,15 @@ class Reduction:
         Returns all votes on the leader that cast the last one; else nothing. Collective over: all ranks of the group,
         and rank j of every member group. Raises UnsoundGradient if this group's gradient is not finite or an outlier.
         """
-        self._progress.now.epoch = action.epoch
+        self._ctx.progress.now.epoch = action.epoch
         self.start_attempt(action)
-        if self._progress.lacks_params:
+        if self._ctx.progress.lacks_params:
             return self._abstain(action)
-        computed, step = self._progress.now.computed, action.step
+        computed, step = self._ctx.progress.now.computed, action.step
 
         if not self._is_early:
             self._contribute(action)
-        with self._probe.during(Operation.REDUCE):
+        with self._ctx.probe.during(Operation.REDUCE):
             self._buckets.sum_rest(self._is_decided, step, len(computed), is_early=self._is_early)
             failure = self._report_incomplete() if self._buckets.has_given_up else ""
         wrong = self._buckets.first_wrong_sum()
@@ -143,26 +154,26 @@ class Reduction:
             self._suspicions.judge(step, action.attempt)
         is_complete = self._buckets.is_complete
         if is_complete:
-            self._probe(FaultPoint.AFTER_REDUCE)
+            self._ctx.probe(FaultPoint.AFTER_REDUCE)
 
         finding = self._buckets.judge(step, len(computed))
         digests, work_digest = self._digests.for_vote(), digest_of_work(computed)
-        with self._probe.during(Operation.SETTLE):
-            opinion = self._agreement.settle(
+        with self._ctx.probe.during(Operation.SETTLE):
+            opinion = self._ctx.agreement.settle(
                 is_complete=is_complete,
                 num_complete=self._buckets.num_complete,
                 work_digest=work_digest,
                 loss=self._buckets.loss_sum(),
                 terms=self._buckets.term_sums(),
-                compute_s=self._probe.compute_s(),
-                pace_s=self._probe.pace_s(self._num_chunks),
+                compute_s=self._ctx.probe.compute_s(),
+                pace_s=self._ctx.probe.pace_s(self._ctx.config.layout.virtual_pipeline),
                 finding=finding,
-                ends=self._progress.is_end_asked(),
+                ends=self._ctx.progress.is_end_asked(),
                 wrong_sum=wrong,
-                has_suspects=bool(self._progress.now.suspects),
+                has_suspects=bool(self._ctx.progress.now.suspects),
             )
         self._raise_if_unsound(opinion.finding, step)
-        with self._probe.during(Operation.SETTLE):
+        with self._ctx.probe.during(Operation.SETTLE):
             words = self._audits.words(action.attempt, action.disputed)
             losses = self._audits.losses(action.disputed, has_suspects=opinion.has_suspects)
             failure = "" if opinion.is_complete else self._first(failure)
@@ -176,8 +187,8 @@ class Reduction:
 
     def _contribute(self, action: AttemptReduce) -> None:
         """Records what this group is about to contribute, once its gradients are found sound."""
-        computed, step = self._progress.now.computed, action.step
-        self._probe(FaultPoint.BEFORE_REDUCE)
+        computed, step = self._ctx.progress.now.computed, action.step
+        self._ctx.probe(FaultPoint.BEFORE_REDUCE)
         self._buckets.measure_all(step, len(computed))
         finding = self._buckets.judge(step, len(computed))
         self._suspicions.judge(step, action.attempt)  # before an unsound gradient ends this attempt
@@ -191,22 +202,22 @@ class Reduction:
 
         Raises StoreLost if the rank is to give the step up and save its state alone.
         """
-        is_over = self._agreement.is_over(self._progress.head)
-        if not is_over and self._progress.is_cut_off():
+        is_over = self._ctx.agreement.is_over(self._ctx.progress.head)
+        if not is_over and self._ctx.progress.is_cut_off():
             raise StoreLost(CUT_OFF)
         return is_over
 
     def _report_incomplete(self) -> str:
-        return report_incomplete(self._buckets.communicator, self._agreement, self._progress.head)
+        return report_incomplete(self._buckets.communicator, self._ctx.agreement, self._ctx.progress.head)
 
     def _first(self, failure: str) -> str:
         """The first failure of any rank. Collective over: all ranks of the group."""
-        return next(filter(None, self._agreement.gathered(failure)), "")
+        return next(filter(None, self._ctx.agreement.gathered(failure)), "")
 
     def _agree_on(self, finding: GradientFinding, step: int) -> None:
         """Raises `UnsoundGradient` if any rank's gradients are unsound. Collective over: all ranks of the group."""
-        with self._probe.during(Operation.SETTLE):
-            agreed = GradientFinding(self._agreement.highest(finding))
+        with self._ctx.probe.during(Operation.SETTLE):
+            agreed = GradientFinding(self._ctx.agreement.highest(finding))
         self._raise_if_unsound(agreed, step)
 
     def _raise_if_unsound(self, finding: GradientFinding, step: int) -> None:
@@ -215,10 +226,10 @@ class Reduction:
 
     def _abstain(self, action: AttemptReduce) -> list[Event]:
         """Votes without reducing. Collective over: all ranks of the group."""
-        self._buckets.communicator.evidence, self.compute_s = self._progress.gather_evidence, ()
+        self._buckets.communicator.evidence, self.compute_s = self._ctx.progress.gather_evidence, ()
         opinion = GroupOpinion(is_complete=False, loss=None, num_complete=())
-        with self._probe.during(Operation.SETTLE):
-            failure = self._first(self._progress.gather_failure)
+        with self._ctx.probe.during(Operation.SETTLE):
+            failure = self._first(self._ctx.progress.gather_failure)
         return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True, failure=failure)
 
     def _cast(
@@ -235,18 +246,18 @@ class Reduction:
         losses: tuple[AuditWord, ...] = (),
     ) -> list[Event]:
         all_votes: list[VotesRead | None] = []
-        if self._agreement.is_leader:
+        if self._ctx.agreement.is_leader:
             record = VoteRecord(
-                group=self._agreement.member.group,
+                group=self._ctx.member.group,
                 step=action.step,
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
                 evidence=_wrong_sums(opinion) or self._buckets.communicator.evidence,
-                incarnation=self._agreement.member.incarnation,
+                incarnation=self._ctx.member.incarnation,
                 num_complete=list(opinion.num_complete),
             )
-            self._reports.write_if_leader(record)
+            self._ctx.write_if_leader(record)
             vote = Vote(
                 is_complete=opinion.is_complete,
                 plan_digest=action.plan_digest,
@@ -254,23 +265,23 @@ class Reduction:
                 num_complete=opinion.num_complete,
                 lacks_params=lacks_params,
                 restored=restored,
-                save_ends=tuple(self._progress.save_ends),
+                save_ends=tuple(self._ctx.progress.save_ends),
                 slice_digests=digests.partitions,
                 state_digest=digests.state,
                 copied_from=digests.copied_from,
                 pace_ns=round(opinion.pace_s * 1e9),
-                leaves=self._progress.is_leave_asked(),
+                leaves=self._ctx.progress.is_leave_asked(),
                 ends=opinion.ends,
                 failure=failure[:_LONGEST_FAILURE],
                 has_wrong_sum=opinion.has_wrong_sum,
                 audits=audits,
                 losses=losses,
             )
-            with self._probe.during(Operation.VOTE):
-                all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
-        self._probe(FaultPoint.AFTER_VOTE)
-        with self._probe.during(Operation.VOTE):
-            all_votes.append(self._voting.confirm())
+            with self._ctx.probe.during(Operation.VOTE):
+                all_votes.append(self._ctx.voting.vote(action.attempt, vote, action.voters))
+        self._ctx.probe(FaultPoint.AFTER_VOTE)
+        with self._ctx.probe.during(Operation.VOTE):
+            all_votes.append(self._ctx.voting.confirm())
         return [votes for votes in all_votes if votes is not None]
 
     def _write_contribution(self, action: AttemptReduce, computed: Sequence[Microbatch]) -> None:
@@ -278,16 +289,16 @@ class Reduction:
         for item in computed:
             microbatches[str(item.shard)].append(item.index)
         record = ContributionRecord(
-            group=self._agreement.member.group,
+            group=self._ctx.member.group,
             step=action.step,
             attempt=action.attempt,
             epoch=action.epoch,
             members=[int(member) for member in action.members],
             microbatches=dict(microbatches),
-            incarnation=self._agreement.member.incarnation,
+            incarnation=self._ctx.member.incarnation,
             kept=list(action.kept),
         )
-        self._reports.write_if_leader(record)
+        self._ctx.write_if_leader(record)
 
 
 def _wrong_sums(opinion: GroupOpinion) -> str:

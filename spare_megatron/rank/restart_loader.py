@@ -5,15 +5,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, sequences_before, step_of
 from spare_megatron.core.log.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
@@ -25,6 +22,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
 from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_emergency_checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance, refuse
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 
@@ -33,40 +31,20 @@ _NUM_OFFERED = 3
 
 
 class RestartLoader:
-    """One rank's part in a start from a checkpoint or a snapshot.
+    """One rank's part in a start from a checkpoint or, if the run takes `snapshots`, from one in the nodes' memory."""
 
-    `rejected` holds the checkpoints and snapshots that cannot be used, and why, as of the last search.
-
-    Args:
-        wiped_out_at_s: When the supervisor learned of the wipe-out (monotonic); None if the process is older.
-        snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        run_dir: Path,
-        rank: int,
-        trainer: GroupTrainer,
-        wiped_out_at_s: float | None,
-        snapshots: SnapshotLoader | None,
-        probe: RankProbe,
-    ) -> None:
-        self._config = config
-        self._folder = folder_of(config.checkpoint, run_dir)
-        self._takes_checkpoints = config.checkpoint.is_wanted
-        self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
-        self._rank = rank
-        self._trainer = trainer
-        self._wiped_out_at_s = wiped_out_at_s
+    def __init__(self, ctx: RankContext, snapshots: SnapshotLoader | None) -> None:
+        self._ctx = ctx
+        checkpoint = ctx.config.checkpoint
+        self._folder = folder_of(checkpoint, ctx.spec.run_dir)
+        self._first = Path(checkpoint.load) if checkpoint.load else None
+        self._wiped_out_at_s = ctx.spec.wiped_out_at_s  # None if the process is older
         self._snapshots = snapshots
         self._load_s = 0.0
-        self._probe = probe
         self.reader = CheckpointReader()
         self._offered: dict[CheckpointCandidate, Checkpoint] = {}
         self._withdrawn: dict[CheckpointCandidate, str] = {}
-        self.rejected: tuple[str, ...] = ()
+        self.rejected: tuple[str, ...] = ()  # what cannot be used, and why, as of the last search
 
     def now_s(self) -> float:
         """The time at which log entries are folded: up to the restart, that of the wipe-out."""
@@ -100,8 +78,8 @@ class RestartLoader:
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
                 continue
-            found = differences(manifest.terms, self._config)
-            if manifest.num_samples != (expected := sequences_before(self._config, step)):
+            found = differences(manifest.terms, self._ctx.config)
+            if manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
                 found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
             if found:
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
@@ -138,7 +116,7 @@ class RestartLoader:
         return held, partitions
 
     def _require_folder(self) -> None:
-        if self._takes_checkpoints:
+        if self._ctx.config.checkpoint.is_wanted:
             require_folder(self._folder)
 
     def load_initial(self, partitions: Collection[PartitionId]) -> None:
@@ -167,7 +145,7 @@ class RestartLoader:
     def _load_checkpoint(self, action: LoadCheckpoint, partitions: Collection[PartitionId]) -> None:
         path = checkpoint_path(self._folder, action.step)
         if path.exists():
-            self._trainer.load_checkpoint(path, partitions)
+            self._ctx.trainer.load_checkpoint(path, partitions)
         elif self._first is not None and action.step == step_of(self._first):
             self._load_first(self._first, partitions)
         elif action.step > 0:  # a new process already has the state of step 0
@@ -176,17 +154,17 @@ class RestartLoader:
     def _load_first(self, path: Path, partitions: Collection[PartitionId]) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
         if is_emergency_checkpoint(path):
-            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), partitions)
+            self._ctx.trainer.load_state(files_for(path, assemble(path).files, self._ctx.spec.rank), partitions)
         else:
-            self._trainer.load_checkpoint(path, partitions)
+            self._ctx.trainer.load_checkpoint(path, partitions)
 
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:
         """Surrounds a load; `step` is the step that follows."""
-        self._probe.between_steps(step, FaultPoint.LOAD)
-        with self._probe.during(Operation.LOAD):
+        self._ctx.probe.between_steps(step, FaultPoint.LOAD)
+        with self._ctx.probe.during(Operation.LOAD):
             yield
-        self._probe(FaultPoint.LOAD_DONE)
+        self._ctx.probe(FaultPoint.LOAD_DONE)
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
         return RestartRecord(

@@ -5,49 +5,38 @@ import time
 from spare_megatron.core.log.actions import AttemptReduce, ComputePatch, ComputeStep, UpdateModel
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.step_profile import StepProfile
-from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import StepPlan
-from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
+from spare_megatron.state.rank_context import RankContext
+from spare_megatron.state.rank_progress import StepUnderWay
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 
 
 class StepExecutor:
-    """Carries out ComputeStep, ComputePatch and UpdateModel; other groups may read `source`. It decides nothing.
-
-    `profile` traces steps; None if none of this rank's is to be traced.
-    """
+    """Carries out ComputeStep, ComputePatch and UpdateModel. It decides nothing."""
 
     def __init__(
         self,
+        ctx: RankContext,
         *,
-        group: GroupId,
-        trainer: GroupTrainer,
         reduction: Reduction,
         source: StateSource,
         saves: GroupSaves,
         digests: StateDigests,
         reports: RankReports,
         profile: StepProfile | None,
-        probe: RankProbe,
-        progress: RankProgress,
     ) -> None:
-        self._group = group
-        self._trainer = trainer
+        self._ctx = ctx
         self._reduction = reduction
         self._source = source
         self._saves = saves
         self._digests = digests
         self._reports = reports
         self._profile = profile
-        self._probe = probe
-        self._progress = progress
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
         """Starts the step or evaluation and computes this group's part of the plan from zero sums.
@@ -55,29 +44,29 @@ class StepExecutor:
         Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
         nothing.
         """
-        plan, before = action.plan, self._progress.step
+        plan, before = action.plan, self._ctx.progress.step
         if before is not None and (before.step, before.is_evaluation) != (plan.step, plan.is_evaluation):
             before = None
         if before is not None and plan.digest in before.plans:
             return
-        self._probe.begin_step(plan.step)
+        self._ctx.probe.begin_step(plan.step)
         if self._profile is not None and before is None:
             self._profile.end_step()
             if not plan.is_evaluation:
                 self._profile.begin_step(plan.step)
-        self._progress.step = StepUnderWay(
+        self._ctx.progress.step = StepUnderWay(
             step=plan.step,
             started_s=time.monotonic() if before is None else before.started_s,
             makespan=plan.work.makespan,
             num_alive=num_alive,
             is_evaluation=plan.is_evaluation,
         )
-        if self._progress.lacks_params:
+        if self._ctx.progress.lacks_params:
             return
         if plan.is_evaluation:
-            self._trainer.evaluator.reset(plan.step)
+            self._ctx.trainer.evaluator.reset(plan.step)
         else:
-            self._trainer.begin_step(plan.step)
+            self._ctx.trainer.begin_step(plan.step)
         self._compute(plan, action.into)
         if before is not None and before.plans:
             self._reports.clock.on_patched(plan.work)
@@ -86,23 +75,23 @@ class StepExecutor:
 
     def compute_patch(self, action: ComputePatch) -> None:
         """Adds this group's part of a patch to the local sums that are not kept, once, if it has all parameters."""
-        if self._progress.lacks_params or action.plan.digest in self._progress.now.plans:
+        if self._ctx.progress.lacks_params or action.plan.digest in self._ctx.progress.now.plans:
             return
         self._start_attempt(action.into)
-        self._probe(FaultPoint.EVALUATION_PATCH if action.plan.is_evaluation else FaultPoint.PATCH)
+        self._ctx.probe(FaultPoint.EVALUATION_PATCH if action.plan.is_evaluation else FaultPoint.PATCH)
         self._compute(action.plan, action.into)
         self._reports.clock.on_patched(action.plan.work)
 
     def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
         self._start_attempt(into)
-        now, work, on_ready = self._progress.now, plan.work.of(self._group), None
+        now, work, on_ready = self._ctx.progress.now, plan.work.of(self._ctx.member.group), None
         if into is not None and work:
             on_ready = self._reduction.send_early(into, [*now.computed, *work])
         if plan.is_evaluation:
-            now.computed.extend(self._trainer.evaluator.compute(work))
+            now.computed.extend(self._ctx.trainer.evaluator.compute(work))
         else:
-            audited, audits = plan.audited_of(self._group), plan.audited_by(self._group)
-            now.computed.extend(self._trainer.compute(work, on_ready, audited=audited, audits=audits))
+            audited, audits = plan.audited_of(self._ctx.member.group), plan.audited_by(self._ctx.member.group)
+            now.computed.extend(self._ctx.trainer.compute(work, on_ready, audited=audited, audits=audits))
             now.has_audits |= bool(plan.audits)
             now.audited.extend(sorted({*audited, *audits}))
             now.num_planned += len({*audited, *audits})
@@ -115,27 +104,27 @@ class StepExecutor:
     def update_model(self, action: UpdateModel) -> None:
         """Applies the sums of the committed attempt."""
         self._digests.on_proven(action.proven)
-        self._progress.now.num_recomputed = self._reports.clock.on_commit()
+        self._ctx.progress.now.num_recomputed = self._reports.clock.on_commit()
         self._reduction.commit()
         recoveries = self._reports.write_recoveries()
-        self._probe(FaultPoint.AFTER_COMMIT)
+        self._ctx.probe(FaultPoint.AFTER_COMMIT)
         num_steps = action.step + 1
         self._saves.await_copies(num_steps)
         assert self._reduction.loss is not None, "a commit needs the group's own complete sum"
-        with self._probe.during(Operation.UPDATE), self._source.changing(num_steps):
-            result = self._trainer.update(self._reduction.loss, self._reduction.squares, self._reduction.terms)
-        step_s = self._progress.now.spent_s
+        with self._ctx.probe.during(Operation.UPDATE), self._source.changing(num_steps):
+            result = self._ctx.trainer.update(self._reduction.loss, self._reduction.squares, self._reduction.terms)
+        step_s = self._ctx.progress.now.spent_s
         reduction = self._reduction
         self._reports.write_update(
             action.attempt, result, reduction.compute_s, step_s, bytes_over_groups=reduction.bytes_over_groups
         )
         self._saves.report_finished()
-        if self._trainer.stacked is not None:  # all other parameters are those of the step before
-            self._progress.lacks_params = True
+        if self._ctx.trainer.stacked is not None:  # all other parameters are those of the step before
+            self._ctx.progress.lacks_params = True
             self._digests.forget()
         else:
-            self._progress.num_steps = num_steps
-            self._digests.compare_if_due(num_steps, self._progress.num_restarts)
+            self._ctx.progress.num_steps = num_steps
+            self._digests.compare_if_due(num_steps)
         self._reports.send_step(result, step_s, recoveries, is_last=action.is_last)
 
     def stop(self, step: int, *, is_final: bool) -> None:
@@ -147,7 +136,7 @@ class StepExecutor:
             self._profile.end_step()
         self._reports.clock.on_stop()
         self._reports.write_recoveries()
-        if not self._progress.lacks_params:
-            self._digests.end(step, self._progress.num_restarts, has_sha256=is_final)
+        if not self._ctx.progress.lacks_params:
+            self._digests.end(step, has_sha256=is_final)
         self._saves.finish()
         self._saves.report_finished()

@@ -17,6 +17,7 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import assembly, rank
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.store.interface import StoreLost
 
 BROKEN_GROUP = 1
@@ -59,7 +60,7 @@ class _Diverging(StepExecutor):
 
     def update_model(self, action: UpdateModel) -> None:
         if action.step == 1:
-            named = next(iter(self._trainer.parameters_named()))
+            named = next(iter(self._ctx.trainer.parameters_named()))
             named.parameter.data.view(-1)[0] += 1.0
         super().update_model(action)
 
@@ -67,22 +68,19 @@ class _Diverging(StepExecutor):
 class _Outlived(StepExecutor):
     """Rank 1 raises in step 1 and takes its time to end, so that the end of rank 0, which lost it, is seen first."""
 
-    def __init__(self, spec: RankSpec, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._is_leader = spec.rank == 0
-        self._has_raised = spec.run_dir / "has-raised"
+    def __init__(self, ctx: RankContext, **parts: Any) -> None:
+        super().__init__(ctx, **parts)
+        self._has_raised = ctx.spec.run_dir / "has-raised"
 
     def compute_step(self, action: Any, num_alive: int) -> None:
         super().compute_step(action, num_alive)
         if action.plan.step != 1:
             return
-        if self._is_leader:
+        if self._ctx.agreement.is_leader:
             while not self._has_raised.exists():
                 time.sleep(0.01)
             os._exit(ExitCode.GROUP_BROKEN)
-        self._reports.send(
-            RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1")
-        )
+        self._ctx.send(RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1"))
         self._has_raised.touch()
         time.sleep(60.0)
 
@@ -97,7 +95,7 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
         elif fault == "elsewhere":
             program.Corpus = _Elsewhere
         elif fault == "outlived":
-            assembly.StepExecutor = partial(_Outlived, spec)
+            assembly.StepExecutor = _Outlived
         else:
             assembly.StepExecutor = _Unconnected if fault == "unconnected" else _Diverging
     rank.run_rank(spec, reports)

@@ -1,6 +1,5 @@
 """What a rank is asked to do with snapshots of state partitions: it holds a trainer of every group, on one node."""
 
-import contextlib
 import hashlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +11,17 @@ from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.snapshot_wire import HeldSnapshots
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.voting.agreement import GroupAgreement
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import CPU
 from tests.integration.stacked_checkpoint_groups import digest
+from tests.rank_context import rank_context
 
 ATTEMPT = 7
-PROBE = cast(RankProbe, SimpleNamespace(during=lambda operation: contextlib.nullcontext()))
 
 
 class KeptHere:
@@ -106,13 +102,7 @@ def take_late(
     """
     update(trainers, config, step)
     snapshotters = [
-        Snapshotter(
-            member=Member(GroupId(group)),
-            position=0,
-            trainer=trainer,
-            snapshot_server=cast(SnapshotClient, snapshot_server),
-            probe=PROBE,
-        )
+        Snapshotter(rank_context(Member(GroupId(group)), trainer=trainer), cast(SnapshotClient, snapshot_server))
         for group, trainer in enumerate(trainers)
     ]
     action = TakeSnapshot(
@@ -135,14 +125,10 @@ def take_late(
 
 
 def loader_of(snapshot_server: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
-    return SnapshotLoader(
-        member=Member(group, 1),
-        position=0,
+    ctx = rank_context(
+        Member(group, 1),
         trainer=trainer,
-        snapshot_server=cast(SnapshotClient, snapshot_server),
-        agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda brought: [brought])),
-        store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
-        groups=[],
-        timeout_s=10.0,
-        progress=lambda: None,
+        agreement=SimpleNamespace(gathered=lambda brought: [brought], waiting_to_restart=lambda groups: ()),
+        store=SimpleNamespace(local_host=lambda: "", put=lambda key, value: None),
     )
+    return SnapshotLoader(ctx, cast(SnapshotClient, snapshot_server))

@@ -15,6 +15,7 @@ import torch
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.comm.communicators import MOVED_ON
+from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.log.gradient_guard import GradientFinding, UnsoundGradient
@@ -29,6 +30,7 @@ from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
 from spare_megatron.voting.agreement import GroupOpinion
+from tests.rank_context import rank_context
 
 NUM_BUCKETS = 12
 MEMBERS = (GroupId(0), GroupId(1))
@@ -251,20 +253,21 @@ class Rank:
             outlier_factor=0.0,
             probe=self.probe,
         )
-        self.reduction = Reduction(
-            buckets=buckets,
+        ctx = rank_context(
+            config=RunConfig(reduce=ReduceConfig(overlap=overlaps)),
             voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
-            repairs=repairs,
-            digests=SimpleNamespace(for_vote=Digests),
-            reports=SimpleNamespace(
-                write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
-            ),
-            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
-            suspicions=SimpleNamespace(judge=lambda *of: self.judged.append(of)),
-            overlaps=overlaps,
-            num_chunks=1,
+            journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             progress=self.progress,
+        )
+        self.reduction = Reduction(
+            ctx,
+            buckets=buckets,
+            repairs=repairs,
+            digests=SimpleNamespace(for_vote=Digests),
+            reports=SimpleNamespace(clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)),
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
+            suspicions=SimpleNamespace(judge=lambda *of: self.judged.append(of)),
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:

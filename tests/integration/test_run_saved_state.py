@@ -26,6 +26,7 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint import saver
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
 from spare_megatron.state.checkpoint.verification import newest_valid, refusal_of
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.voting.agreement import Fenced
 from tests.integration.whole_run import Run, entries_of, read_run, tiny_config
 
@@ -64,7 +65,7 @@ class _WrongMoments(GroupSaves):
     def save(self, action: SaveCheckpoint) -> None:
         if action.step == EVERY:
             assert action.member.group == WRONG_GROUP, "it is the first to save"
-            adam = first_moments(self._digests._trainer)
+            adam = first_moments(self._ctx.trainer)
             adam["exp_avg"].view(-1)[0] += 0.01
         super().save(action)
 
@@ -103,7 +104,7 @@ class _WrongParameter(GroupSaves):
     """A parameter changes before it is saved."""
 
     def save(self, action: SaveCheckpoint) -> None:
-        named = next(iter(self._digests._trainer.parameters_named()))
+        named = next(iter(self._ctx.trainer.parameters_named()))
         named.parameter.data.view(-1)[0] += 1.0
         super().save(action)
 
@@ -111,9 +112,9 @@ class _WrongParameter(GroupSaves):
 class _LateFence(GroupLog):
     """Looks at the group's fence when the group has come to the end of its save."""
 
-    def __init__(self, run_dir: Path, savers: list[saver.Saver], **parts: Any) -> None:
-        super().__init__(**parts)
-        self._run_dir, self._savers = run_dir, savers
+    def __init__(self, savers: list[saver.Saver], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._savers = savers
 
     def read_entry(self, index: int) -> list[Event]:
         try:
@@ -121,7 +122,7 @@ class _LateFence(GroupLog):
         except Fenced:
             [(save, writing)] = self._savers[0]._under_way
             wait([writing], PATIENCE_S)
-            (self._run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
+            (self._ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
             raise
 
 
@@ -149,12 +150,12 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     if spec.group == WRONG_GROUP:
         savers: list[saver.Saver] = []
 
-        def make_saves(**parts: Any) -> GroupSaves:
+        def make_saves(ctx: RankContext, **parts: Any) -> GroupSaves:
             savers.append(parts["saver"])
-            return _WrongParameter(**parts)
+            return _WrongParameter(ctx, **parts)
 
         assembly.GroupSaves = make_saves  # type: ignore[misc,assignment]
-        assembly.GroupLog = partial(_LateFence, spec.run_dir, savers)  # type: ignore[misc,assignment]
+        assembly.GroupLog = partial(_LateFence, savers)  # type: ignore[misc,assignment]
     rank.run_rank(spec, reports)
 
 

@@ -38,6 +38,7 @@ from spare_megatron.rank.bootstrap import wait_for_all_groups
 from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.stacked.partition_copier import GroupRepairs
 from spare_megatron.state.transfer.served_state import PartitionContent
 from spare_megatron.store.decision_log import DecisionLog
@@ -313,39 +314,33 @@ class _ChoosyInjector(Injector):
 class _WatchedReduction(Reduction):
     """Knows the attempt, and enters it only when what is watched for is there."""
 
-    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
+    def __init__(self, watch: Watch, now: _Now, ctx: RankContext, **parts: Any) -> None:
         self._watch, self._attempts = watch, now
-        super().__init__(**parts)
+        super().__init__(ctx, **parts)
         first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
-        self._is_leave_asked = self._progress.is_leave_asked
-        self._progress.is_leave_asked = lambda: now.step >= first and self._is_leave_asked()
+        self._is_leave_asked = ctx.progress.is_leave_asked
+        ctx.progress.is_leave_asked = lambda: now.step >= first and self._is_leave_asked()
 
     def attempt(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
-        for member in [member for step, member in self._watch.awaited if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_waiting(self._attempts.spec, [member])
-        if first := [member for step, member in self._watch.awaited_first if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_waiting(self._attempts.spec, first)
-        for file in [file for step, file in self._watch.files if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_file(file)
-        if (action.step, self._attempts.spec.group) in self._watch.leaving:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_asked(self._is_leave_asked)
-        if action.step in self._watch.whole_spares:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_spares(self._attempts.spec.config)
-        if action.step in self._watch.whole_copies:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_copies(self._repairs)
-        for node in [node for step, node in self._watch.windows if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_window(self._attempts.spec.run_dir, node)
+        watch, spec, waits = self._watch, self._attempts.spec, []
+        awaited = [[member] for step, member in watch.awaited if step == action.step]
+        if first := [member for step, member in watch.awaited_first if step == action.step]:
+            awaited.append(first)
+        waits += [partial(_wait_until_waiting, spec, one_of) for one_of in awaited]
+        waits += [partial(_wait_for_file, file) for step, file in watch.files if step == action.step]
+        if (action.step, spec.group) in watch.leaving:
+            waits.append(partial(_wait_until_asked, self._is_leave_asked))
+        if action.step in watch.whole_spares:
+            waits.append(partial(_wait_for_spares, spec.config))
+        if action.step in watch.whole_copies:
+            waits.append(partial(_wait_for_copies, self._repairs))
+        waits += [partial(_wait_for_window, spec.run_dir, node) for step, node in watch.windows if step == action.step]
         if self._is_held_back(action):
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                DecisionLog(open_store(self._attempts.spec.store)).wait(self._progress.head, _TIMEOUT_S)
+            waits.append(partial(DecisionLog(open_store(spec.store)).wait, self._ctx.progress.head, _TIMEOUT_S))
+        for wait in waits:
+            with self._ctx.probe.during(Operation.AWAIT_ENTRY):
+                wait()
         return super().attempt(action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:
@@ -363,9 +358,9 @@ class _WatchedReduction(Reduction):
 class _WatchedSteps(StepExecutor):
     """Counts what the process holds."""
 
-    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
+    def __init__(self, watch: Watch, now: _Now, ctx: RankContext, **parts: Any) -> None:
         self._watch, self._spec = watch, now.spec
-        super().__init__(**parts)
+        super().__init__(ctx, **parts)
 
     def update_model(self, action: UpdateModel) -> None:
         super().update_model(action)

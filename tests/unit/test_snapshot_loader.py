@@ -13,11 +13,11 @@ from typing import cast
 import pytest
 import torch
 
+from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.events import Held, RestartState
 from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot import snapshot_loader
@@ -26,8 +26,7 @@ from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.voting.agreement import GroupAgreement
+from tests.rank_context import rank_context
 from tests.unit.silent_server import SilentServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,23 +85,18 @@ def loader(
         for member, address in servers.items()
     }
     incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)
-    return SnapshotLoader(
-        member=Member(GroupId(0), 1),
-        position=0,
-        trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
-        snapshot_server=cast(SnapshotClient, None),
-        agreement=cast(
-            GroupAgreement,
-            SimpleNamespace(
-                waiting_to_restart=lambda groups: waiting,
-                is_lost=lambda member, head: head == HEAD and is_lost(member),
-            ),
-        ),
-        store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: values[key])),
-        groups=[GroupId(group) for group in range(8)],
-        timeout_s=TIMEOUT_S,
-        progress=lambda: None,
+    agreement = SimpleNamespace(
+        waiting_to_restart=lambda groups: waiting,
+        is_lost=lambda member, head: head == HEAD and is_lost(member),
     )
+    ctx = rank_context(
+        Member(GroupId(0), 1),
+        config=RunConfig(reduce=ReduceConfig(timeout_s=TIMEOUT_S)),
+        trainer=SimpleNamespace(incoming_state=lambda description: incoming, stacked=None),
+        agreement=agreement,
+        store=SimpleNamespace(wait=lambda key, timeout_s: values[key]),
+    )
+    return SnapshotLoader(ctx, cast(SnapshotClient, None))
 
 
 def member(group: int) -> Member:

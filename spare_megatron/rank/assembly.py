@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
+from spare_megatron.comm.bucket_sums import BucketSums, ScatteredBuckets, Staging, make_bucket_sums
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
@@ -20,17 +20,12 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_same_device, check_shared_data, choose_device, join_group
-from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_audits import GroupAudits
-from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.rank.reduction import Reduction, Suspicions
 from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.rank.state_restorer import StateRestorer
-from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
-from spare_megatron.rank.train import Executors
+from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.saver import Saver
@@ -76,12 +71,13 @@ class Assembly:
         device = choose_device(spec.config, spec.device, spec.number)
         self.ranks = join_group(spec, store, device)
         trainer = _trainer(spec, controller, device, store, probe)
-        voting = _voting(spec, self.ranks, store, log)
-        self.ctx = ctx = RankContext(
+        agreement, layout, control = _agreement(spec, self.ranks, log), spec.config.layout, spec.config.control
+        relay = open_relay(spec.member, store, control, layout.most_groups) if agreement.is_leader else None
+        self.ctx = RankContext(
             spec=spec,
             controller=controller,
             trainer=trainer,
-            voting=voting,
+            voting=Voting(agreement, relay, write=journal.write, probe=probe),
             communicator=_communicator(spec, trainer, controller, device, store, probe),
             store=store,
             journal=journal,
@@ -90,30 +86,40 @@ class Assembly:
             progress=progress,
         )
         self._staging = Staging(trainer.gradients.new_staging)
-        self._source = self._serve_state()
         server = spec.snapshot_server
         self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
-        self.loader = RestartLoader(ctx, None if self._snapshots is None else SnapshotLoader(ctx, self._snapshots))
-        self.digests = StateDigests(ctx, () if spec.incarnation else hosted_at_first(spec, controller))
-        self._reports = RankReports(ctx)
-        self.executors = self._build_executors()
+        self.components = self._build_components()
 
-    # ----------------------------------------------------------------------------------------------- the executors
-
-    def _build_executors(self) -> Executors:
-        ctx, config, digests, reports = self.ctx, self.ctx.config, self.digests, self._reports
+    def _build_components(self) -> Components:
+        ctx, config = self.ctx, self.ctx.config
+        source = self._serve_state()
+        loader = RestartLoader(ctx, None if self._snapshots is None else SnapshotLoader(ctx, self._snapshots))
+        digests = StateDigests(ctx, () if ctx.spec.incarnation else hosted_at_first(ctx.spec, ctx.controller))
         bucket_sums = make_bucket_sums(ctx.member.group, ctx.trainer, ctx.communicator)
         repairs = self._build_repairs(awaits_update=isinstance(bucket_sums, ScatteredBuckets))
-        snapshotter = None if self._snapshots is None else Snapshotter(ctx, self._snapshots)
-        has_audits = audit_policy(config) is not None
         saves = GroupSaves(
             ctx,
             saver=Saver(ctx),
-            dispute_saver=DisputeSaver(ctx) if has_audits else None,
-            snapshotter=snapshotter,
+            dispute_saver=None if audit_policy(config) is None else DisputeSaver(ctx),
+            snapshotter=None if self._snapshots is None else Snapshotter(ctx, self._snapshots),
             digests=digests,
         )
-        self.buckets = BucketExchange(
+        return Components(
+            sums=self._build_sums(bucket_sums),
+            source=source,
+            transfer=StateTransfer(ctx, source),
+            loader=loader,
+            digests=digests,
+            audits=GroupAudits(ctx),
+            saves=saves,
+            stacked=None if repairs is None else self._build_stacked(repairs, digests, saves),
+            reports=RankReports(ctx),
+            profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
+        )
+
+    def _build_sums(self, bucket_sums: BucketSums) -> BucketExchange:
+        ctx, config = self.ctx, self.ctx.config
+        return BucketExchange(
             position=ctx.spec.rank,
             lanes=config.parallel.beside(ctx.spec.rank),
             is_alone=config.parallel.ranks_per_group == 1,
@@ -124,45 +130,15 @@ class Assembly:
             outlier_factor=config.train.gradient_outlier_factor,
             probe=ctx.probe,
         )
-        audits = GroupAudits(ctx)
-        reduction = Reduction(
-            ctx,
-            buckets=self.buckets,
-            audits=audits,
-            repairs=repairs,
-            digests=digests,
-            reports=reports,
-            suspicions=Suspicions(ctx, reports, has_audits=has_audits),
-        )
-        steps = StepExecutor(
-            ctx,
-            reduction=reduction,
-            source=self._source,
-            saves=saves,
-            digests=digests,
-            reports=reports,
-            profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
-        )
-        restorer = StateRestorer(ctx, transfer=StateTransfer(ctx, self._source), loader=self.loader, digests=digests)
-        return Executors(
-            steps=steps,
-            audits=audits,
-            evaluation=Evaluation(ctx, digests, reports),
-            reduction=reduction,
-            log=GroupLog(ctx, digests, reports),
-            restorer=restorer,
-            saves=saves,
-            stacked=None if repairs is None else self._build_stacked(repairs, saves),
-        )
 
-    def _build_stacked(self, repairs: GroupRepairs, saves: GroupSaves) -> StackedState:
+    def _build_stacked(self, repairs: GroupRepairs, digests: StateDigests, saves: GroupSaves) -> StackedState:
         assert self.ctx.trainer.stacked is not None, "only stacked state is repaired"
         return StackedState(
             self.ctx,
             gather=ParamsGather(self.ctx, self.ctx.trainer.stacked, self._staging),
             repairs=repairs,
             resume_snapshot=saves.resume_postponed,
-            digests=self.digests,
+            digests=digests,
         )
 
     def _build_repairs(self, *, awaits_update: bool) -> GroupRepairs | None:
@@ -204,17 +180,16 @@ def _trainer(
     return trainer
 
 
-def _voting(spec: RankSpec, ranks: dist.ProcessGroup, store: ControlStore, log: DecisionLog) -> Voting:
-    control, num_groups = spec.config.control, spec.config.layout.most_groups
-    agreement = GroupAgreement(
+def _agreement(spec: RankSpec, ranks: dist.ProcessGroup, log: DecisionLog) -> GroupAgreement:
+    control = spec.config.control
+    return GroupAgreement(
         spec.member,
         ranks,
         log,
         control.decision_timeout_s,
-        may_come_back=[GroupId(group) for group in range(num_groups)],
+        may_come_back=[GroupId(group) for group in range(spec.config.layout.most_groups)],
         fan_in=control.vote_fan_in,
     )
-    return Voting(agreement, open_relay(spec.member, store, control, num_groups) if agreement.is_leader else None)
 
 
 def _communicator(

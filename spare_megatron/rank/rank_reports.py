@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.suspicion import Suspect
-from spare_megatron.core.log.actions import ReportEvaluation
+from spare_megatron.core.log.actions import ChangePaces, ReportEvaluation
 from spare_megatron.journal.losses import losses_of, mean_loss
-from spare_megatron.journal.records import RecoveryRecord, SuspicionRecord, UpdateRecord
+from spare_megatron.journal.records import PacesRecord, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.reports import EvaluationDecided, RunPaused, StepCommitted
@@ -71,6 +71,11 @@ class RankReports:
             bytes_over_groups=bytes_over_groups,
         )
         self._ctx.write_if_leader(record)
+
+    def write_paces(self, action: ChangePaces) -> None:
+        """Journals by which paces work is dealt from here on."""
+        permille = {str(group): pace for group, pace in action.permille.items()}
+        self._ctx.write_if_leader(PacesRecord(group=self._ctx.member.group, step=action.step, permille=permille))
 
     def send_step(
         self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord], *, is_last: bool

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.stacking.plans import Microbatch, Numbered
+from spare_megatron.voting.agreement import GroupOpinion
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class StepUnderWay:
     """Of the last attempt."""
     is_evaluation: bool = False
     """It is the evaluation after `step` committed steps."""
+    opinion: GroupOpinion | None = None
+    """Of the last attempt to reduce; None if the group abstained."""
     has_audits: bool = False
     """Some group audits another one in this step."""
     audited: list[Microbatch] = field(default_factory=list)

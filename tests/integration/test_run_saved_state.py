@@ -1,10 +1,9 @@
 """Checkpoints of groups whose state is wrong are never used, however late that is found and they are written."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
-from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank import assembly, rank, train_step
 from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.train_step import Components, read_entry
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint import saver
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
@@ -109,21 +108,15 @@ class _WrongParameter(GroupSaves):
         super().save(action)
 
 
-class _LateFence(GroupLog):
+def _read_late(ctx: RankContext, parts: Components, index: int) -> Sequence[Event]:
     """Looks at the group's fence when the group has come to the end of its save."""
-
-    def __init__(self, savers: list[saver.Saver], *parts: Any) -> None:
-        super().__init__(*parts)
-        self._savers = savers
-
-    def read_entry(self, index: int) -> list[Event]:
-        try:
-            return super().read_entry(index)
-        except Fenced:
-            [(save, writing)] = self._savers[0]._under_way
-            wait([writing], PATIENCE_S)
-            (self._ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
-            raise
+    try:
+        return read_entry(ctx, parts, index)
+    except Fenced:
+        [(save, writing)] = parts.saves._saver._under_way
+        wait([writing], PATIENCE_S)
+        (ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
+        raise
 
 
 def save_late(spec: RankSpec, reports: Connection) -> None:
@@ -148,14 +141,8 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     saver.refuse = on_refused
     saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
     if spec.group == WRONG_GROUP:
-        savers: list[saver.Saver] = []
-
-        def make_saves(ctx: RankContext, **parts: Any) -> GroupSaves:
-            savers.append(parts["saver"])
-            return _WrongParameter(ctx, **parts)
-
-        assembly.GroupSaves = make_saves  # type: ignore[misc,assignment]
-        assembly.GroupLog = partial(_LateFence, savers)  # type: ignore[misc,assignment]
+        assembly.GroupSaves = _WrongParameter  # type: ignore[misc]
+        train_step.read_entry = _read_late
     rank.run_rank(spec, reports)
 
 

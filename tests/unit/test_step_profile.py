@@ -14,8 +14,8 @@ from spare_megatron.config.schema import ProfileConfig, RunConfig
 from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.process.span_ring import Ranges
-from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
+from spare_megatron.rank.train_step import compute_step
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch, make_plan, work_of
 from spare_megatron.state.rank_progress import RankProgress
@@ -89,12 +89,12 @@ def test_an_evaluation_ends_the_trace_of_the_step_before_and_begins_none() -> No
     """It has the number of the step that follows, whose trace replaced the one that it had begun."""
     calls: list[object] = []
     profile = SimpleNamespace(begin_step=calls.append, end_step=lambda: calls.append("end"))
-    parts: dict[str, Any] = dict.fromkeys(("reduction", "source", "saves", "digests", "reports"))
+    controller: Any = SimpleNamespace(members=[0])
     probe: Any = SimpleNamespace(begin_step=lambda _: None)
     progress = RankProgress(lacks_params=True)  # it computes nothing
-    steps = StepExecutor(rank_context(probe=probe, progress=progress), profile=profile, **parts)
+    ctx, parts = rank_context(controller=controller, probe=probe, progress=progress), SimpleNamespace(profile=profile)
     work = work_of({GroupId(0): [Microbatch(ShardId(0), 0)]}, (1, 1))
     for step, is_evaluation in ((1, False), (2, True), (2, False)):
         plan = make_plan(step, 0, work, is_evaluation=is_evaluation)
-        steps.compute_step(ComputeStep(plan=plan, into=None), num_alive=1)
+        compute_step(ctx, parts, ComputeStep(plan=plan, into=None))  # type: ignore[arg-type]
     assert calls == ["end", 1, "end", "end", 2]

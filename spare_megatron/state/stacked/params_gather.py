@@ -28,12 +28,11 @@ _CHECK_WORDS = 2
 
 
 class ParamsGather:
-    """Gathers one rank's parameters from the groups that own them. It decides nothing."""
+    """Gathers one rank's parameters from the groups that own them."""
 
     def __init__(self, ctx: RankContext, optimizer: StackedOptimizer, staging: Staging) -> None:
         self._ctx = ctx
-        self._optimizer = optimizer
-        self._staging = staging
+        self._optimizer, self._staging = optimizer, staging
         self._wrong: list[torch.Tensor] = []  # whether what has arrived in this gather is, on the device
 
     def run(self, action: GatherParams) -> None:

@@ -23,6 +23,7 @@ class StackedState:
     ) -> None:
         self._ctx = ctx
         self._gather = gather
+        self.restored = repairs.restored
         self._repairs = repairs
         self._resume_snapshot = resume_snapshot
         self._digests = digests

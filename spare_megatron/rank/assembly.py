@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import BucketSums, ScatteredBuckets, Staging, make_bucket_sums
+from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
@@ -27,19 +27,18 @@ from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
-from spare_megatron.state.rank_context import RankContext
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.optimizer_state import OptimizerState, ReplicatedState
+from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
-from spare_megatron.state.stacked.params_gather import ParamsGather
-from spare_megatron.state.stacked.partition_copier import GroupRepairs, PartitionRepairs
 from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource, partition_contents
+from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer
 from spare_megatron.store import keys
@@ -92,11 +91,10 @@ class Assembly:
 
     def _build_components(self) -> Components:
         ctx, config = self.ctx, self.ctx.config
+        ctx.optimizer_state = self._build_optimizer_state()
         source = self._serve_state()
         loader = RestartLoader(ctx, None if self._snapshots is None else SnapshotLoader(ctx, self._snapshots))
-        digests = StateDigests(ctx, () if ctx.spec.incarnation else hosted_at_first(ctx.spec, ctx.controller))
-        bucket_sums = make_bucket_sums(ctx.member.group, ctx.trainer, ctx.communicator)
-        repairs = self._build_repairs(awaits_update=isinstance(bucket_sums, ScatteredBuckets))
+        digests = StateDigests(ctx)
         saves = GroupSaves(
             ctx,
             saver=Saver(ctx),
@@ -105,19 +103,18 @@ class Assembly:
             digests=digests,
         )
         return Components(
-            sums=self._build_sums(bucket_sums),
+            sums=self._build_sums(),
             source=source,
             transfer=StateTransfer(ctx, source),
             loader=loader,
             digests=digests,
             audits=GroupAudits(ctx),
             saves=saves,
-            stacked=None if repairs is None else self._build_stacked(repairs, digests, saves),
             reports=RankReports(ctx),
             profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
         )
 
-    def _build_sums(self, bucket_sums: BucketSums) -> BucketExchange:
+    def _build_sums(self) -> BucketExchange:
         ctx, config = self.ctx, self.ctx.config
         return BucketExchange(
             position=ctx.spec.rank,
@@ -125,44 +122,32 @@ class Assembly:
             is_alone=config.parallel.ranks_per_group == 1,
             trainer=ctx.trainer,
             communicator=ctx.communicator,
-            bucket_sums=bucket_sums,
+            bucket_sums=ctx.optimizer_state.bucket_sums,
             staging=self._staging,
             outlier_factor=config.train.gradient_outlier_factor,
             probe=ctx.probe,
         )
 
-    def _build_stacked(self, repairs: GroupRepairs, digests: StateDigests, saves: GroupSaves) -> StackedState:
-        assert self.ctx.trainer.stacked is not None, "only stacked state is repaired"
-        return StackedState(
-            self.ctx,
-            gather=ParamsGather(self.ctx, self.ctx.trainer.stacked, self._staging),
-            repairs=repairs,
-            resume_snapshot=saves.resume_postponed,
-            digests=digests,
-        )
-
-    def _build_repairs(self, *, awaits_update: bool) -> GroupRepairs | None:
-        optimizer = self.ctx.trainer.stacked
+    def _build_optimizer_state(self) -> OptimizerState:
+        ctx, optimizer = self.ctx, self.ctx.trainer.stacked
         if optimizer is None:
-            return None
-        repairs = PartitionRepairs(self.ctx, optimizer, partition_contents(optimizer), awaits_update=awaits_update)
-        repairs.run_in_background()
-        return GroupRepairs(self.ctx, repairs)
+            return ReplicatedState(ctx.trainer, ctx.communicator)
+        hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
+        return StackedState(ctx, optimizer, self._staging, hosted)
 
     def _serve_state(self) -> StateSource:
         """Starts the piece server."""
-        ctx, optimizer = self.ctx, self.ctx.trainer.stacked
-        partitions = [] if optimizer is None else partition_contents(optimizer)
-        source = StateSource({content.name: content for content in partitions})
+        ctx = self.ctx
+        source = StateSource(ctx.optimizer_state.served)
         server = PieceServer(ctx.store.local_host(), source, ctx.config.reduce.timeout_s)
         server.start()
         ctx.store.put(keys.piece_server(ctx.member, ctx.spec.rank), str(server.address))
         return source
 
 
-def hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
+def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
     """The state partitions that the group holds at the start of the run."""
-    return () if controller.ownership is None else controller.ownership.hosted_by(spec.member)
+    return () if controller.ownership is None else hosted_by(controller.ownership.hosts, spec.member)
 
 
 def _trainer(
@@ -172,7 +157,7 @@ def _trainer(
     # A restarted group has no state: it copies or loads its state partitions.
     check_weights(config.checkpoint)
     begins = not spec.incarnation and not config.checkpoint.load
-    trainer = GroupTrainer(config, device, probe, hosted=hosted_at_first(spec, controller) if begins else ())
+    trainer = GroupTrainer(config, device, probe, hosted=_hosted_at_first(spec, controller) if begins else ())
     if audit_policy(config) is not None:
         check_same_device(device, spec.group, store)
     if config.data.access == "shared":

@@ -106,7 +106,6 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
     spec, trainer = ctx.spec, ctx.trainer
     path = emergency_checkpoint_path(spec.config.checkpoint, spec.run_dir, action.step)
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
-    optimizer = trainer.stacked
     saved = SavedRank(
         run_dir=real_paths(str(spec.run_dir.absolute())),
         group=spec.group,
@@ -115,9 +114,7 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
         num_bytes=num_bytes,
         sha256=sha256,
         params_sha256=trainer.params_sha256(),
-        slices={}
-        if optimizer is None
-        else {str(one): optimizer.state_digest(one).hexdigest() for one in optimizer.hosted},
+        slices=ctx.optimizer_state.digests_by_name(),
         manifest=asdict(manifest_of(spec.config, action, ctx.agreement.head, {})),
     )
     describe(path, saved)

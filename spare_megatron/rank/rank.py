@@ -36,12 +36,12 @@ from spare_megatron.process.reports import (
     RunStopped,
 )
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.assembly import Assembly, hosted_at_first
+from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
 from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.rank.train_step import train
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost
@@ -143,7 +143,7 @@ class _Rank:
         return parts
 
     def _start(self, parts: Assembly) -> deque[Action]:
-        parts.components.loader.load_initial(hosted_at_first(self._spec, self._controller))
+        parts.components.loader.load_initial()
         self._progress.num_steps = self._controller.step
         parts.components.digests.check(self._controller.step)  # the first vote compares the parameters
         wait_for_all_groups(self._spec, self._store, parts.ranks)

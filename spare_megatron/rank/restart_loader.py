@@ -11,7 +11,8 @@ from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.process.reports import GroupRestarted
+from spare_megatron.stacking.state_partitions import Hosts, hosted_by
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
     checkpoint_path,
@@ -24,6 +25,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance, refuse
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 
 _NUM_OFFERED = 3
@@ -119,40 +121,50 @@ class RestartLoader:
         if self._ctx.config.checkpoint.is_wanted:
             require_folder(self._folder)
 
-    def load_initial(self, partitions: Collection[PartitionId]) -> None:
-        """Loads `checkpoint.load`, if set, with these partitions. Collective over: all ranks of the group."""
+    def load_initial(self) -> None:
+        """Loads `checkpoint.load`, if set. Collective over: all ranks of the group."""
         if self._first is not None:
+            ownership = self._ctx.controller.ownership
             with self._loading(step_of(self._first)):
-                self._load_first(self._first, partitions)
+                self._load_first(self._first, () if ownership is None else ownership.hosts)
 
-    def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
-        """Loads the checkpoint, the snapshot or the run's initial state, with the group's state partitions.
+    def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
+        """Loads the checkpoint, the snapshot or the run's initial state; the first vote compares it.
 
-        Collective over: all ranks of the group. `head` counts the log entries folded so far. Raises `JoinFailed` if it
-        is gone.
+        Collective over: all ranks of the group. Raises `JoinFailed` if it is gone.
         """
+        self._load(action)
+        progress = self._ctx.progress
+        progress.step, progress.num_steps = None, action.step
+        digests.check(action.step)
+        record = self._record(action)
+        self._ctx.write_if_leader(record)
+        source, rejected = record.loaded_from, tuple(record.rejected)
+        self._ctx.send(GroupRestarted(member=self._ctx.member, step=action.step, source=source, rejected=rejected))
+
+    def _load(self, action: LoadCheckpoint) -> None:
         self.reader.stop()
         began_s = time.monotonic()
-        partitions = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
-                self._load_checkpoint(action, partitions)
+                self._load_checkpoint(action)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, partitions, action.members, head)
+                self._snapshots.load(action.snapshot, action.hosts, action.members)
         self._load_s = time.monotonic() - began_s
 
-    def _load_checkpoint(self, action: LoadCheckpoint, partitions: Collection[PartitionId]) -> None:
+    def _load_checkpoint(self, action: LoadCheckpoint) -> None:
         path = checkpoint_path(self._folder, action.step)
         if path.exists():
-            self._ctx.trainer.load_checkpoint(path, partitions)
+            self._ctx.trainer.load_checkpoint(path, hosted_by(action.hosts, self._ctx.member))
         elif self._first is not None and action.step == step_of(self._first):
-            self._load_first(self._first, partitions)
+            self._load_first(self._first, action.hosts)
         elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 
-    def _load_first(self, path: Path, partitions: Collection[PartitionId]) -> None:
+    def _load_first(self, path: Path, hosts: Hosts) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
+        partitions = hosted_by(hosts, self._ctx.member)
         if is_emergency_checkpoint(path):
             self._ctx.trainer.load_state(files_for(path, assemble(path).files, self._ctx.spec.rank), partitions)
         else:
@@ -166,7 +178,8 @@ class RestartLoader:
             yield
         self._ctx.probe(FaultPoint.LOAD_DONE)
 
-    def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
+    def _record(self, action: LoadCheckpoint) -> RestartRecord:
+        member = self._ctx.member
         return RestartRecord(
             group=member.group,
             incarnation=member.incarnation,

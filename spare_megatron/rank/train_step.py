@@ -30,15 +30,12 @@ from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.rank.state_restorer import admit, restart
 from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.stacking.plans import Microbatch, StepPlan
-from spare_megatron.state.rank_context import RankContext
-from spare_megatron.state.rank_progress import StepUnderWay
-from spare_megatron.state.stacked.stacked_state import StackedState
+from spare_megatron.state.rank_context import RankContext, StepUnderWay
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_transfer import StateTransfer
+from spare_megatron.state.transfer.state_transfer import StateTransfer, admit
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import Fenced, GroupOpinion, RankOutcome
 from spare_megatron.voting.log_follower import Stop
@@ -59,8 +56,6 @@ class Components:
     digests: StateDigests
     audits: GroupAudits
     saves: GroupSaves
-    stacked: StackedState | None
-    """None if every group holds all optimizer state."""
     reports: RankReports
     profile: StepProfile | None
     loss_watch: LossWatch = field(default_factory=LossWatch)
@@ -136,7 +131,7 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
         case actions.AdmitGroups():
             admit(ctx, parts.transfer, parts.digests, action)
         case actions.LoadCheckpoint():
-            restart(ctx, parts.loader, parts.digests, action)
+            parts.loader.restart(action, parts.digests)
         case actions.SaveCheckpoint():
             parts.saves.save(action)
         case actions.RefuseCheckpoint():
@@ -145,10 +140,11 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
             parts.saves.save_dispute(action)
         case actions.TakeSnapshot():
             parts.saves.take_snapshot(action)
-        case actions.GatherParams() if parts.stacked is not None:
-            parts.stacked.gather_params(action)
-        case actions.StartRepairs() if parts.stacked is not None:
-            parts.stacked.start_repairs(action)
+        case actions.GatherParams():
+            _gather_params(ctx, parts, action)
+        case actions.StartRepairs():
+            parts.digests.is_wanted |= action.is_compared
+            ctx.optimizer_state.start_repairs(action)
         case _:
             raise AssertionError(f"this rank cannot execute {action}")
     return ()
@@ -273,7 +269,6 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         plain_vote(action, digests, lacks_params=False),
         is_complete=opinion.is_complete,
         num_complete=opinion.num_complete,
-        restored=() if parts.stacked is None else parts.stacked.restored(),
         save_ends=tuple(ctx.progress.save_ends),
         pace_ns=round(opinion.pace_s * 1e9),
         leaves=ctx.progress.is_leave_asked(),
@@ -283,6 +278,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         audits=audits,
         losses=losses,
     )
+    vote = ctx.optimizer_state.with_copies(vote)
     votes = ctx.voting.cast(action, vote, now.computed, _wrong_sums(opinion) or ctx.communicator.evidence)
     parts.reports.clock.on_reduced(ctx.communicator.ready_at_s)
     return votes
@@ -445,7 +441,7 @@ def _await_hosts(ctx: RankContext, parts: Components, action: actions.AwaitHosts
 def update_model(ctx: RankContext, parts: Components, action: actions.UpdateModel) -> None:
     """Applies the sums of the committed attempt."""
     progress, now = ctx.progress, ctx.progress.now
-    parts.digests.on_proven(action.proven)
+    ctx.optimizer_state.on_commit(action)
     now.num_recomputed = parts.reports.clock.on_commit()
     bytes_over_groups = parts.sums.commit()
     progress.save_ends.clear()
@@ -461,13 +457,29 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
     step_s = now.spent_s
     parts.reports.write_update(action.attempt, result, opinion.compute_s, step_s, bytes_over_groups)
     parts.saves.report_finished()
-    if parts.stacked is not None:  # all other parameters are those of the step before
+    if ctx.optimizer_state.is_gathered:  # all other parameters are those of the step before
         progress.lacks_params = True
         parts.digests.forget()
     else:
         progress.num_steps = num_steps
         parts.digests.compare_if_due(num_steps)
     parts.reports.send_step(result, step_s, recoveries, is_last=action.is_last)
+
+
+def _gather_params(ctx: RankContext, parts: Components, action: actions.GatherParams) -> None:
+    """Gathers all parameters from their owners. After a broken gather the group lacks parameters."""
+    progress = ctx.progress
+    if action.is_anew:
+        progress.lacks_params = True
+        parts.digests.is_wanted = True
+    lacked = progress.lacks_params
+    try:
+        ctx.optimizer_state.gather(action)
+    finally:  # even if the store is lost: a gather that is complete can still be saved
+        if lacked and not progress.lacks_params:
+            progress.num_steps = action.step
+            parts.digests.compare_if_due(action.step)
+            parts.saves.resume_postponed(action.step)
 
 
 def _stop(ctx: RankContext, parts: Components, end: Stop | actions.DrainGroups) -> None:

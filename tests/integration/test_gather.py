@@ -12,7 +12,7 @@ from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.log.actions import GatherParams
 from spare_megatron.core.log.bucket_window import MAX_STAGED
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.store.interface import StoreLost
 from tests.rank_context import rank_context

@@ -29,7 +29,7 @@ from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.rank import train_step
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
+from spare_megatron.state.rank_context import RankProgress, StepUnderWay
 from spare_megatron.voting.agreement import GroupOpinion, RankOutcome
 from spare_megatron.voting.voting import Voting
 from tests.rank_context import rank_context
@@ -268,7 +268,6 @@ class Rank:
         )
         self.parts: Any = SimpleNamespace(
             sums=self.buckets,
-            stacked=None,
             digests=SimpleNamespace(for_vote=Digests),
             audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
             loss_watch=LossWatch(),

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from spare_megatron.comm.bucket_sums import ScatteredBuckets
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import AttemptReduce, UpdateModel
 from spare_megatron.core.log.entries import Commit, Entry, decode_entry
@@ -37,9 +36,12 @@ from spare_megatron.rank import assembly, rank, train_step
 from spare_megatron.rank.bootstrap import wait_for_all_groups
 from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.state.optimizer_state import OptimizerState
 from spare_megatron.state.rank_context import RankContext
+from spare_megatron.state.stacked import stacked_state
+from spare_megatron.state.stacked.partition_copier import PartitionContent
+from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets
 from spare_megatron.state.stacked.stacked_state import StackedState
-from spare_megatron.state.transfer.served_state import PartitionContent
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
@@ -106,9 +108,9 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     train_step.attempt_reduce = attempts.attempt_reduce
     train_step.update_model = attempts.update_model
     assembly.GroupAgreement = partial(_TimelyAgreement, watch)
-    assembly.partition_contents = partial(_late_contents, watch)
+    stacked_state.partition_contents = partial(_late_contents, watch)
     if watch.scatters:
-        assembly.make_bucket_sums = ScatteredBuckets
+        stacked_state.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)
@@ -258,13 +260,13 @@ def _wait_for_window(run_dir: Path, node: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _wait_for_copies(stacked: StackedState | None) -> None:
-    assert stacked is not None
+def _wait_for_copies(stacked: OptimizerState) -> None:
+    assert isinstance(stacked, StackedState)
     repairs = stacked._repairs
     end_s = time.monotonic() + _TIMEOUT_S
-    while not all(repairs._repairs.whole().values()):
+    while not all(repairs.whole().values()):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"copies of state partitions are not whole: {repairs._repairs.whole()}")
+            raise TimeoutError(f"copies of state partitions are not whole: {repairs.whole()}")
         time.sleep(_POLL_S)
 
 
@@ -337,7 +339,7 @@ class _WatchedAttempts:
         if action.step in watch.whole_spares:
             waits.append(partial(_wait_for_spares, spec.config))
         if action.step in watch.whole_copies:
-            waits.append(partial(_wait_for_copies, parts.stacked))
+            waits.append(partial(_wait_for_copies, ctx.optimizer_state))
         waits += [partial(_wait_for_window, spec.run_dir, node) for step, node in watch.windows if step == action.step]
         if self._is_held_back(action):
             waits.append(partial(DecisionLog(open_store(spec.store)).wait, ctx.progress.head, _TIMEOUT_S))

@@ -18,7 +18,7 @@ from spare_megatron.formats.pieces import PIECE_BYTES
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer

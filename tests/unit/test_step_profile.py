@@ -18,7 +18,7 @@ from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train_step import compute_step
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch, make_plan, work_of
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
 from tests.rank_context import rank_context
 
 

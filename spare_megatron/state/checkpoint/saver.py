@@ -1,8 +1,7 @@
 """One rank's part in saving checkpoints: state is copied between two updates and written while training goes on.
 
 Only the next update waits for the copy. The writing thread has its own process group, as collectives of two threads
-would mix. A failed save leaves nothing visible and every earlier checkpoint as it was. With partitioned optimizer
-state, all hosts of its partitions take part in every save (`partition_saver`).
+would mix. A failed save leaves all as it was. All hosts of state partitions take part (`partition_saver`).
 """
 
 import contextlib
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.group_checkpoint import GroupState, Written, join_partitions
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.state.checkpoint.verification import (
@@ -67,10 +68,7 @@ class _Save:
 
 
 class Saver:
-    """Saves when it is this group's turn, and writes state partitions when it is another's.
-
-    Construction is collective over: all ranks of the group.
-    """
+    """Saves in its group's turn, writes partitions in others'. Construction is collective over: ranks of the group."""
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
@@ -78,6 +76,7 @@ class Saver:
         self._ranks = writing_ranks(ctx.config)
         self._copied = threading.Event()
         self._copied.set()
+        self._on_write = partial(ctx.probe, FaultPoint.SAVE_WRITE)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._store: ControlStore | None = None  # of that thread
         self._save: _Save | None = None  # whose copy is being made
@@ -109,8 +108,7 @@ class Saver:
                 self._refuse(save)
                 return
             self._ctx.probe(FaultPoint.SAVE)
-            hosted = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
-            state = self._ctx.trainer.checkpoint_state(hosted, has_rest=is_saver)
+            state = self._ctx.trainer.checkpoint_state(hosted_by(action.hosts, member), has_rest=is_saver)
             if num_under_way:
                 state.copy()
             else:
@@ -191,7 +189,10 @@ class Saver:
         aside = folders.aside_path(self._folder, save.action.step, save.action.member)
         try:
             self._agree(lambda: self._prepare(save, aside, state))
-            files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
+            files: dict[str, folders.StoredFile] = {}
+            if save.is_saver:
+                rest = self._agree(lambda: self._verified(aside, state.write(aside, self._ranks, self._on_write)))
+                files = dict(ChainMap(*rest))
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
                 shares = self._write_partitions(save, aside, state)
@@ -223,10 +224,7 @@ class Saver:
             if save.board is not None:
                 save.board.announce_folder()
 
-    def _write(
-        self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
-    ) -> dict[str, folders.StoredFile]:
-        written = state.write(folder, self._ranks, lambda: self._ctx.probe(FaultPoint.SAVE_WRITE), partitions)
+    def _verified(self, folder: Path, written: Written) -> dict[str, folders.StoredFile]:
         files = stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
@@ -240,7 +238,9 @@ class Saver:
             board=save.board,
             aside=aside,
             agree=self._agree,
-            write=lambda folder, partitions: self._write(folder, state, partitions),
+            write=lambda folder, partitions: self._verified(
+                folder, state.write(folder, self._ranks, self._on_write, partitions)
+            ),
             timeout_s=self._ctx.config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None

@@ -10,16 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import NamedTuple
 
-from torch import Tensor
-
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
-from spare_megatron.process.snapshot_wire import Part
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.process.snapshot_wire import Part, PartKey
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.state_partitions import Hosts
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.transfer.piece_client import PieceClient
@@ -44,7 +43,7 @@ class _Copy(NamedTuple):
     """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
-    partition: PartitionId | None
+    partition: PartKey
 
 
 class _Holder(NamedTuple):
@@ -63,7 +62,6 @@ class SnapshotLoader:
         self._timeout_s = ctx.config.reduce.timeout_s
         self._own: dict[_Copy, str] = {}  # on the rank's own node, with SHA-256
         self._broken: set[str] = set()  # servers to be asked after the others
-        self._head = 0
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
@@ -102,19 +100,18 @@ class SnapshotLoader:
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, partitions: Collection[PartitionId], members: Collection[Member], head: int) -> None:
-        """Loads the snapshot of this attempt, from the rank's own node where it is there, with these state partitions.
+    def load(self, attempt: int, hosts: Hosts, members: Collection[Member]) -> None:
+        """Loads the snapshot of this attempt, from the rank's own node where it is there, with what the group hosts.
 
-        `members` restart and load it as well; `head` counts the log entries folded so far. Raises JoinFailed if no
-        server has it any more, or none that has it has answered in time.
+        `members` restart and load it as well. Raises JoinFailed if no server has it any more, or none that has it has
+        answered in time.
         """
-        self._head = head
 
         @cache
         def waiting() -> Sequence[RestartState]:
             return self._ctx.agreement.waiting_to_restart(self._ctx.groups)
 
-        def load_part(number: PartitionId | None, prepare: Callable[[bytes], TensorBytes]) -> None:
+        def load_part(number: PartKey, prepare: Callable[[bytes], TensorBytes]) -> None:
             copy = _Copy(attempt, number)
             failure = self._load_own(copy, prepare)
             if failure:
@@ -128,13 +125,7 @@ class SnapshotLoader:
 
         load_part(None, prepare)
         incoming[-1].install()
-        optimizer = self._ctx.trainer.stacked
-        if optimizer is None:
-            return
-        states = {number: optimizer.empty_state(number) for number in partitions}
-        for number, state in states.items():
-            load_part(number, partial(_in_place, state))
-        optimizer.install_partitions(states)
+        self._ctx.optimizer_state.load(hosts, lambda number, state: load_part(number, lambda _: state))
 
     def _load_own(self, copy: _Copy, prepare: Callable[[bytes], TensorBytes]) -> str:
         """Loads the copy on the rank's own node; returns why it cannot, empty if it has."""
@@ -185,7 +176,7 @@ class SnapshotLoader:
 
         Its node may still run, and is waited for where no other has the copy.
         """
-        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._head):
+        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.progress.head):
             return False
         self._lost.add(holder)
         return True
@@ -228,10 +219,6 @@ class SnapshotLoader:
                 writer.write(piece)
         if digest.hexdigest() != sha256:
             raise _Unusable("it is not what was copied, by its SHA-256")
-
-
-def _in_place(state: Tensor, description: bytes) -> TensorBytes:
-    return TensorBytes([state])
 
 
 def _pieces_of(memory: mmap.mmap) -> _Read:

@@ -16,7 +16,7 @@ from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
-from spare_megatron.stacking.layout import PartitionId
+from spare_megatron.process.snapshot_wire import PartKey
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
@@ -27,7 +27,7 @@ _PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Copy:
     action: TakeSnapshot
-    parts: dict[PartitionId | None, StateCopy]
+    parts: dict[PartKey, StateCopy]
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
@@ -68,14 +68,10 @@ class Snapshotter:
         if self._postponed is not None:
             self.start_copy(self._postponed, has_params=True)
 
-    def _parts(self, action: TakeSnapshot) -> dict[PartitionId | None, StateCopy]:
-        """What this rank is to keep: state partitions, and under None all other state."""
-        group = self._ctx.member.group
-        mine = [PartitionId(number) for number, holders in enumerate(action.partition_holders) if group in holders]
-        parts: dict[PartitionId | None, StateCopy] = {
-            number: self._ctx.trainer.partition_copy(number) for number in mine
-        }
-        if group in action.holders[self._ctx.spec.rank]:
+    def _parts(self, action: TakeSnapshot) -> dict[PartKey, StateCopy]:
+        """What this rank is to keep; under None all but state partitions."""
+        parts = self._ctx.optimizer_state.snapshot_parts(action)
+        if self._ctx.member.group in action.holders[self._ctx.spec.rank]:
             parts[None] = self._ctx.trainer.state_copy()
         return parts
 

@@ -5,19 +5,16 @@ import time
 from collections.abc import Sequence
 
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
-from spare_megatron.formats.pieces import TokenBucket
-from spare_megatron.journal.records import RedundancyRecord, RepairRecord
-from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
+from spare_megatron.formats.pieces import Piece, TokenBucket
+from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
 from spare_megatron.process.processes import say
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.stacking.state_partitions import Repair
+from spare_megatron.stacking.state_partitions import Repair, hosted_by
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.served_state import PartitionContent
 
 _TIMEOUT_S = 10.0
 """A donor that sends no piece for this long is asked anew. A lost one is left as soon as the log says so."""
@@ -26,6 +23,44 @@ _OTHER_STEP_S = 0.002
 """Donor and receiver are one update apart; soon both have made it."""
 
 _BROKEN_S = 0.2
+
+
+class PartitionContent:
+    """The state of one partition; a `Content`. Its pieces are the optimizer's, and only whole ones are read."""
+
+    def __init__(self, optimizer: StackedOptimizer, number: PartitionId) -> None:
+        self._optimizer = optimizer
+        self._number = number
+        self.num_bytes = optimizer.partitions.length(number) * optimizer.element_bytes
+
+    @property
+    def name(self) -> str:
+        return f"slice-{self._number}"
+
+    @property
+    def num_pieces(self) -> int:
+        return self._optimizer.partitions.num_pieces(self._number)
+
+    def piece(self, index: int) -> Piece:
+        """The byte range of one of its pieces."""
+        place = self._optimizer.partitions.place(self._number, index)
+        return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
+
+    def read(self, piece: Piece) -> bytes:
+        """The bytes of a piece. Raises `NotOffered` if the partition is not hosted here or has no such piece."""
+        index = piece.start // self.piece(0).size
+        if self._number not in self._optimizer.hosted or piece != self.piece(index):
+            raise NotOffered(f"state partition {self._number}, {piece}")
+        return self._optimizer.read_piece(self._number, index).data
+
+    def install(self, index: int, step: int, data: bytes) -> bool:
+        """Installs a piece as of a step; False, changing nothing, if the state here is of another step."""
+        return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
+
+
+def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
+    """All state partitions by number, hosted here or not."""
+    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]
 
 
 class PartitionRepairs:
@@ -66,7 +101,7 @@ class PartitionRepairs:
 
         Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
         """
-        hosted = {PartitionId(number) for number, row in enumerate(action.hosts) if self._ctx.member in row}
+        hosted = set(hosted_by(action.hosts, self._ctx.member))
         with self._lock:
             first_step = action.first_step if self._awaits_update else 0
             kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
@@ -158,55 +193,3 @@ class PartitionRepairs:
         if self._client is not None:
             self._client[1].close()
         self._client = None
-
-
-class GroupRepairs:
-    """One rank's part in its group's copies: agrees on those that are whole, and journals them."""
-
-    def __init__(self, ctx: RankContext, repairs: PartitionRepairs) -> None:
-        self._ctx = ctx
-        self._repairs = repairs
-        self._journaled: frozenset[PartitionId] = frozenset()
-        self._moving: frozenset[PartitionId] = frozenset()  # to this group
-
-    def start(self, action: StartRepairs) -> None:
-        """Assigns these copies, which are all that any group is to make."""
-        member = self._ctx.member
-        self._repairs.assign(action)
-        self._journaled &= frozenset(self._repairs.whole())
-        self._moving = frozenset(move.partition for move in action.moves if move.receiver == member)
-        record = RedundancyRecord(
-            group=member.group,
-            step=self._repairs.step,
-            num_missing=len(action.repairs),
-            num_hosted=sum(member in row for row in action.hosts),
-        )
-        self._ctx.write_if_leader(record)
-
-    def restored(self) -> tuple[PartitionId, ...]:
-        """The group's copies that are whole on all of its ranks. Collective over: all ranks of the group."""
-        here = self._repairs.whole()
-        if not here:
-            return ()
-        with self._ctx.probe.during(Operation.SETTLE):
-            everywhere = self._ctx.agreement.shared(list(here.values()))
-        restored = tuple(number for number, is_whole in zip(here, everywhere, strict=True) if is_whole)
-        if self._ctx.agreement.is_leader:
-            for number in restored:
-                if number not in self._journaled:
-                    self._write(number)
-        self._journaled = frozenset(restored)
-        return restored
-
-    def _write(self, number: PartitionId) -> None:
-        made = self._repairs.made(number)
-        record = RepairRecord(
-            group=self._ctx.member.group,
-            step=self._repairs.step,
-            slice=number,
-            donor=made.repair.donor.group,
-            is_move=number in self._moving,
-            num_bytes=self._repairs.num_bytes(number),
-            repair_s=round(made.repair_s, 6),
-        )
-        self._ctx.journal.write(record)

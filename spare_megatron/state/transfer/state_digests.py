@@ -1,30 +1,24 @@
 """Digests of a group's state: its ranks agree on them, its journal records them, its votes carry them."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.log.votes import Digests, PartitionDigest
+from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.stacking.layout import GroupId, PartitionId
-from spare_megatron.stacking.state_partitions import PartitionCopy
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.rank_context import RankContext
 
 
 class StateDigests:
-    """One rank's part in its group's digests; `hosted` are the state partitions that the group hosts at first.
+    """One rank's part in its group's digests.
 
     State is compared every `train.params_check_every_steps`; 0: only after recoveries, for saves and at the end.
     """
 
-    def __init__(self, ctx: RankContext, hosted: Sequence[PartitionId] = ()) -> None:
+    def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
         self._every_steps = ctx.config.train.params_check_every_steps
-        self._hosted = frozenset(hosted)
-        self._copying: frozenset[PartitionId] = frozenset()
-        self._unproven: frozenset[PartitionId] = frozenset()  # copied, and not yet compared with all hosts
         self.value = Digests()
         """Digests of the present state; empty where it is not compared."""
         self._rest: TensorsDigest | None = None
@@ -32,21 +26,6 @@ class StateDigests:
         self.is_wanted = False
         """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
         self._after_save = 0  # committed steps after the update that follows a save
-
-    def set_hosted(self, action: StartRepairs) -> None:
-        """The group hosts these partitions after this action, and copies those."""
-        member = self._ctx.member
-        hosted = frozenset(PartitionId(number) for number, row in enumerate(action.hosts) if member in row)
-        # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
-        self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
-        self._hosted = hosted
-        self._copying = frozenset(copy.partition for copy in action.copies if copy.receiver == member)
-        self.is_wanted |= action.is_compared
-
-    def on_proven(self, copies: Iterable[PartitionCopy]) -> None:
-        """A commit says that these copies have been compared."""
-        member = self._ctx.member
-        self._unproven -= {copy.partition for copy in copies if copy.member == member}
 
     def check_saved(self, step: int) -> None:
         """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
@@ -77,31 +56,21 @@ class StateDigests:
 
     def compute(self) -> None:
         """Computes the digests of the present state. Collective over: all ranks of the group."""
-        hosted, stacked = sorted(self._hosted), self._ctx.trainer.stacked
+        state = self._ctx.optimizer_state
         with self._ctx.probe.during(Operation.CHECK):
-            computing = [self._ctx.trainer.params_digest()]
-            if stacked is not None:
-                computing += [stacked.state_digest(number) for number in hosted]
-            own = [digest.hexdigest() for digest in computing]
+            own = [digest.hexdigest() for digest in (self._ctx.trainer.params_digest(), *state.digests())]
         with self._ctx.probe.during(Operation.SETTLE):
-            params, *states = self._ctx.agreement.combine_digests(own)
-        self.value = Digests(
-            params=params,
-            partitions=tuple(
-                PartitionDigest(number, state, number not in self._unproven)
-                for number, state in zip(hosted, states, strict=True)
-            ),
-        )
+            params, *others = self._ctx.agreement.combine_digests(own)
+        self.value = Digests(params=params, partitions=state.reported(others))
 
     def compute_rest(self, *, copied_from: GroupId | None = None) -> None:
         """The next vote also carries a digest of all other state, where every group holds all of it.
 
         The device computes it while the rank goes on. `copied_from` names its donor.
         """
-        if self._ctx.trainer.stacked is None:
-            with self._ctx.probe.during(Operation.CHECK):
-                self._rest = self._ctx.trainer.rest_of_state()
-            self._copied_from = copied_from
+        with self._ctx.probe.during(Operation.CHECK):
+            self._rest = self._ctx.optimizer_state.digest_of_rest()
+        self._copied_from = copied_from
 
     def for_vote(self) -> Digests:
         """The digests for the next vote. Collective over: all ranks of the group."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from spare_megatron.core.controller.comparison import majority_holds
+from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.machines.group_starts import in_order_to_give
@@ -14,10 +14,13 @@ from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBro
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.process.processes import say
+from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import Member
+from spare_megatron.state.optimizer_state import Content
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.served_state import Content, StateSource
+from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_digests import StateDigests
 
 _POLL_S = 0.005
 _LOG_POLL_S = 0.010
@@ -27,6 +30,30 @@ _DESCRIPTION, _TENSORS = "description", "tensors"
 
 class JoinFailed(Exception):
     """The group could not get the state with which it was to take part."""
+
+
+def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, action: AdmitGroups) -> None:
+    """Admits groups, of which this may be one; the next vote compares all.
+
+    Collective over: all ranks of the group. Raises `JoinFailed` if this group is admitted and cannot get the state.
+    """
+    progress = ctx.progress
+    with ctx.probe.during(Operation.JOIN):
+        donor = transfer.run(action)
+    if progress.lacks_params:
+        ctx.agreement.publish_digest(progress.head - 1, NO_DIGEST)
+        return
+    digests.compute()
+    digests.compute_rest(copied_from=None if donor is None else donor.group)
+    if donor is not None:
+        with ctx.probe.during(Operation.JOIN):
+            confirm(ctx, digests.value.params, action)
+        ctx.send(GroupRejoined(member=ctx.member, step=action.step))
+    else:
+        ctx.agreement.publish_digest(progress.head - 1, digests.value.params)
+    # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
+    digests.write(action.step)
+    progress.num_steps = action.step
 
 
 def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:

@@ -10,10 +10,12 @@ from typing import cast
 import torch.distributed as dist
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig, RunConfig
+from spare_megatron.core.log.actions import ReadVotes
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.relays import Blocks
 from spare_megatron.core.log.votes import Vote
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store
@@ -109,7 +111,7 @@ class Leader:
         control = ControlConfig(vote_fan_in=roster.fan_in, heartbeat_interval_s=TIMEOUT_S)  # nobody is given up
         config = RunConfig(control=control, layout=LayoutConfig(num_groups=len(roster.all)))
         self._parts = open_relay(member, store, config.control, config.layout.num_groups) if uses_relays else None
-        self._voting = Voting(self._agreement, self._parts)
+        self._voting = Voting(self._agreement, self._parts, write=lambda _: None, probe=SilentProbe())
         self._voters = self._left = roster.all
         self.attempt = self.index = 0
         self._known_at_s = 0.0
@@ -123,7 +125,9 @@ class Leader:
         for votes in (self._voting.vote(self.attempt, vote, self._voters), self._voting.confirm()):
             self._write(entry, votes)
         while not self.hear(self._voting.read_entry(self.index)):
-            self._write(entry, self._voting.read_votes(self.attempt, self._voters, len(self._left)))
+            read = ReadVotes(attempt=self.attempt, voters=self._voters, num_left=len(self._left))
+            for found in self._voting.read_votes(read):
+                self._write(entry, found)
         return time.monotonic() - began_s
 
     def _write(self, entry: Entry, votes: VotesRead | None) -> None:

@@ -6,7 +6,6 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import ComputeStep, ReportEvaluation
 from spare_megatron.driver.run import start_run
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
-from spare_megatron.rank.evaluation import Evaluation
-from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank import rank, train_step
+from spare_megatron.state.rank_context import RankContext
 
 NUM_WARMUP = 2
 """Evaluations at the start of a run that are not measured."""
@@ -58,33 +56,28 @@ class _Clock:
             self._passes_s += time.process_time() - self._pass_began_s
 
 
-class _TimedSteps(StepExecutor):
-    def __init__(self, clock: _Clock, **parts: Any) -> None:
-        self._clock = clock
-        clock.watch(parts["trainer"])
-        super().__init__(**parts)
+def _train_timed(ctx: RankContext, components: train_step.Components) -> Any:
+    clock, reports = _Clock(ctx.spec), components.reports
+    clock.watch(ctx.trainer)
+    compute_step, report = train_step.compute_step, reports.send_evaluation
 
-    def compute_step(self, action: ComputeStep, num_alive: int) -> None:
+    def compute_timed(ctx: RankContext, components: train_step.Components, action: ComputeStep) -> None:
         if action.plan.is_evaluation:
-            self._clock.start()
-        super().compute_step(action, num_alive)
+            clock.start()
+        compute_step(ctx, components, action)
 
+    def report_timed(action: ReportEvaluation) -> None:
+        report(action)
+        clock.end()
 
-class _TimedEvaluation(Evaluation):
-    def __init__(self, clock: _Clock, **parts: Any) -> None:
-        self._clock = clock
-        super().__init__(**parts)
-
-    def report(self, action: ReportEvaluation) -> None:
-        super().report(action)
-        self._clock.end()
+    vars(train_step)["compute_step"] = compute_timed
+    vars(reports)["send_evaluation"] = report_timed
+    return train_step.train(ctx, components)
 
 
 def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process."""
-    clock = _Clock(spec)
-    vars(assembly)["StepExecutor"] = partial(_TimedSteps, clock)
-    vars(assembly)["Evaluation"] = partial(_TimedEvaluation, clock)
+    vars(rank)["train"] = _train_timed
     rank.run_rank(spec, reports)
 
 

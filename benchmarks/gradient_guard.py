@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,35 +20,32 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.actions import UpdateModel
 from spare_megatron.driver.run import start_run
 from spare_megatron.mcore.gradients import checksums
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
-from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank import rank, train_step
+from spare_megatron.state.rank_context import RankContext
 
 NUM_WARMUP = 3
 """Steps at the start of a run that are not measured."""
 _PARTS = ("norm", "checksum", "hash", "rest", "sha256")
 _COMPARED = ("hash", "rest")
 """What is not done in every step of a run."""
+_update_model = train_step.update_model
 
 
-class _TimedExecutor(StepExecutor):
-    """Writes down the processor time of its steps and of what is measured in them."""
+class _Clock:
+    """Processor time of a rank's steps and of what is measured in them."""
 
-    def __init__(self, spec: RankSpec, **parts: Any) -> None:
-        self._file = spec.run_dir / f"timed-{spec.name}.jsonl"
+    def __init__(self, trainer: Any) -> None:
         self._spent_s = dict.fromkeys(_PARTS, 0.0)
         self._began_s = time.process_time()
-        self._lines: list[str] = []
-        trainer = parts["trainer"]
+        self.lines: list[str] = []
         trainer.gradients.norm = self._timed("norm", trainer.gradients.norm)
         vars(checksums)["checksum"] = self._timed("checksum", checksums.checksum)
         trainer.params_digest = self._timed("hash", trainer.params_digest)
         trainer.rest_of_state = self._timed("rest", trainer.rest_of_state)
         self._sha256 = self._timed("sha256", trainer.params_sha256)
-        super().__init__(**parts)
 
     def _timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -60,21 +56,26 @@ class _TimedExecutor(StepExecutor):
 
         return run
 
-    def update_model(self, action: UpdateModel) -> None:
-        super().update_model(action)
+    def update_model(self, *parts: Any) -> None:
+        _update_model(*parts)
         step_s = time.process_time() - self._began_s
         self._sha256()
-        self._lines.append(json.dumps({**self._spent_s, "step": step_s}))
+        self.lines.append(json.dumps({**self._spent_s, "step": step_s}))
         self._spent_s, self._began_s = dict.fromkeys(_PARTS, 0.0), time.process_time()
 
-    def stop(self, step: int, *, is_final: bool) -> None:
-        super().stop(step, is_final=is_final)
-        self._file.write_text("\n".join(self._lines[NUM_WARMUP:]) + "\n")
+
+def _train_timed(ctx: RankContext, components: Any) -> Any:
+    clock = _Clock(ctx.trainer)
+    vars(train_step)["update_model"] = clock.update_model
+    end = train_step.train(ctx, components)
+    file = ctx.spec.run_dir / f"timed-{ctx.spec.name}.jsonl"
+    file.write_text("\n".join(clock.lines[NUM_WARMUP:]) + "\n")
+    return end
 
 
 def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process."""
-    vars(assembly)["StepExecutor"] = partial(_TimedExecutor, spec)
+    vars(rank)["train"] = _train_timed
     rank.run_rank(spec, reports)
 
 

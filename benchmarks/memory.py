@@ -61,7 +61,7 @@ def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     from spare_megatron.comm import bucket_sums
     from spare_megatron.mcore import trainer
     from spare_megatron.rank import assembly, rank
-    from spare_megatron.rank.train import train
+    from spare_megatron.rank.train_step import train
 
     before = _process_bytes("VmRSS")
     trainers: list[trainer.GroupTrainer] = []

@@ -4,7 +4,7 @@ A local sum is judged on the device, copied to a staging buffer and summed over 
 local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
 which a group brings unsound gradients arrives with their number: it ends the attempt on every rank that receives it.
 Complete sums are checked on the device, and what is wrong is found when the attempt ends.
-During backward passes the ranks of a group post at the same points (docs/protocol.md, Order of posts).
+Ranks of a group post at the same points of backward passes (docs/protocol.md, Order of posts).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,7 @@ class BucketExchange:
     """The buckets of the rank at index `position` of its group, attempt by attempt.
 
     `lanes`: the positions that hold the same part of the model, its own included. `is_alone`: the group has no other
-    rank. A bucket's gradient norm is an outlier above `outlier_factor` times its
-    usual one; 0 disables the check.
+    rank. A gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check.
     """
 
     def __init__(
@@ -59,10 +58,13 @@ class BucketExchange:
         self._is_unsound = False  # some group's gradients in the next bucket to complete
         self._first, self._middle = 0, self._num_buckets // 2
         self._wrong: tuple[int, ...] = ()
-        self.at_hand: torch.Tensor | None = None
-        """Of the bucket that was staged or received last, what is staged of its gradients."""
+        self.at_hand: torch.Tensor | None = None  # gradients of the bucket staged or received last
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
         self._may_go_on = True  # whether this attempt may send more
+        self._attempt = self._step = -1
+        self.is_early = False  # whether buckets of this attempt may be sent while others are computed
+        self._num_computed = 0  # microbatches in the local sums of this attempt
+        self._num_posted_bytes = 0  # before this step
 
     # ---------------------------------------------------------------------------------------------- what is summed
 
@@ -73,9 +75,7 @@ class BucketExchange:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the attempt has ended here without all sums, and not because one of them is unsound: the others may
-        still receive that one.
-        """
+        """Whether the attempt has ended here without all sums, but not by an unsound one, which others may yet need."""
         has_all = self._window.is_complete and self._bucket_sums.is_finished
         return not (has_all or self._is_unsound)
 
@@ -90,7 +90,7 @@ class BucketExchange:
         return self._bucket_sums.squares
 
     def loss_sum(self) -> LossSum | None:
-        """The summed loss of a complete attempt; None if it is incomplete or another stage has it."""
+        """The summed loss; None if the attempt is incomplete or another stage has it."""
         return self._trainer.loss_sum() if self.is_complete else None
 
     def term_sums(self) -> list[LossSum | None]:
@@ -101,7 +101,10 @@ class BucketExchange:
     # ------------------------------------------------------------------------------------------- between attempts
 
     def start_attempt(self, action: AttemptReduce) -> None:
-        """Kept sums replace local sums, the rest is dropped. Raises `RuntimeError` if this rank lacks what is kept."""
+        """Kept sums replace local ones, the rest is dropped; once per attempt. RuntimeError if one is missing."""
+        if action.attempt == self._attempt:
+            return
+        self._attempt, self._step, self.is_early = action.attempt, action.step, False
         num_kept = action.kept[self._position] if action.kept else 0
         num_kept_by_all = min(action.kept[lane] for lane in self._lanes) if action.kept else 0
         if num_kept > self._window.num_complete:
@@ -117,9 +120,12 @@ class BucketExchange:
         self.communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
-    def commit(self) -> None:
+    def commit(self) -> int:
+        """Replaces local sums by the committed ones; returns the bytes given to sums over groups since the last one."""
         assert self.is_complete, "a commit needs the group's own complete sum"
         self._write(self._num_buckets)
+        before, self._num_posted_bytes = self._num_posted_bytes, self.communicator.num_posted_bytes
+        return self._num_posted_bytes - before
 
     def _write(self, num_buckets: int) -> None:
         for bucket in sorted(self._staged):
@@ -133,15 +139,16 @@ class BucketExchange:
 
     # ------------------------------------------------------------------------------------------ checks of gradients
 
-    def measure_all(self, step: int, num_computed: int) -> None:
+    def measure_all(self, num_computed: int) -> None:
         """Has the device judge the local sums of `num_computed` microbatches."""
+        self._num_computed = num_computed
         for bucket in range(self._first, self._num_buckets):
-            self._measure(bucket, step, num_computed)
+            self._measure(bucket)
 
-    def judge(self, step: int, num_computed: int) -> GradientFinding:
+    def judge(self) -> GradientFinding:
         """The finding about the first unsound local sum that this attempt has measured. Waits for the device, once."""
         for bucket, norm in self._sums.norms().items():
-            finding = self._guards[bucket].on_norm(step, norm, num_computed)
+            finding = self._guards[bucket].on_norm(self._step, norm, self._num_computed)
             if self._finding is GradientFinding.SOUND:
                 self._finding, self._finder = finding, self._guards[bucket]
         return self._finding
@@ -151,59 +158,53 @@ class BucketExchange:
         self._wrong = self._wrong or self._sums.wrong_sums()
         return min(self._wrong, default=None)
 
-    def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
+    def error(self, finding: GradientFinding) -> UnsoundGradient:
         """The error for a finding of any rank of the group."""
-        return self._finder.error(finding, step)
+        return self._finder.error(finding, self._step)
 
-    def _measure(self, bucket: int, step: int, num_computed: int) -> None:
-        self._sums.measure(bucket, self._guards[bucket].limit(step, num_computed))
+    def _measure(self, bucket: int) -> None:
+        self._sums.measure(bucket, self._guards[bucket].limit(self._step, self._num_computed))
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def send_ready(self, num_ready: int, is_decided: Callable[[], bool], step: int, num_computed: int) -> None:
+    def begin_early(self, num_computed: int) -> None:
+        """Allows `send_ready` in this attempt, whose local sums will hold `num_computed` microbatches."""
+        self.is_early, self._num_computed = True, num_computed
+
+    def send_ready(self, num_ready: int, is_decided: Callable[[], bool]) -> None:
         """Called in a backward pass, which goes on afterwards: sends the first `num_ready` buckets.
 
         A rank alone in its group sends as far as the window allows and never waits. Others wait for the communicator
-        and the window, so that all of them post at the same point; after a failure this attempt sends no more.
+        and the window, so that all of them post at the same point.
         """
-
-        def before(bucket: int) -> None:
-            self._before_early(bucket, step, num_computed)
-
         if self._is_alone:
             if self.communicator.is_ready():
                 self._receive()
-                self._send(num_ready, before)
+                self._send(num_ready)
         elif self._may_go_on and self._window.num_posted < num_ready:
             with self._probe.during(Operation.REDUCE, in_backward=True):
-                self._send_all(num_ready, before, is_decided)
+                self._send_all(num_ready, is_decided)
 
-    def sum_rest(self, is_decided: Callable[[], bool], step: int, num_computed: int, *, is_early: bool) -> None:
+    def sum_rest(self, is_decided: Callable[[], bool]) -> None:
         """Sums until this rank is complete, the log decides the attempt, or the connection breaks.
 
-        Collective over: rank j of every member group. `is_early`: `send_ready` may have sent some, and buckets are
-        measured as they are sent; otherwise all are measured before. After a failure this attempt sends no more.
+        Collective over: rank j of every member group. After a failure this attempt sends no more.
         """
-
-        def before(bucket: int) -> None:
-            if is_early:
-                self._before_early(bucket, step, num_computed)
-
         self._receive()
         if self.is_complete:
             return
-        self._send_all(self._num_buckets, before, is_decided)
+        self._send_all(self._num_buckets, is_decided)
         while self._may_go_on and not self._window.is_complete:
             self._may_go_on = self._await_sum(is_decided)
         if self._may_go_on:
             self._bucket_sums.finish_attempt(is_decided)
 
-    def _send_all(self, num_ready: int, before: Callable[[int], None], is_decided: Callable[[], bool]) -> None:
+    def _send_all(self, num_ready: int, is_decided: Callable[[], bool]) -> None:
         """Sends the first `num_ready` buckets, waiting for the communicator and the window."""
         self._receive()
         self._may_go_on = self._may_go_on and self.communicator.connect(is_decided)
         while self._may_go_on:
-            self._may_go_on = self._send(num_ready, before)
+            self._may_go_on = self._send(num_ready)
             if self._window.num_posted >= num_ready:
                 return
             self._may_go_on = self._may_go_on and self._await_sum(is_decided)
@@ -211,19 +212,17 @@ class BucketExchange:
     def _await_sum(self, is_decided: Callable[[], bool]) -> bool:
         return not self._is_unsound and self.communicator.wait(is_decided) and self._receive() > 0
 
-    def _before_early(self, bucket: int, step: int, num_computed: int) -> None:
-        if bucket == self._first:
-            self._probe(FaultPoint.BEFORE_REDUCE)
-        self._measure(bucket, step, num_computed)
-
-    def _send(self, num_ready: int, before: Callable[[int], None]) -> bool:
+    def _send(self, num_ready: int) -> bool:
         """Sends buckets as far as the window allows. False if a sum or the connection has broken.
 
         An unsound sum stops the window on all ranks that receive it. So all send the same, whenever they learn of it.
         """
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted
-            before(bucket)
+            if self.is_early:
+                if bucket == self._first:
+                    self._probe(FaultPoint.BEFORE_REDUCE)
+                self._measure(bucket)
             if not self._post():
                 return False
             if bucket == self._middle:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.stacking.layout import PartitionId
 
+PartKey = PartitionId | None  # a state partition, or all other state
+
 
 class Part(NamedTuple):
-    """A part of a rank position's state that is copied by itself: a state partition, or (`partition` is None) the rest.
-    `position` is the index of the rank inside its group.
-    """
+    """A part of a rank's state that is copied by itself; `position` is the rank's index inside its group."""
 
     position: int
-    partition: PartitionId | None = None
+    partition: PartKey = None
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""A rank's process: bootstrap, the training loop, reduction attempts, rejoin and restart.
+"""A rank's process: bootstrap, training steps, rejoin and restart.
 
-Start with `train`, then `step_executor`.
+Start with `train_step`.
 """

@@ -1,7 +1,6 @@
 """Builds what one rank is made of, as the run's configuration asks for."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -9,45 +8,37 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import ScatteredBuckets, Staging, make_bucket_sums
+from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
-from spare_megatron.formats.piece_frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import check_same_device, check_shared_data, choose_device, join_group
-from spare_megatron.rank.evaluation import Evaluation
 from spare_megatron.rank.group_audits import GroupAudits
-from spare_megatron.rank.group_log import GroupLog
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.rank.reduction import Reduction
 from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.rank.state_restorer import StateRestorer
-from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
-from spare_megatron.rank.suspicions import Suspicions
-from spare_megatron.rank.train import Executors
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.rank.train_step import Components
+from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.optimizer_state import OptimizerState, ReplicatedState
+from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
-from spare_megatron.state.stacked.params_gather import ParamsGather
-from spare_megatron.state.stacked.partition_copier import GroupRepairs, PartitionRepairs
 from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource, partition_contents
+from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer
 from spare_megatron.store import keys
@@ -76,311 +67,138 @@ class Assembly:
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
-        self._spec, self._config = spec, spec.config
-        self._controller = controller
-        self._store = store
-        self._journal = journal
-        self._probe = probe
-        self._progress = progress
-        self.groups = [GroupId(group) for group in range(self._config.layout.most_groups)]
         device = choose_device(spec.config, spec.device, spec.number)
         self.ranks = join_group(spec, store, device)
-        self.trainer = self._build_trainer(device)
-        self.agreement = self._build_agreement(log)
-        is_leader = self.agreement.is_leader
-        relay = open_relay(spec.member, store, spec.config.control, len(self.groups)) if is_leader else None
-        self._voting = Voting(self.agreement, relay)
-        self._communicator = self._build_communicator(device)
-        self._staging = Staging(self.trainer.gradients.new_staging)
-        self._source = self._serve_state()
-        server = spec.snapshot_server
-        self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
-        self.loader = self._build_loader()
-        self.digests = self._build_digests()
-        self._reports = RankReports(
-            member=spec.member,
-            rank=spec.rank,
+        trainer = _trainer(spec, controller, device, store, probe)
+        agreement, layout, control = _agreement(spec, self.ranks, log), spec.config.layout, spec.config.control
+        relay = open_relay(spec.member, store, control, layout.most_groups) if agreement.is_leader else None
+        self.ctx = RankContext(
+            spec=spec,
+            controller=controller,
+            trainer=trainer,
+            voting=Voting(agreement, relay, write=journal.write, probe=probe),
+            communicator=_communicator(spec, trainer, controller, device, store, probe),
+            store=store,
             journal=journal,
             send=send,
-            is_leader=is_leader,
-            sends_steps=self._config.parallel.is_first_on_node(spec.group, spec.rank),
             probe=probe,
             progress=progress,
         )
-        self.executors = self._build_executors()
+        self._staging = Staging(trainer.gradients.new_staging)
+        server = spec.snapshot_server
+        self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
+        self.components = self._build_components()
 
-    @property
-    def may_break_device(self) -> bool:
-        """As `CrossGroupCommunicator.may_break_device`."""
-        return self._communicator.may_break_device
-
-    def hosted(self) -> tuple[PartitionId, ...]:
-        """The state partitions that the group holds at the start of the run."""
-        ownership = self._controller.ownership
-        return () if ownership is None else ownership.hosted_by(self._spec.member)
-
-    # ----------------------------------------------------------------------------------------------- the executors
-
-    def _build_executors(self) -> Executors:
-        digests, reports, probe, progress = self.digests, self._reports, self._probe, self._progress
-        bucket_sums = make_bucket_sums(self._spec.group, self.trainer, self._communicator)
-        repairs = self._build_repairs(awaits_update=isinstance(bucket_sums, ScatteredBuckets))
-        saves = self._build_saves()
-        self.buckets = BucketExchange(
-            position=self._spec.rank,
-            lanes=self._config.parallel.beside(self._spec.rank),
-            is_alone=self._config.parallel.ranks_per_group == 1,
-            trainer=self.trainer,
-            communicator=self._communicator,
-            bucket_sums=bucket_sums,
-            staging=self._staging,
-            outlier_factor=self._config.train.gradient_outlier_factor,
-            probe=probe,
-        )
-        audits = GroupAudits(trainer=self.trainer, agreement=self.agreement, reports=reports, progress=progress)
-        reduction = self._build_reduction(audits, repairs)
-        steps = StepExecutor(
-            group=self._spec.group,
-            trainer=self.trainer,
-            reduction=reduction,
-            source=self._source,
-            saves=saves,
+    def _build_components(self) -> Components:
+        ctx, config = self.ctx, self.ctx.config
+        ctx.optimizer_state = self._build_optimizer_state()
+        source = self._serve_state()
+        loader = RestartLoader(ctx, None if self._snapshots is None else SnapshotLoader(ctx, self._snapshots))
+        digests = StateDigests(ctx)
+        saves = GroupSaves(
+            ctx,
+            saver=Saver(ctx),
+            dispute_saver=None if audit_policy(config) is None else DisputeSaver(ctx),
+            snapshotter=None if self._snapshots is None else Snapshotter(ctx, self._snapshots),
             digests=digests,
-            reports=reports,
-            profile=self._build_profile(),
-            probe=probe,
-            progress=progress,
         )
-        evaluation = Evaluation(
-            layout=self._config.parallel,
-            trainer=self.trainer,
-            voting=self._voting,
+        return Components(
+            sums=self._build_sums(),
+            source=source,
+            transfer=StateTransfer(ctx, source),
+            loader=loader,
             digests=digests,
-            reports=reports,
-            probe=probe,
-            progress=progress,
-        )
-        return Executors(
-            steps=steps,
-            audits=audits,
-            evaluation=evaluation,
-            reduction=reduction,
-            log=GroupLog(voting=self._voting, digests=digests, reports=reports, probe=probe, progress=progress),
-            restorer=self._build_restorer(),
+            audits=GroupAudits(ctx),
             saves=saves,
-            stacked=None if repairs is None else self._build_stacked(repairs, saves),
+            reports=RankReports(ctx),
+            profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
         )
 
-    def _build_reduction(self, audits: GroupAudits, repairs: GroupRepairs | None) -> Reduction:
-        reports, progress = self._reports, self._progress
-        return Reduction(
-            buckets=self.buckets,
-            voting=self._voting,
-            audits=audits,
-            repairs=repairs,
-            digests=self.digests,
-            reports=reports,
-            num_chunks=self._config.layout.virtual_pipeline,
-            suspicions=Suspicions(self.trainer, reports, progress, has_audits=audit_policy(self._config) is not None),
-            overlaps=self._config.reduce.overlap,
-            probe=self._probe,
-            progress=progress,
-        )
-
-    def _build_profile(self) -> StepProfile | None:
-        spec = self._spec
-        return StepProfile(spec, self._probe) if wants_profile(self._config.profile, spec.group, spec.rank) else None
-
-    def _build_restorer(self) -> StateRestorer:
-        timeout_s = self._config.reduce.timeout_s
-        transfer = StateTransfer(
-            trainer=self.trainer,
-            agreement=self.agreement,
-            source=self._source,
-            find_server=self._find_server,
-            timeout_s=timeout_s,
-            probe=self._probe,
-        )
-        return StateRestorer(
-            agreement=self.agreement,
-            transfer=transfer,
-            loader=self.loader,
-            digests=self.digests,
-            reports=self._reports,
-            join_timeout_s=timeout_s,
-            probe=self._probe,
-            progress=self._progress,
-        )
-
-    def _build_stacked(self, repairs: GroupRepairs, saves: GroupSaves) -> StackedState:
-        assert self.trainer.stacked is not None, "only stacked state is repaired"
-        gather = ParamsGather(
-            optimizer=self.trainer.stacked,
-            agreement=self.agreement,
-            communicator=self._communicator,
-            probe=self._probe,
+    def _build_sums(self) -> BucketExchange:
+        ctx, config = self.ctx, self.ctx.config
+        return BucketExchange(
+            position=ctx.spec.rank,
+            lanes=config.parallel.beside(ctx.spec.rank),
+            is_alone=config.parallel.ranks_per_group == 1,
+            trainer=ctx.trainer,
+            communicator=ctx.communicator,
+            bucket_sums=ctx.optimizer_state.bucket_sums,
             staging=self._staging,
-            progress=self._progress,
-        )
-        return StackedState(
-            gather=gather,
-            repairs=repairs,
-            resume_snapshot=saves.resume_postponed,
-            digests=self.digests,
-            progress=self._progress,
+            outlier_factor=config.train.gradient_outlier_factor,
+            probe=ctx.probe,
         )
 
-    def _build_saves(self) -> GroupSaves:
-        return GroupSaves(
-            saver=self._build_saver(),
-            dispute_saver=None if audit_policy(self._config) is None else self._build_dispute_saver(),
-            snapshotter=None if self._snapshots is None else self._build_snapshotter(self._snapshots),
-            agreement=self.agreement,
-            digests=self.digests,
-            reports=self._reports,
-            progress=self._progress,
-        )
-
-    # ------------------------------------------------------------------------------------------------ their parts
-
-    def _build_trainer(self, device: torch.device) -> GroupTrainer:
-        spec, config = self._spec, self._config
-        # A restarted group has no state: it copies or loads its state partitions.
-        check_weights(config.checkpoint)
-        begins = not spec.incarnation and not config.checkpoint.load
-        trainer = GroupTrainer(config, device, self._probe, hosted=self.hosted() if begins else ())
-        if audit_policy(config) is not None:
-            check_same_device(device, spec.group, self._store)
-        if config.data.access == "shared":
-            check_shared_data(trainer.corpus, spec.group, self._store)
-        return trainer
-
-    def _build_agreement(self, log: DecisionLog) -> GroupAgreement:
-        config = self._config
-        return GroupAgreement(
-            self._spec.member,
-            self.ranks,
-            log,
-            config.control.decision_timeout_s,
-            may_come_back=self.groups,
-            fan_in=config.control.vote_fan_in,
-        )
-
-    def _build_communicator(self, device: torch.device) -> CrossGroupCommunicator:
-        reduce, trainer = self._config.reduce, self.trainer
-        communicator = CrossGroupCommunicator(
-            group=self._spec.group,
-            position=self._spec.rank,
-            device=device,
-            store=self._store,
-            timeout_s=reduce.timeout_s,
-            ask_interval_s=ask_interval_s(self._config.parallel.num_ranks),
-            probe=self._probe,
-            warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
-        )
-        if device.type == "cuda":
-            SumWatch(communicator, lambda: open_store(self._spec.store), lambda: self._controller.head).start()
-            beat_s = self._config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
-            waits = WaitWatch(communicator, self._probe.wait_for_groups, pause_s=beat_s, timeout_s=reduce.timeout_s)
-            waits.start(device)
-        return communicator
-
-    def _build_digests(self) -> StateDigests:
-        return StateDigests(
-            trainer=self.trainer,
-            agreement=self.agreement,
-            journal=self._journal,
-            probe=self._probe,
-            every_steps=self._config.train.params_check_every_steps,
-            hosted=() if self._spec.incarnation else self.hosted(),
-        )
-
-    def _build_repairs(self, *, awaits_update: bool) -> GroupRepairs | None:
-        optimizer = self.trainer.stacked
+    def _build_optimizer_state(self) -> OptimizerState:
+        ctx, optimizer = self.ctx, self.ctx.trainer.stacked
         if optimizer is None:
-            return None
-        repairs = PartitionRepairs(
-            member=self._spec.member,
-            optimizer=optimizer,
-            contents=partition_contents(optimizer),
-            bytes_per_s=self._config.optimizer.repair_mib_per_s * 2**20,
-            awaits_update=awaits_update,
-            find_server=self._find_server,
-            probe=self._probe,
-        )
-        repairs.run_in_background()
-        return GroupRepairs(repairs=repairs, agreement=self.agreement, journal=self._journal, probe=self._probe)
-
-    def _build_saver(self) -> Saver:
-        config = self._config
-        return Saver(
-            config=config,
-            folder=folder_of(config.checkpoint, self._spec.run_dir),
-            trainer=self.trainer,
-            agreement=self.agreement,
-            ranks=self._writing_ranks(),
-            connect=lambda: open_store(self._spec.store),
-            probe=self._probe,
-        )
-
-    def _build_dispute_saver(self) -> DisputeSaver:
-        return DisputeSaver(
-            config=self._config,
-            run_dir=self._spec.run_dir,
-            trainer=self.trainer,
-            ranks=self._writing_ranks(),
-            probe=self._probe,
-        )
-
-    def _writing_ranks(self) -> dist.ProcessGroup:
-        """The group's ranks, for one thread that writes."""
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._config.checkpoint.timeout_s))
-
-    def _build_snapshotter(self, snapshot_server: SnapshotClient) -> Snapshotter:
-        return Snapshotter(
-            member=self._spec.member,
-            position=self._spec.rank,
-            trainer=self.trainer,
-            snapshot_server=snapshot_server,
-            probe=self._probe,
-        )
-
-    def _build_loader(self) -> RestartLoader:
-        return RestartLoader(
-            config=self._config,
-            run_dir=self._spec.run_dir,
-            rank=self._spec.rank,
-            trainer=self.trainer,
-            wiped_out_at_s=self._spec.wiped_out_at_s,
-            snapshots=None if self._snapshots is None else self._build_snapshot_loader(self._snapshots),
-            probe=self._probe,
-        )
-
-    def _build_snapshot_loader(self, snapshot_server: SnapshotClient) -> SnapshotLoader:
-        return SnapshotLoader(
-            member=self._spec.member,
-            position=self._spec.rank,
-            trainer=self.trainer,
-            snapshot_server=snapshot_server,
-            agreement=self.agreement,
-            store=self._store,
-            groups=self.groups,
-            timeout_s=self._config.reduce.timeout_s,
-            progress=self._probe.progress,
-        )
-
-    # -------------------------------------------------------------------------------------------- the piece server
+            return ReplicatedState(ctx.trainer, ctx.communicator)
+        hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
+        return StackedState(ctx, optimizer, self._staging, hosted)
 
     def _serve_state(self) -> StateSource:
-        optimizer = self.trainer.stacked
-        partitions = [] if optimizer is None else partition_contents(optimizer)
-        source = StateSource({content.name: content for content in partitions})
-        server = PieceServer(self._store.local_host(), source, self._config.reduce.timeout_s)
+        """Starts the piece server."""
+        ctx = self.ctx
+        source = StateSource(ctx.optimizer_state.served)
+        server = PieceServer(ctx.store.local_host(), source, ctx.config.reduce.timeout_s)
         server.start()
-        self._store.put(keys.piece_server(self._spec.member, self._spec.rank), str(server.address))
+        ctx.store.put(keys.piece_server(ctx.member, ctx.spec.rank), str(server.address))
         return source
 
-    def _find_server(self, member: Member) -> Address:
-        """The server of the member's rank at the same position, published before the member took part."""
-        key = keys.piece_server(member, self._spec.rank)
-        return Address.parse(self._store.wait(key, self._config.reduce.timeout_s))
+
+def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
+    """The state partitions that the group holds at the start of the run."""
+    return () if controller.ownership is None else hosted_by(controller.ownership.hosts, spec.member)
+
+
+def _trainer(
+    spec: RankSpec, controller: Controller, device: torch.device, store: ControlStore, probe: RankProbe
+) -> GroupTrainer:
+    config = spec.config
+    # A restarted group has no state: it copies or loads its state partitions.
+    check_weights(config.checkpoint)
+    begins = not spec.incarnation and not config.checkpoint.load
+    trainer = GroupTrainer(config, device, probe, hosted=_hosted_at_first(spec, controller) if begins else ())
+    if audit_policy(config) is not None:
+        check_same_device(device, spec.group, store)
+    if config.data.access == "shared":
+        check_shared_data(trainer.corpus, spec.group, store)
+    return trainer
+
+
+def _agreement(spec: RankSpec, ranks: dist.ProcessGroup, log: DecisionLog) -> GroupAgreement:
+    control = spec.config.control
+    return GroupAgreement(
+        spec.member,
+        ranks,
+        log,
+        control.decision_timeout_s,
+        may_come_back=[GroupId(group) for group in range(spec.config.layout.most_groups)],
+        fan_in=control.vote_fan_in,
+    )
+
+
+def _communicator(
+    spec: RankSpec,
+    trainer: GroupTrainer,
+    controller: Controller,
+    device: torch.device,
+    store: ControlStore,
+    probe: RankProbe,
+) -> CrossGroupCommunicator:
+    config = spec.config
+    timeout_s = config.reduce.timeout_s
+    communicator = CrossGroupCommunicator(
+        group=spec.group,
+        position=spec.rank,
+        device=device,
+        store=store,
+        timeout_s=timeout_s,
+        ask_interval_s=ask_interval_s(config.parallel.num_ranks),
+        probe=probe,
+        warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
+    )
+    if device.type == "cuda":
+        SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
+        beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
+        WaitWatch(communicator, probe.wait_for_groups, pause_s=beat_s, timeout_s=timeout_s).start(device)
+    return communicator

@@ -7,39 +7,26 @@ from spare_megatron.core.audits.audits import AuditWord, word_of
 from spare_megatron.core.audits.suspects import MOST_NAMED
 from spare_megatron.core.log.actions import ComputeAudits
 from spare_megatron.journal.records import AuditRecord
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.rank.rank_reports import RankReports
-from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch, Numbered
-from spare_megatron.state.rank_progress import RankProgress
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.state.rank_context import RankContext
 
 
 class GroupAudits:
     """Carries out ComputeAudits, and makes the audit words of votes from the digests that the trainer has taken."""
 
-    def __init__(
-        self, *, trainer: GroupTrainer, agreement: GroupAgreement, reports: RankReports, progress: RankProgress
-    ) -> None:
-        self._trainer = trainer
-        self._agreement = agreement
-        self._reports = reports
-        self._progress = progress
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
         self._computed_for = -1  # attempt
-
-    @property
-    def _member(self) -> Member:
-        return self._agreement.member
 
     def compute(self, action: ComputeAudits) -> None:
         """Collective over: all ranks of the group."""
-        now = self._progress.now
+        now = self._ctx.progress.now
         now.has_audits = True
-        asked = action.asked_of(self._member.group)
-        if self._progress.lacks_params or not asked or self._computed_for == action.attempt:
+        asked = action.asked_of(self._ctx.member.group)
+        if self._ctx.progress.lacks_params or not asked or self._computed_for == action.attempt:
             return
         self._computed_for = action.attempt
-        self._trainer.audit(asked)
+        self._ctx.trainer.audit(asked)
         now.questioned |= {one.microbatch for one in action.disputes if one.is_suspicion} & set(asked)
         now.audited = [*now.audited, *(one for one in asked if one not in now.audited)]
 
@@ -48,31 +35,31 @@ class GroupAudits:
 
         Waits for the device. Collective over: all ranks of the group.
         """
-        now = self._progress.now
+        now = self._ctx.progress.now
         if not now.has_audits:
             return ()
-        passes = self._trainer.passes
-        of_ranks = self._agreement.gathered((passes.num_added, [passes.boundaries(one) for one in now.audited]))
+        passes = self._ctx.trainer.passes
+        of_ranks = self._ctx.agreement.gathered((passes.num_added, [passes.boundaries(one) for one in now.audited]))
         words = []
         for number, microbatch in enumerate(now.audited):
             boundaries = tuple(sorted(one for _, of_rank in of_ranks for one in of_rank[number]))
             shown = boundaries if microbatch in disputed else ()
             words.append(AuditWord(*microbatch, word_of(boundaries), shown))
         record = AuditRecord(
-            group=self._member.group,
+            group=self._ctx.member.group,
             step=now.step,
             attempt=attempt,
             digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
             num_added=sum(num_added for num_added, _ in of_ranks),
             num_planned=now.num_planned,
-            incarnation=self._member.incarnation,
+            incarnation=self._ctx.member.incarnation,
             boundaries=[
                 [int(word.shard), word.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
                 for word in words
                 for one in word.boundaries
             ],
         )
-        self._reports.write_if_leader(record)
+        self._ctx.write_if_leader(record)
         return tuple(words)
 
     def losses(self, disputed: Sequence[Microbatch], *, has_suspects: bool) -> tuple[AuditWord, ...]:
@@ -81,11 +68,13 @@ class GroupAudits:
         The latter show what they are made of if they are disputed. Collective over: all ranks of the group, with the
         same arguments.
         """
-        now = self._progress.now
+        now = self._ctx.progress.now
         if not has_suspects and not now.questioned:
             return ()
-        again = [(one, self._trainer.passes.boundaries(one)) for one in sorted(now.questioned)]
-        of_ranks = self._agreement.gathered((sorted(now.suspects), now.losses, self._trainer.audited_losses(), again))
+        again = [(one, self._ctx.trainer.passes.boundaries(one)) for one in sorted(now.questioned)]
+        of_ranks = self._ctx.agreement.gathered(
+            (sorted(now.suspects), now.losses, self._ctx.trainer.audited_losses(), again)
+        )
         suspects = sorted({one for units, *_ in of_ranks for one in units})[:MOST_NAMED]
         words = [AuditWord(*one, _loss_word(one, (counted for _, counted, *_ in of_ranks))) for one in suspects]
         for place, (one, _) in enumerate(again):

@@ -13,6 +13,7 @@ from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.log.events import RunStarted
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.checkpoint_policy import emergency_save
 from spare_megatron.faults.injection import JOURNAL_HANDLERS, Injector
@@ -39,8 +40,8 @@ from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
 from spare_megatron.rank.rejoin import Rejoin
-from spare_megatron.rank.train import start, train
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.rank.train_step import train
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost
@@ -96,14 +97,8 @@ class _Rank:
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                stop = train(
-                    self._spec.member,
-                    self._controller,
-                    parts.executors,
-                    first,
-                    self._progress.is_end_asked,
-                )
-                return self._stopped(stop)
+                parts.components.pending.extend(first)
+                return self._stopped(train(parts.ctx, parts.components))
         except JoinFailed as error:
             say(error)
             code = ExitCode.JOIN_FAILED
@@ -141,31 +136,24 @@ class _Rank:
             probe=self._probe,
             progress=self._progress,
         )
-        if parts.agreement.is_leader:
+        if parts.ctx.agreement.is_leader:
             group, incarnation = self._spec.member
             digest = digest_of_terms(terms_of_run(self._spec.config))
             self._journal.write(TermsRecord(group=group, incarnation=incarnation, sha256=digest))
         return parts
 
     def _start(self, parts: Assembly) -> deque[Action]:
-        parts.loader.load_initial(parts.hosted())
+        parts.components.loader.load_initial()
         self._progress.num_steps = self._controller.step
-        parts.digests.check(self._controller.step, num_restarts=0)  # the first vote compares the parameters
+        parts.components.digests.check(self._controller.step)  # the first vote compares the parameters
         wait_for_all_groups(self._spec, self._store, parts.ranks)
         self._report_ready()
-        return start(self._controller)
+        return deque(self._controller.handle(RunStarted(), now_s=time.monotonic()))
 
     def _rejoin(self, parts: Assembly) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         rejoin = Rejoin(
-            controller=self._controller,
-            agreement=parts.agreement,
-            journal=self._journal,
-            restart_loader=parts.loader,
-            groups=parts.groups,
-            probe=self._probe,
-            announced=self._report_waiting,
-            paused=self._report_pause,
+            parts.ctx, restart_loader=parts.components.loader, announced=self._report_waiting, paused=self._report_pause
         )
         first = rejoin.run()
         self._progress.head = self._controller.head
@@ -210,7 +198,7 @@ class _Rank:
         if self._parts is None or not is_memory_error(error):
             return False
         with contextlib.suppress(StoreLost):
-            return self._parts.may_break_device or self._log.has(self._controller.head)
+            return self._parts.ctx.communicator.may_break_device or self._log.has(self._controller.head)
         return False
 
     def _broken(self, error: Exception) -> ExitCode:
@@ -245,13 +233,13 @@ class _Rank:
             )
             if save is not None:
                 save = replace(save, audited_steps=run.audited_steps)
-                save_alone(self._spec, parts.trainer, save, parts.agreement.head)
+                save_alone(parts.ctx, save)
 
     def _request_fault(self, fault: Fault) -> None:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            CORRUPTIONS[fault.kind](self._parts.trainer, fault.bit, self._parts.buckets.at_hand)
+            CORRUPTIONS[fault.kind](self._parts.ctx.trainer, fault.bit, self._parts.components.sums.at_hand)
         elif fault.kind in JOURNAL_HANDLERS:
             JOURNAL_HANDLERS[fault.kind](self._journal.fileno(), fault.seconds)
         else:

@@ -1,71 +1,37 @@
 """Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.suspicion import Suspect
-from spare_megatron.core.log.actions import ReportEvaluation
-from spare_megatron.journal.files import JournalWriter
+from spare_megatron.core.log.actions import ChangePaces, ReportEvaluation
 from spare_megatron.journal.losses import losses_of, mean_loss
-from spare_megatron.journal.records import Record, RecoveryRecord, SuspicionRecord, UpdateRecord
+from spare_megatron.journal.records import PacesRecord, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.reports import (
-    EvaluationDecided,
-    GroupRejoined,
-    GroupRestarted,
-    RunPaused,
-    SaveReported,
-    StepCommitted,
-)
+from spare_megatron.process.reports import EvaluationDecided, RunPaused, StepCommitted
 from spare_megatron.rank.recovery_clock import RecoveryClock
-from spare_megatron.stacking.layout import Member, ShardId
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.state.rank_context import RankContext
 
 
 class RankReports:
-    """One rank's journal and reports: `send` sends one to the supervisor, `clock` times recoveries.
+    """What one rank journals and reports of its steps; `clock` times recoveries."""
 
-    `is_leader`: it journals for its group. `sends_steps`: it also reports committed steps.
-    """
-
-    def __init__(
-        self,
-        *,
-        member: Member,
-        rank: int,
-        journal: JournalWriter,
-        send: Callable[
-            [StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused | SaveReported], None
-        ],
-        is_leader: bool,
-        sends_steps: bool,
-        probe: RankProbe,
-        progress: RankProgress,
-    ) -> None:
-        self._member, self._rank = member, rank
-        self.journal = journal
-        self.send = send
-        self._is_leader = is_leader
-        self._sends_steps = sends_steps
-        self._probe = probe
-        self._progress = progress
-        self.clock = RecoveryClock(member.group, self._record_stage)
-
-    def write_if_leader(self, record: Record) -> None:
-        if self._is_leader:
-            self.journal.write(record)
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._sends_steps = ctx.config.parallel.is_first_on_node(ctx.spec.group, ctx.spec.rank)
+        self.clock = RecoveryClock(ctx.member.group, self._record_stage)
 
     def write_suspects(self, attempt: int, suspects: Sequence[Suspect], samples: Sequence[list[str]]) -> None:
         """Journals suspect microbatches of the step under way, with the addresses of their samples."""
         for suspect, of_suspect in zip(suspects, samples, strict=True):
             unit, number = suspect.microbatch
             record = SuspicionRecord(
-                group=self._member.group,
-                rank=self._rank,
-                step=self._progress.now.step,
+                group=self._ctx.member.group,
+                rank=self._ctx.spec.rank,
+                step=self._ctx.progress.now.step,
                 attempt=attempt,
                 shard=unit.shard,
                 index=unit.index,
@@ -73,25 +39,25 @@ class RankReports:
                 loss=suspect.loss if math.isfinite(suspect.loss) else None,
                 median=suspect.median,
                 samples=of_suspect,
-                incarnation=self._member.incarnation,
+                incarnation=self._ctx.member.incarnation,
             )
-            self.journal.write(record)
+            self._ctx.journal.write(record)
 
     def write_recoveries(self) -> list[RecoveryRecord]:
         """Journals the recoveries that have ended since the last call, and returns them."""
-        num_restarts = self._progress.num_restarts
+        num_restarts = self._ctx.progress.num_restarts
         ended = [replace(record, num_restarts=num_restarts) for record in self.clock.pop_finished()]
         for record in ended:
-            self.write_if_leader(record)
+            self._ctx.write_if_leader(record)
         return ended
 
     def write_update(
         self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float, bytes_over_groups: int
     ) -> None:
         """Journals the update with the sums of this attempt."""
-        step = self._progress.now
+        step = self._ctx.progress.now
         record = UpdateRecord(
-            group=self._member.group,
+            group=self._ctx.member.group,
             step=step.step,
             attempt=attempt,
             num_microbatches=result.num_microbatches,
@@ -104,18 +70,23 @@ class RankReports:
             compute_s=[round(spent_s, 6) for spent_s in compute_s],
             bytes_over_groups=bytes_over_groups,
         )
-        self.write_if_leader(record)
+        self._ctx.write_if_leader(record)
+
+    def write_paces(self, action: ChangePaces) -> None:
+        """Journals by which paces work is dealt from here on."""
+        permille = {str(group): pace for group, pace in action.permille.items()}
+        self._ctx.write_if_leader(PacesRecord(group=self._ctx.member.group, step=action.step, permille=permille))
 
     def send_step(
         self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord], *, is_last: bool
     ) -> None:
         """Reports the committed step, if this rank does."""
-        split_s = self._probe.end_step()
+        split_s = self._ctx.probe.end_step()
         if not self._sends_steps:
             return
-        step = self._progress.now
+        step = self._ctx.progress.now
         report = StepCommitted(
-            group=self._member.group,
+            group=self._ctx.member.group,
             step=step.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -125,34 +96,34 @@ class RankReports:
             makespan=step.makespan,
             step_s=step_s,
             split_s=split_s,
-            head=self._progress.head,
+            head=self._ctx.progress.head,
             epoch=step.epoch,
             num_recomputed=step.num_recomputed,
             recoveries=tuple(recoveries),
             is_last=is_last,
         )
-        self.send(report)
+        self._ctx.send(report)
 
     def send_pause(self, step: int, shards: tuple[ShardId, ...] = ()) -> None:
         """Reports that training pauses for hosts of these shards or, without shards, goes on, if this rank does."""
         if self._sends_steps:
-            self.send(RunPaused(group=self._member.group, step=step, shards=shards))
+            self._ctx.send(RunPaused(group=self._ctx.member.group, step=step, shards=shards))
 
     def send_evaluation(self, action: ReportEvaluation) -> None:
         """Reports the result of an evaluation, if this rank does."""
-        spent_s = sum(self._probe.take_split().values())  # not the next step's
+        spent_s = sum(self._ctx.probe.take_split().values())  # not the next step's
         if not self._sends_steps:
             return
         report = EvaluationDecided(
-            group=self._member.group,
+            group=self._ctx.member.group,
             step=action.step,
             attempt=action.attempt,
             loss=mean_loss(action.sums),
             losses=losses_of(action.sums),
             spent_s=spent_s,
         )
-        self.send(report)
+        self._ctx.send(report)
 
     def _record_stage(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
-        if self._is_leader:
-            self._probe.recovered(stage, began_s, ended_s)
+        if self._ctx.agreement.is_leader:
+            self._ctx.probe.recovered(stage, began_s, ended_s)

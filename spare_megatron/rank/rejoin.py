@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -19,13 +18,11 @@ from spare_megatron.core.log.actions import (
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.restart_search import RestartSearch
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.voting.agreement import Fenced, GroupAgreement
+from spare_megatron.state.rank_context import RankContext
+from spare_megatron.voting.agreement import Fenced
 from spare_megatron.voting.log_follower import Stop
 
 _TURN_S = 2.0
@@ -33,30 +30,19 @@ _TURN_S = 2.0
 
 
 class Rejoin:
-    """One rank's part in its group's return, with a new controller.
-
-    `announced` is called when the group has announced that it waits; the argument says whether for a restart. `paused`
-    is called when a pause has begun or ended.
-    """
+    """One rank's part in its group's return. `announced` gets whether it waits for a restart, `paused` its pauses."""
 
     def __init__(
         self,
+        ctx: RankContext,
         *,
-        controller: Controller,
-        agreement: GroupAgreement,
-        journal: JournalWriter,
         restart_loader: RestartLoader,
-        groups: Sequence[GroupId],
-        probe: RankProbe,
         announced: Callable[[bool], None],
         paused: Callable[[AwaitHosts | None], None],
     ) -> None:
-        self._controller = controller
-        self._agreement = agreement
-        self._journal = journal
+        self._ctx = ctx
         self._restart_loader = restart_loader
-        self._search = RestartSearch(controller, agreement, restart_loader, groups)
-        self._probe = probe
+        self._search = RestartSearch(ctx, restart_loader)
         self._announced = announced
         self._paused = paused
         self._is_paused = False  # as last reported
@@ -68,7 +54,7 @@ class Rejoin:
 
         Collective over: all ranks of the group. Raises `Fenced` if the group is fenced while it waits.
         """
-        controller, agreement = self._controller, self._agreement
+        controller, agreement = self._ctx.controller, self._ctx.agreement
         controller.handle(RunStarted(), now_s=self._restart_loader.now_s())
         while True:
             is_wiped_out = controller.restarts.wipe_out is not None
@@ -90,11 +76,11 @@ class Rejoin:
                 first = self._fold(entry)
                 if first is not None:
                     return first
-            self._probe.progress()
+            self._ctx.probe.progress()
 
     def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
         """Folds the next entry. Returns the actions that the group is to execute, None while it waits on."""
-        controller, agreement, index = self._controller, self._agreement, self._controller.head
+        controller, agreement, index = self._ctx.controller, self._ctx.agreement, self._ctx.controller.head
         was_wiped_out = controller.restarts.wipe_out is not None
         if isinstance(entry, Fence) and entry.hits(agreement.member):
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
@@ -112,11 +98,11 @@ class Rejoin:
             match action:
                 case StopWipeOut(is_final=False):
                     self._restart_loader.on_wipe_out()
-                case RefuseCheckpoint() if self._agreement.is_leader:
+                case RefuseCheckpoint() if self._ctx.agreement.is_leader:
                     self._restart_loader.refuse(action)
-                case AdmitGroups(members=members) if self._agreement.member in members:
+                case AdmitGroups(members=members) if self._ctx.agreement.member in members:
                     return deque(list(actions)[number:])
-                case LoadCheckpoint() if self._agreement.member in self._controller.voters:
+                case LoadCheckpoint() if self._ctx.agreement.member in self._ctx.controller.voters:
                     return deque(list(actions)[number:])
                 case LoadCheckpoint():
                     self._restart_loader.on_left_out()
@@ -126,16 +112,16 @@ class Rejoin:
 
     def _announce(self, is_wiped_out: bool) -> None:
         if is_wiped_out:
-            self._probe.between_steps(self._controller.step, FaultPoint.LOAD_SEARCH)
-            if self._agreement.is_leader:
+            self._ctx.probe.between_steps(self._ctx.controller.step, FaultPoint.LOAD_SEARCH)
+            if self._ctx.agreement.is_leader:
                 self._search.start()
             held, partitions = self._restart_loader.find_snapshots()
-            if self._agreement.is_leader:
+            if self._ctx.agreement.is_leader:
                 self._search.announce_snapshots(held, partitions)
-            self._probe(FaultPoint.LOAD_WAIT)
+            self._ctx.probe(FaultPoint.LOAD_WAIT)
         else:
-            self._probe.between_steps(self._controller.step, FaultPoint.JOIN_WAIT)
-            self._agreement.announce()
+            self._ctx.probe.between_steps(self._ctx.controller.step, FaultPoint.JOIN_WAIT)
+            self._ctx.agreement.announce()
         self._has_announced = is_wiped_out
         self._announced(is_wiped_out)
 
@@ -144,9 +130,11 @@ class Rejoin:
         if isinstance(entry, Commit):
             self._unwritten.clear()
         self._unwritten.append((index, entry))
-        if not self._agreement.is_leader or not (was_wiped_out or self._controller.restarts.wipe_out is not None):
+        if not self._ctx.agreement.is_leader or not (
+            was_wiped_out or self._ctx.controller.restarts.wipe_out is not None
+        ):
             return
-        group = self._agreement.member.group
+        group = self._ctx.agreement.member.group
         for number, unwritten in self._unwritten:
-            self._journal.write(EntryRecord(group=group, index=number, entry=entry_fields(unwritten)))
+            self._ctx.journal.write(EntryRecord(group=group, index=number, entry=entry_fields(unwritten)))
         self._unwritten.clear()

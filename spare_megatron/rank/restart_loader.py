@@ -5,16 +5,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, sequences_before, step_of
 from spare_megatron.core.log.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.process.reports import GroupRestarted
+from spare_megatron.stacking.state_partitions import Hosts, hosted_by
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
     checkpoint_path,
@@ -25,7 +23,9 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
 from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
 from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_emergency_checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, candidate_of, glance, refuse
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import JoinFailed
 
 _NUM_OFFERED = 3
@@ -33,40 +33,20 @@ _NUM_OFFERED = 3
 
 
 class RestartLoader:
-    """One rank's part in a start from a checkpoint or a snapshot.
+    """One rank's part in a start from a checkpoint or, if the run takes `snapshots`, from one in the nodes' memory."""
 
-    `rejected` holds the checkpoints and snapshots that cannot be used, and why, as of the last search.
-
-    Args:
-        wiped_out_at_s: When the supervisor learned of the wipe-out (monotonic); None if the process is older.
-        snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        run_dir: Path,
-        rank: int,
-        trainer: GroupTrainer,
-        wiped_out_at_s: float | None,
-        snapshots: SnapshotLoader | None,
-        probe: RankProbe,
-    ) -> None:
-        self._config = config
-        self._folder = folder_of(config.checkpoint, run_dir)
-        self._takes_checkpoints = config.checkpoint.is_wanted
-        self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
-        self._rank = rank
-        self._trainer = trainer
-        self._wiped_out_at_s = wiped_out_at_s
+    def __init__(self, ctx: RankContext, snapshots: SnapshotLoader | None) -> None:
+        self._ctx = ctx
+        checkpoint = ctx.config.checkpoint
+        self._folder = folder_of(checkpoint, ctx.spec.run_dir)
+        self._first = Path(checkpoint.load) if checkpoint.load else None
+        self._wiped_out_at_s = ctx.spec.wiped_out_at_s  # None if the process is older
         self._snapshots = snapshots
         self._load_s = 0.0
-        self._probe = probe
         self.reader = CheckpointReader()
         self._offered: dict[CheckpointCandidate, Checkpoint] = {}
         self._withdrawn: dict[CheckpointCandidate, str] = {}
-        self.rejected: tuple[str, ...] = ()
+        self.rejected: tuple[str, ...] = ()  # what cannot be used, and why, as of the last search
 
     def now_s(self) -> float:
         """The time at which log entries are folded: up to the restart, that of the wipe-out."""
@@ -100,8 +80,8 @@ class RestartLoader:
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
                 continue
-            found = differences(manifest.terms, self._config)
-            if manifest.num_samples != (expected := sequences_before(self._config, step)):
+            found = differences(manifest.terms, self._ctx.config)
+            if manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
                 found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
             if found:
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
@@ -138,57 +118,68 @@ class RestartLoader:
         return held, partitions
 
     def _require_folder(self) -> None:
-        if self._takes_checkpoints:
+        if self._ctx.config.checkpoint.is_wanted:
             require_folder(self._folder)
 
-    def load_initial(self, partitions: Collection[PartitionId]) -> None:
-        """Loads `checkpoint.load`, if set, with these partitions. Collective over: all ranks of the group."""
+    def load_initial(self) -> None:
+        """Loads `checkpoint.load`, if set. Collective over: all ranks of the group."""
         if self._first is not None:
+            ownership = self._ctx.controller.ownership
             with self._loading(step_of(self._first)):
-                self._load_first(self._first, partitions)
+                self._load_first(self._first, () if ownership is None else ownership.hosts)
 
-    def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
-        """Loads the checkpoint, the snapshot or the run's initial state, with the group's state partitions.
+    def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
+        """Loads the checkpoint, the snapshot or the run's initial state; the first vote compares it.
 
-        Collective over: all ranks of the group. `head` counts the log entries folded so far. Raises `JoinFailed` if it
-        is gone.
+        Collective over: all ranks of the group. Raises `JoinFailed` if it is gone.
         """
+        self._load(action)
+        progress = self._ctx.progress
+        progress.step, progress.num_steps = None, action.step
+        digests.check(action.step)
+        record = self._record(action)
+        self._ctx.write_if_leader(record)
+        source, rejected = record.loaded_from, tuple(record.rejected)
+        self._ctx.send(GroupRestarted(member=self._ctx.member, step=action.step, source=source, rejected=rejected))
+
+    def _load(self, action: LoadCheckpoint) -> None:
         self.reader.stop()
         began_s = time.monotonic()
-        partitions = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
-                self._load_checkpoint(action, partitions)
+                self._load_checkpoint(action)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, partitions, action.members, head)
+                self._snapshots.load(action.snapshot, action.hosts, action.members)
         self._load_s = time.monotonic() - began_s
 
-    def _load_checkpoint(self, action: LoadCheckpoint, partitions: Collection[PartitionId]) -> None:
+    def _load_checkpoint(self, action: LoadCheckpoint) -> None:
         path = checkpoint_path(self._folder, action.step)
         if path.exists():
-            self._trainer.load_checkpoint(path, partitions)
+            self._ctx.trainer.load_checkpoint(path, hosted_by(action.hosts, self._ctx.member))
         elif self._first is not None and action.step == step_of(self._first):
-            self._load_first(self._first, partitions)
+            self._load_first(self._first, action.hosts)
         elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 
-    def _load_first(self, path: Path, partitions: Collection[PartitionId]) -> None:
+    def _load_first(self, path: Path, hosts: Hosts) -> None:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
+        partitions = hosted_by(hosts, self._ctx.member)
         if is_emergency_checkpoint(path):
-            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), partitions)
+            self._ctx.trainer.load_state(files_for(path, assemble(path).files, self._ctx.spec.rank), partitions)
         else:
-            self._trainer.load_checkpoint(path, partitions)
+            self._ctx.trainer.load_checkpoint(path, partitions)
 
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:
         """Surrounds a load; `step` is the step that follows."""
-        self._probe.between_steps(step, FaultPoint.LOAD)
-        with self._probe.during(Operation.LOAD):
+        self._ctx.probe.between_steps(step, FaultPoint.LOAD)
+        with self._ctx.probe.during(Operation.LOAD):
             yield
-        self._probe(FaultPoint.LOAD_DONE)
+        self._ctx.probe(FaultPoint.LOAD_DONE)
 
-    def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
+    def _record(self, action: LoadCheckpoint) -> RestartRecord:
+        member = self._ctx.member
         return RestartRecord(
             group=member.group,
             incarnation=member.incarnation,

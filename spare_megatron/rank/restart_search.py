@@ -1,16 +1,14 @@
 """The leader's search for the state to restart from: announces what its group has, lets the controller decide."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
 from spare_megatron.formats.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader
-from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.stacking.layout import Member
+from spare_megatron.state.rank_context import RankContext
 
 _TURN_S = 2.0
 
@@ -26,23 +24,19 @@ _SEARCH_AGAIN_S = 1.0
 class RestartSearch:
     """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
 
-    def __init__(
-        self, controller: Controller, agreement: GroupAgreement, loader: RestartLoader, groups: Sequence[GroupId]
-    ) -> None:
-        self._controller = controller
-        self._agreement = agreement
+    def __init__(self, ctx: RankContext, loader: RestartLoader) -> None:
+        self._ctx = ctx
         self._loader = loader
-        self._groups = groups
-        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
+        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(ctx.groups))
         self._since_s = self._searched_at_s = 0.0
-        self._own = RestartState(member=agreement.member, candidates=())
+        self._own = RestartState(member=ctx.member, candidates=())
         self._announced: RestartState | None = None
         self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
     def start(self) -> None:
         """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
-        self._own = RestartState(member=self._agreement.member, candidates=())
+        self._own = RestartState(member=self._ctx.member, candidates=())
         self._announced = None
         self._heard = {}
         self._search()
@@ -55,7 +49,7 @@ class RestartSearch:
     def seek(self, index: int) -> None:
         """Works on the restart for some seconds, until the entry at the index is written."""
         end_s = time.monotonic() + _TURN_S
-        while time.monotonic() < end_s and not self._agreement.is_written(index):
+        while time.monotonic() < end_s and not self._ctx.agreement.is_written(index):
             if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
                 self._search()
             if self._decide():
@@ -66,11 +60,11 @@ class RestartSearch:
     def _decide(self) -> bool:
         """Lets the controller decide. Returns whether an entry is written."""
         waited_s = time.monotonic() - self._since_s
-        event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
-        for action in self._controller.handle(event, now_s=self._loader.now_s()):
+        event = WaitingRead(group=self._ctx.member.group, waiting=self._listen(), waited_s=waited_s)
+        for action in self._ctx.controller.handle(event, now_s=self._loader.now_s()):
             match action:
                 case AppendEntry(index=index, entry=entry):
-                    self._agreement.append(index, entry)
+                    self._ctx.agreement.append(index, entry)
                     return True
                 case ReadFiles(candidate=candidate, numbers=numbers):
                     self._loader.read(candidate, numbers)
@@ -84,7 +78,7 @@ class RestartSearch:
     def _listen(self) -> tuple[RestartState, ...]:
         """The last announcement of every group, and for how long it has not changed."""
         now_s = time.monotonic()
-        for item in self._agreement.waiting_to_restart(self._groups):
+        for item in self._ctx.agreement.waiting_to_restart(self._ctx.groups):
             if item.member not in self._heard or self._heard[item.member][0] != item:
                 self._heard[item.member] = item, now_s
         latest = {item.member.group: (item, since_s) for item, since_s in self._heard.values()}
@@ -104,5 +98,5 @@ class RestartSearch:
         reader = self._loader.reader
         own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
         if own != self._announced:
-            self._agreement.announce_restart(own)
+            self._ctx.agreement.announce_restart(own)
             self._announced = own

@@ -7,8 +7,7 @@ from spare_megatron.config.schema import ProfileConfig
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.formats.output import whole_file
 from spare_megatron.process.processes import say
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.process.specs import RankSpec
+from spare_megatron.state.rank_context import RankContext
 
 FOLDER = "profile"
 
@@ -21,29 +20,27 @@ def wants_profile(profile: ProfileConfig, group: int, rank: int) -> bool:
 
 
 class StepProfile:
-    """Traces the steps of `profile.steps` on one rank, each from its first pass until the next step or evaluation or
-    the rank's end. The ranges are also NVTX ranges if the rank has a GPU. A lost rank leaves no trace of its last
-    step; one that a restart repeats is in a second file, of the next incarnation. Errors of storage cost the trace
-    alone.
+    """Traces the steps of `profile.steps` on one rank, each until the next step or evaluation or the rank's end.
+
+    Ranges are also NVTX ranges on a GPU. Errors of storage cost the trace alone.
     """
 
-    def __init__(self, spec: RankSpec, probe: RankProbe) -> None:
-        self._spec = spec
-        self._probe = probe
-        self._has_gpu = spec.device != "cpu"
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._has_gpu = ctx.spec.device != "cpu"
         self._step = -1
         self._profile: profile | None = None
         self._open: list[record_function] = []
 
     def begin_step(self, step: int) -> None:
         """Traces this step if it is chosen. Call it between two spans of the rank, after `end_step`."""
-        if step not in self._spec.config.profile.steps:
+        if step not in self._ctx.spec.config.profile.steps:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
         self._step, self._profile = step, profile(activities=activities)
-        with self._probe.during(Operation.PROFILE):
+        with self._ctx.probe.during(Operation.PROFILE):
             self._profile.start()
-        self._probe.show_spans(self)
+        self._ctx.probe.show_spans(self)
         self.push(f"ProfilerStep#{step}")  # as torch's tools expect it
 
     def end_step(self) -> None:
@@ -51,9 +48,9 @@ class StepProfile:
         traced, self._profile = self._profile, None
         if traced is None:
             return
-        self._probe.show_spans(None)
+        self._ctx.probe.show_spans(None)
         self.pop()
-        with self._probe.during(Operation.PROFILE):
+        with self._ctx.probe.during(Operation.PROFILE):
             traced.stop()
             self._write(traced)
 
@@ -70,8 +67,8 @@ class StepProfile:
         self._open.pop().__exit__(None, None, None)
 
     def _write(self, traced: profile) -> None:
-        folder = self._spec.run_dir / FOLDER
-        file = folder / f"step-{self._step:08d}-{self._spec.name}.json"
+        folder = self._ctx.spec.run_dir / FOLDER
+        file = folder / f"step-{self._step:08d}-{self._ctx.spec.name}.json"
         try:
             folder.mkdir(exist_ok=True)
             with whole_file(_SETTING, file) as aside:

@@ -1,9 +1,8 @@
 """Assigns partitions of the optimizer state to groups: hosts, owners, repairs and moves.
 
 Each rank position's flat parameter space has as many partitions as groups. A partition's r_o hosts hold its whole
-state; one of them, its owner, sends the parameters to all groups. A repair replaces a lost copy. Moves even out the
-load: the receiver becomes a host, the next commit's votes compare it, and only then the donor releases its copy, so at
-least r_o hosts remain.
+state; one of them, its owner, sends the parameters to all groups. A repair replaces a lost copy. A move evens out the
+load: the receiver becomes a host, the next commit's votes compare it, and only then the donor releases its copy.
 """
 
 from collections import Counter
@@ -21,6 +20,10 @@ from spare_megatron.stacking.wipe_out import require_state
 
 Hosts = tuple[tuple[Member, ...], ...]
 """For each state partition, its hosts, ascending."""
+
+
+def hosted_by(hosts: Hosts, member: Member) -> tuple[PartitionId, ...]:
+    return tuple(PartitionId(number) for number, row in enumerate(hosts) if member in row)
 
 
 class PartitionCopy(NamedTuple):
@@ -116,15 +119,12 @@ class Ownership:
 
     def has_handed_over(self, member: Member) -> bool:
         """Whether a member that is to leave is needed as a host no more."""
-        hosted = set(self.hosted_by(member))
+        hosted = set(hosted_by(self.hosts, member))
         return member in self.leaving and not any(repair.partition in hosted for repair in self.repairs)
 
     def staying(self, row: tuple[Member, ...]) -> tuple[Member, ...]:
         """The hosts of a partition without those that are to leave."""
         return tuple(host for host in row if host not in self.leaving) if self.leaving else row
-
-    def hosted_by(self, member: Member) -> tuple[PartitionId, ...]:
-        return tuple(PartitionId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
         row = self.hosts[move.partition]

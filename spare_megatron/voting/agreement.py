@@ -46,6 +46,26 @@ class GroupBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """What one rank found in an attempt. Fields as in `GroupOpinion`, on which its group settles.
+
+    `loss` and `terms` are None where another pipeline stage knows them. `work_digest`: of the work it computed.
+    """
+
+    is_complete: bool
+    num_complete: int
+    work_digest: str
+    loss: LossSum | None
+    finding: GradientFinding
+    terms: Sequence[LossSum | None] = ()
+    compute_s: float = 0.0
+    pace_s: float = 0.0
+    ends: bool = False
+    wrong_sum: int | None = None
+    has_suspects: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
@@ -137,46 +157,21 @@ class GroupAgreement:
         self._reduce(values, dist.ReduceOp.MAX)
         return int(values)
 
-    def settle(
-        self,
-        *,
-        is_complete: bool,
-        num_complete: int,
-        work_digest: str,
-        loss: LossSum | None,
-        terms: Sequence[LossSum | None] = (),
-        finding: GradientFinding,
-        compute_s: float = 0.0,
-        ends: bool = False,
-        pace_s: float = 0.0,
-        wrong_sum: int | None = None,
-        has_suspects: bool = False,
-    ) -> GroupOpinion:
-        """Combines the ranks' results of an attempt into the group's opinion.
+    def settle(self, outcome: RankOutcome) -> GroupOpinion:
+        """Combines the ranks' outcomes of an attempt into the group's opinion.
 
         Collective over: all ranks of the group. Raises RuntimeError if the ranks computed different work.
-
-        Args:
-            is_complete: Whether this rank holds the whole sum.
-            num_complete: Number of buckets whose sums it holds.
-            work_digest: Hex digest of the work this rank computed in the step.
-            loss: The summed loss where this rank knows it (last pipeline stage), else None.
-            terms: The same of each further term of the loss.
-            finding: About this rank's own gradients.
-            compute_s: Seconds of its forward and backward passes in the step.
-            ends: Whether this rank is asked to end the run.
-            pace_s: Seconds per microbatch of them.
-            wrong_sum: The first bucket whose sum it has found wrong.
-            has_suspects: Whether it has computed microbatches whose losses are suspect.
         """
-        work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
+        work = float(int(outcome.work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
-        known = [value for one in (loss, *terms) for value in one or unknown]  # a float64 counts tokens up to 2^53
+        sums = (outcome.loss, *outcome.terms)
+        known = [value for one in sums for value in one or unknown]  # a float64 counts tokens up to 2^53
         num_ranks = self._ranks.size()
         of_ranks = [0.0] * 3 * num_ranks
-        wrong = 0.0 if wrong_sum is None else wrong_sum + 1.0
-        of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s, wrong
-        own = [float(not is_complete), work, -work, float(finding), float(ends), float(has_suspects), pace_s]
+        wrong = 0.0 if outcome.wrong_sum is None else outcome.wrong_sum + 1.0
+        of_ranks[self._ranks.rank() :: num_ranks] = float(outcome.num_complete), outcome.compute_s, wrong
+        flags = [float(outcome.finding), float(outcome.ends), float(outcome.has_suspects)]
+        own = [float(not outcome.is_complete), work, -work, *flags, outcome.pace_s]
         mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
         has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s, *others = mine.tolist()
@@ -184,11 +179,11 @@ class GroupAgreement:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         of_ranks, known = others[: 3 * num_ranks], others[3 * num_ranks :]
         pairs = zip(known[::2], known[1::2], strict=True)
-        sums = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
+        totals = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
             is_complete=not has_failed,
-            loss=sums[0] if sums else None,
-            terms=tuple(sums[1:]),
+            loss=totals[0] if totals else None,
+            terms=tuple(totals[1:]),
             num_complete=tuple(map(int, of_ranks[:num_ranks])),
             compute_s=tuple(of_ranks[num_ranks : 2 * num_ranks]),
             pace_s=pace_s,

@@ -1,22 +1,36 @@
-"""Casts a group's vote and reads the decision, by way of a relay or directly.
+"""A group's votes on attempts and its part in the log: it casts, reads the votes of all, appends and reads entries.
 
 A relay casts its block's votes with one write and passes the next log entry back. A group that hears nothing in time
 casts its vote and reads the log itself: a lost relay costs at most FALLBACK_INTERVALS heartbeat intervals, once. After
 a loss only groups that cast votes read them (`core.log.relays.Reliance` says why that suffices).
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.core.controller.decision import fence_silent_voters
+from spare_megatron.core.log.actions import (
+    AppendEntry,
+    AttemptEvaluation,
+    AttemptFinish,
+    AttemptReduce,
+    AwaitHosts,
+    ReadVotes,
+)
 from spare_megatron.core.log.entries import Entry, decode_entry
-from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.log.events import HostsRead, VotesRead
 from spare_megatron.core.log.relays import BlockVotes, Reliance
-from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.log.votes import Digests, Vote
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.formats.piece_frames import Address
-from spare_megatron.stacking.layout import Member
+from spare_megatron.journal.records import Record, VoteRecord, digest_of_work
+from spare_megatron.mcore.model.probe import Probe
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreTimeout
 from spare_megatron.voting.agreement import GroupAgreement
@@ -27,6 +41,13 @@ COLLECT_INTERVALS = 1 / 8
 """How long a relay waits for the votes of its block, in heartbeat intervals."""
 FALLBACK_INTERVALS = 1 / 4
 """How long the others of the block wait for the relay, in heartbeat intervals."""
+_TURN_S = 2.0
+"""How long the other ranks of a group wait at most for their leader, which polls the store in a pause."""
+_POLL_S = 0.05
+_POLL_S_PER_GROUP = 0.001
+"""Every leader reads the announcements of all absent groups."""
+
+Attempt = AttemptReduce | AttemptEvaluation | AttemptFinish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +57,19 @@ class RelayParts:
     relay: VoteRelay
     link: RelayLink
     collect_s: float
+
+
+def plain_vote(action: Attempt, digests: Digests, *, lacks_params: bool) -> Vote:
+    """A vote that carries digests of state alone. `lacks_params`: some parameters are those of an earlier step."""
+    return Vote(
+        is_complete=not lacks_params,
+        plan_digest=action.plan_digest,
+        params_digest=digests.params,
+        lacks_params=lacks_params,
+        slice_digests=digests.partitions,
+        state_digest=digests.state,
+        copied_from=digests.copied_from,
+    )
 
 
 def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_groups: int) -> RelayParts | None:
@@ -56,16 +90,98 @@ def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_
 
 
 class Voting:
-    """A group's votes and decisions; no `parts` where all groups vote directly, and on ranks that are not leaders."""
+    """A group's votes and decisions; no `parts` where all groups vote directly, and on ranks that are not leaders.
 
-    def __init__(self, agreement: GroupAgreement, parts: RelayParts | None = None) -> None:
+    `write` journals a record.
+    """
+
+    def __init__(
+        self, agreement: GroupAgreement, parts: RelayParts | None, *, write: Callable[[Record], None], probe: Probe
+    ) -> None:
         self.agreement = agreement
         self._member = agreement.member
         self._parts = parts
+        self._write, self._probe = write, probe
         self._attempt, self._vote = -1, ""  # the last one
         self._voters: Sequence[Member] = ()
         self._reliance = Reliance(None)
         self._cast_on: list[int] = []  # attempts
+        self._pause_epoch = -1
+        self._have_waited: set[GroupId] = set()  # in that epoch
+        self._since_s = 0.0
+        self._reported: tuple[Member, ...] = ()
+
+    # ----------------------------------------------------------------------------------------------- actions of a rank
+
+    def cast(
+        self, action: Attempt, vote: Vote, computed: Sequence[Microbatch] = (), evidence: str = ""
+    ) -> list[VotesRead]:
+        """The leader journals and casts the group's only vote on the attempt. `evidence`: why sums are missing.
+
+        Returns all votes on the leader that casts the last one, for it to decide; else nothing. All ranks call it.
+        """
+        found: list[VotesRead | None] = []
+        if self.agreement.is_leader:
+            record = VoteRecord(
+                group=self._member.group,
+                step=action.step,
+                attempt=action.attempt,
+                is_complete=vote.is_complete,
+                work_digest=digest_of_work(computed),
+                evidence=evidence,
+                incarnation=self._member.incarnation,
+                num_complete=list(vote.num_complete),
+            )
+            self._write(record)
+            with self._probe.during(Operation.VOTE):
+                found.append(self.vote(action.attempt, vote, action.voters))
+        if isinstance(action, AttemptReduce):
+            self._probe(FaultPoint.AFTER_VOTE)
+        with self._probe.during(Operation.VOTE):
+            found.append(self.confirm())
+        return [votes for votes in found if votes is not None]
+
+    def read_votes(self, action: ReadVotes) -> list[VotesRead]:
+        """The votes cast so far on a leader that is to read them, else nothing.
+
+        Nothing if the group's relay reads them, or if a vote is still missing: the group that casts it reads them all.
+        """
+        with self._probe.during(Operation.VOTE):
+            if not self.agreement.is_leader or self._reliance.is_placed:
+                return []
+            if self.agreement.num_votes(action.attempt) < action.num_left:
+                return []
+            return [self.agreement.read_votes(action.attempt, action.voters)]
+
+    def append(self, action: AppendEntry) -> None:
+        if self.agreement.is_leader:
+            with self._probe.during(Operation.VOTE):
+                self.agreement.append(action.index, action.entry)
+
+    def begin_pause(self, epoch: int) -> bool:
+        """Whether the pause of this epoch begins with this call."""
+        if epoch == self._pause_epoch:
+            return False
+        self._pause_epoch, self._since_s = epoch, time.monotonic()
+        self._have_waited.clear()
+        self._reported = ()
+        return True
+
+    def poll_hosts(self, action: AwaitHosts) -> HostsRead:
+        """Leader: waits, some seconds at most, for the next log entry or for a further group that waits."""
+        end_s = time.monotonic() + _TURN_S
+        interval_s = max(_POLL_S, _POLL_S_PER_GROUP * len(action.voters))
+        while True:
+            waiting = self.agreement.waiting(action.voters)
+            groups = {member.group for member in waiting}
+            if not groups <= self._have_waited:
+                self._have_waited |= groups
+                self._since_s = time.monotonic()
+            is_new, self._reported = waiting != self._reported, waiting
+            if is_new or time.monotonic() >= end_s or self.agreement.poll_entry(action.index, interval_s):
+                return HostsRead(waiting=waiting, waited_s=time.monotonic() - self._since_s)
+
+    # ----------------------------------------------------------------------------------------------- over the relays
 
     def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
         """Leader: casts the group's only vote on the attempt, or sends it to the relay; `confirm` must follow.
@@ -91,15 +207,6 @@ class Voting:
             return None
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
-
-    def read_votes(self, attempt: int, voters: Sequence[Member], num_left: int) -> VotesRead | None:
-        """After a loss, the votes cast so far; `num_left` of the voters that began the attempt are left.
-
-        None if the group's relay reads them, or if a vote is still missing: the group that casts it reads them all.
-        """
-        if self._reliance.is_placed or self.agreement.num_votes(attempt) < num_left:
-            return None
-        return self.agreement.read_votes(attempt, voters)
 
     def read_entry(self, index: int) -> Entry:
         """The entry at the index, as soon as it is written; a relay passes it on.

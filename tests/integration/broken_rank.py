@@ -7,16 +7,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from spare_megatron.core.log.actions import UpdateModel
+from spare_megatron.core.log.actions import ComputeStep, UpdateModel
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.model import program
 from spare_megatron.mcore.model.pipeline import Item, Pipeline
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.reports import ExitCode, RankRaised
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
-from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank import rank, train_step
+from spare_megatron.rank.train_step import Components, compute_step, update_model
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.store.interface import StoreLost
 
 BROKEN_GROUP = 1
@@ -45,46 +46,34 @@ class _Elsewhere(Corpus):
         return super().microbatch(step + 1, number)
 
 
-class _Unconnected(StepExecutor):
+def _compute_unconnected(ctx: RankContext, parts: Components, action: ComputeStep) -> None:
     """Loses its connection to the control store in step 1."""
-
-    def compute_step(self, action: Any, num_alive: int) -> None:
-        super().compute_step(action, num_alive)
-        if action.plan.step == 1:
-            raise StoreLost("the control store does not answer")
+    compute_step(ctx, parts, action)
+    if action.plan.step == 1:
+        raise StoreLost("the control store does not answer")
 
 
-class _Diverging(StepExecutor):
+def _update_diverging(ctx: RankContext, parts: Components, action: UpdateModel) -> None:
     """Has a parameter changed behind its back before the update of step 1, as a bit flip does."""
-
-    def update_model(self, action: UpdateModel) -> None:
-        if action.step == 1:
-            named = next(iter(self._trainer.parameters_named()))
-            named.parameter.data.view(-1)[0] += 1.0
-        super().update_model(action)
+    if action.step == 1:
+        named = next(iter(ctx.trainer.parameters_named()))
+        named.parameter.data.view(-1)[0] += 1.0
+    update_model(ctx, parts, action)
 
 
-class _Outlived(StepExecutor):
+def _compute_outlived(ctx: RankContext, parts: Components, action: ComputeStep) -> None:
     """Rank 1 raises in step 1 and takes its time to end, so that the end of rank 0, which lost it, is seen first."""
-
-    def __init__(self, spec: RankSpec, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._is_leader = spec.rank == 0
-        self._has_raised = spec.run_dir / "has-raised"
-
-    def compute_step(self, action: Any, num_alive: int) -> None:
-        super().compute_step(action, num_alive)
-        if action.plan.step != 1:
-            return
-        if self._is_leader:
-            while not self._has_raised.exists():
-                time.sleep(0.01)
-            os._exit(ExitCode.GROUP_BROKEN)
-        self._reports.send(
-            RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1")
-        )
-        self._has_raised.touch()
-        time.sleep(60.0)
+    compute_step(ctx, parts, action)
+    if action.plan.step != 1:
+        return
+    has_raised = ctx.spec.run_dir / "has-raised"
+    if ctx.agreement.is_leader:
+        while not has_raised.exists():
+            time.sleep(0.01)
+        os._exit(ExitCode.GROUP_BROKEN)
+    ctx.send(RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1"))
+    has_raised.touch()
+    time.sleep(60.0)
 
 
 def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
@@ -97,9 +86,11 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
         elif fault == "elsewhere":
             program.Corpus = _Elsewhere
         elif fault == "outlived":
-            assembly.StepExecutor = partial(_Outlived, spec)
+            train_step.compute_step = _compute_outlived
+        elif fault == "unconnected":
+            train_step.compute_step = _compute_unconnected
         else:
-            assembly.StepExecutor = _Unconnected if fault == "unconnected" else _Diverging
+            train_step.update_model = _update_diverging
     rank.run_rank(spec, reports)
 
 

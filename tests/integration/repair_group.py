@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from spare_megatron.config.schema import RunConfig
@@ -11,16 +12,16 @@ from spare_megatron.formats.piece_frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
-from spare_megatron.state.stacked.partition_copier import PartitionRepairs
+from spare_megatron.state.stacked.partition_copier import PartitionRepairs, partition_contents
 from spare_megatron.state.transfer.piece_server import PieceServer, Source
-from spare_megatron.state.transfer.served_state import StateSource, partition_contents
+from spare_megatron.state.transfer.served_state import StateSource
 from tests.integration.mcore_group import CPU
 from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated
+from tests.rank_context import rank_context
 
 TIMEOUT_S = 40.0
 PIECES_A_STEP = 5
@@ -42,18 +43,13 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     _advance(trainers, hosts, config, 0, source)
     hand_over(donor, newcomer)
     me = Member(GroupId(len(trainers)), 1)
-    repairs = PartitionRepairs(
-        member=me,
-        optimizer=stacked(newcomer),
-        contents=partition_contents(stacked(newcomer)),
-        bytes_per_s=bytes_per_s,
-        awaits_update=False,
-        find_server=lambda member: server.address,
-        probe=SilentProbe(),
-    )
+    whom = Member(GroupId(1))
+    limited = replace(config, optimizer=replace(config.optimizer, repair_mib_per_s=bytes_per_s / 2**20))
+    ctx = rank_context(me, config=limited, servers={whom: server.address})
+    contents = partition_contents(stacked(newcomer))
+    repairs = PartitionRepairs(ctx, stacked(newcomer), contents, awaits_update=False)
     wanted = sorted(stacked(donor).hosted)
     assert wanted
-    whom = Member(GroupId(1))
     repairs.run_in_background()
     asked = tuple(Repair(number, whom, me) for number in wanted)
     all_hosts = tuple(tuple(Member(GroupId(group)) for group in row) for row in hosts)

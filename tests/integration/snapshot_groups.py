@@ -1,31 +1,30 @@
 """What a rank is asked to do with snapshots of state partitions: it holds a trainer of every group, on one node."""
 
-import contextlib
 import hashlib
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.snapshot_wire import HeldSnapshots
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.state.stacked.stacked_state import StackedState
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import CPU
 from tests.integration.stacked_checkpoint_groups import digest
+from tests.rank_context import rank_context
 
 ATTEMPT = 7
-PROBE = cast(RankProbe, SimpleNamespace(during=lambda operation: contextlib.nullcontext()))
 
 
 class KeptHere:
@@ -73,7 +72,7 @@ def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[
     for group, trainer in enumerate(again):
         loader = loader_of(snapshot_server, trainer, GroupId(group))
         loader.announce_intact()
-        loader.load(ATTEMPT, [PartitionId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
+        loader.load(ATTEMPT, [[Member(host, 1) for host in row] for row in hosts.hosts], ())
     answers.append(train(again, config, later))
     groups.assert_alike_on_hosts(again, hosts.hosts)
     return answers, records
@@ -106,13 +105,7 @@ def take_late(
     """
     update(trainers, config, step)
     snapshotters = [
-        Snapshotter(
-            member=Member(GroupId(group)),
-            position=0,
-            trainer=trainer,
-            snapshot_server=cast(SnapshotClient, snapshot_server),
-            probe=PROBE,
-        )
+        Snapshotter(stacked_context(Member(GroupId(group)), trainer=trainer), cast(SnapshotClient, snapshot_server))
         for group, trainer in enumerate(trainers)
     ]
     action = TakeSnapshot(
@@ -134,15 +127,17 @@ def take_late(
     return [record for snapshotter in snapshotters for record in snapshotter.take_finished()]
 
 
+def stacked_context(member: Member, **parts: Any) -> RankContext:
+    ctx = rank_context(member, **parts)
+    ctx.optimizer_state = StackedState(ctx, groups.stacked(ctx.trainer), cast(Staging, None), ())
+    return ctx
+
+
 def loader_of(snapshot_server: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
-    return SnapshotLoader(
-        member=Member(group, 1),
-        position=0,
+    ctx = stacked_context(
+        Member(group, 1),
         trainer=trainer,
-        snapshot_server=cast(SnapshotClient, snapshot_server),
-        agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda brought: [brought])),
-        store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
-        groups=[],
-        timeout_s=10.0,
-        progress=lambda: None,
+        agreement=SimpleNamespace(gathered=lambda brought: [brought], waiting_to_restart=lambda groups: ()),
+        store=SimpleNamespace(local_host=lambda: "", put=lambda key, value: None),
     )
+    return SnapshotLoader(ctx, cast(SnapshotClient, snapshot_server))

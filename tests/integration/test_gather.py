@@ -11,11 +11,11 @@ from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.log.actions import GatherParams
 from spare_megatron.core.log.bucket_window import MAX_STAGED
-from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.store.interface import StoreLost
+from tests.rank_context import rank_context
 
 LENGTHS = (40, 40, 23)
 OWNERS = (Member(GroupId(0)), Member(GroupId(3)), Member(GroupId(3)))
@@ -131,14 +131,10 @@ class Rank:
         self.agreement = Agreement(index)
         self.staging = Staging(self._new_staging)
         self.progress = RankProgress(head=HEAD, lacks_params=True)
-        self.gather = ParamsGather(
-            optimizer=self.optimizer,
-            agreement=self.agreement,  # type: ignore[arg-type]
-            communicator=self.communicator,  # type: ignore[arg-type]
-            probe=SilentProbe(),
-            staging=self.staging,
-            progress=self.progress,
+        ctx = rank_context(
+            self.agreement.member, agreement=self.agreement, communicator=self.communicator, progress=self.progress
         )
+        self.gather = ParamsGather(ctx, self.optimizer, self.staging)
 
     def run(self) -> None:
         self.gather.run(GatherParams(step=0, owners=OWNERS))

@@ -97,7 +97,8 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
     trainer.begin_step(0)
     exchange.start_attempt(attempt)
     dist.all_reduce = recorded
-    trainer.compute(WORK, lambda num_ready: exchange.send_ready(num_ready, lambda: False, 0, len(WORK)))
+    exchange.begin_early(len(WORK))
+    trainer.compute(WORK, lambda num_ready: exchange.send_ready(num_ready, lambda: False))
     return order
 
 

@@ -15,6 +15,8 @@ import torch
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.comm.communicators import MOVED_ON
+from spare_megatron.config.schema import ReduceConfig, RunConfig
+from spare_megatron.core.audits.suspicion import LossWatch
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.log.gradient_guard import GradientFinding, UnsoundGradient
@@ -24,11 +26,13 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import PHASES_OF_A_BUCKET, FaultPoint
 from spare_megatron.mcore.gradients.gradients import Totals
 from spare_megatron.mcore.model.probe import SilentProbe
-from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank import train_step
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.state.rank_progress import RankProgress, StepUnderWay
-from spare_megatron.voting.agreement import GroupOpinion
+from spare_megatron.state.rank_context import RankProgress, StepUnderWay
+from spare_megatron.voting.agreement import GroupOpinion, RankOutcome
+from spare_megatron.voting.voting import Voting
+from tests.rank_context import rank_context
 
 NUM_BUCKETS = 12
 MEMBERS = (GroupId(0), GroupId(1))
@@ -187,26 +191,25 @@ class Agreement:
     def highest(self, value: int) -> int:
         return value
 
-    def settle(
-        self,
-        *,
-        is_complete: bool,
-        num_complete: int,
-        finding: GradientFinding,
-        wrong_sum: int | None,
-        **_rest: Any,
-    ) -> GroupOpinion:
+    def settle(self, outcome: RankOutcome) -> GroupOpinion:
         return GroupOpinion(
-            is_complete=is_complete,
+            is_complete=outcome.is_complete,
             loss=LossSum(0.0, 1),
-            num_complete=(num_complete,),
+            num_complete=(outcome.num_complete,),
             compute_s=(0.5,),
-            finding=max(finding, self.found),
-            wrong_sums=(wrong_sum,),
+            finding=max(outcome.finding, self.found),
+            wrong_sums=(outcome.wrong_sum,),
         )
 
+
+class Votes(Voting):
+    """Casts to a list."""
+
     def vote(self, _attempt: int, vote: Vote, _voters: Sequence[Member]) -> None:
-        self.votes.append(vote)
+        self.agreement.votes.append(vote)
+
+    def confirm(self) -> None:
+        pass
 
 
 class Probe(SilentProbe):
@@ -231,53 +234,58 @@ class Probe(SilentProbe):
 
 
 class Rank:
-    """A reduction and what it is made of here."""
+    """The attempts of one rank, and what they are made of here."""
 
-    def __init__(self, num_sums: int, *, overlaps: bool = False, is_alone: bool = True, repairs: Any = None) -> None:
+    def __init__(self, num_sums: int, *, overlaps: bool = False, is_alone: bool = True) -> None:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
-        self.judged: list[tuple[int, int]] = []  # steps and attempts whose losses were judged
+        self.judged: list[int] = []  # attempts whose losses were judged
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         self.progress = RankProgress(step=step)
-        buckets = BucketExchange(
+        trainer: Any = SimpleNamespace(
+            gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict
+        )
+        self.buckets = BucketExchange(
             position=0,
             lanes=(0,),
             is_alone=is_alone,
-            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list),
+            trainer=trainer,
             communicator=self.communicator,
             bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,
         )
-        self.reduction = Reduction(
-            buckets=buckets,
-            voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
-            repairs=repairs,
-            digests=SimpleNamespace(for_vote=Digests),
-            reports=SimpleNamespace(
-                write_if_leader=self.records.append, clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None)
-            ),
-            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
-            suspicions=SimpleNamespace(judge=lambda *of: self.judged.append(of)),
-            overlaps=overlaps,
-            num_chunks=1,
+        self.ctx = rank_context(
+            config=RunConfig(reduce=ReduceConfig(overlap=overlaps)),
+            trainer=trainer,
+            communicator=self.communicator,
+            voting=Votes(self.agreement, None, write=self.records.append, probe=self.probe),
+            journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             progress=self.progress,
         )
+        self.parts: Any = SimpleNamespace(
+            sums=self.buckets,
+            digests=SimpleNamespace(for_vote=Digests),
+            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
+            loss_watch=LossWatch(),
+            reports=SimpleNamespace(
+                clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None),
+                write_suspects=lambda attempt, *_: self.judged.append(attempt),
+            ),
+        )
 
     def attempt(self, number: int, *kept: int) -> Vote:
-        self.reduction.attempt(action(number, *kept))
+        train_step.attempt_reduce(self.ctx, self.parts, action(number, *kept))
         self.progress.head += 1
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
         """Reports ready buckets before the attempt."""
-        self.reduction.start_attempt(action(number, *kept))
-        report = self.reduction.send_early(action(number, *kept), COMPUTED)
-        assert report is not None
-        return report
+        self.buckets.start_attempt(action(number, *kept))
+        return train_step._begin_early(self.ctx, self.parts, action(number, *kept), COMPUTED)
 
     @property
     def num_posted(self) -> int:
@@ -298,7 +306,7 @@ def test_an_attempt_stages_a_few_buckets_at_a_time_and_nothing_as_large_as_all_g
     assert {staging.numel() for staging in rank.sums.stagings} == {11}
     assert NUM_BUCKETS - MAX_STAGED <= len(rank.sums.put_back) < NUM_BUCKETS, "the last are not known to be everywhere"
     assert rank.sums.put_back == sorted(rank.sums.put_back)
-    rank.reduction.commit()
+    rank.buckets.commit()
     assert rank.sums.put_back == list(range(NUM_BUCKETS))
     assert bool((rank.sums.local == 2.0).all())
     assert rank.probe.calls == [
@@ -321,7 +329,7 @@ def test_a_failed_attempt_leaves_the_local_sums_of_all_that_others_may_not_hold(
         rank.communicator.num_left = NUM_BUCKETS
         vote = rank.attempt(1, num_kept)
         assert vote.is_complete
-        rank.reduction.commit()
+        rank.buckets.commit()
         # Once over two groups each, whether in the first attempt or in the second.
         assert bool((rank.sums.local == 2.0).all())
         assert rank.sums.kept == [0, num_kept]
@@ -340,11 +348,11 @@ def test_a_sum_that_contradicts_its_checksum_is_not_committed_and_found_in_its_a
     [record] = [record for record in rank.records if hasattr(record, "evidence")]
     assert record.evidence == "rank 0: the sum of bucket 5 contradicts its checksum"
     with pytest.raises(AssertionError, match="complete sum"):
-        rank.reduction.commit()
+        rank.buckets.commit()
     rank.sums.local.fill_(1.0)  # all is computed again
     vote = rank.attempt(1)
     assert (vote.is_complete, vote.has_wrong_sum) == (True, False)
-    rank.reduction.commit()
+    rank.buckets.commit()
     assert bool((rank.sums.local == 2.0).all())
 
 
@@ -371,7 +379,7 @@ def test_suspect_losses_are_journaled_before_an_unsound_gradient_ends_the_attemp
     rank.sums.of(NUM_BUCKETS - 1)[3] = math.nan
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
-    assert rank.judged == [(0, 0)]
+    assert rank.judged == [0]
 
 
 @pytest.mark.parametrize("bucket", [0, NUM_BUCKETS - 1])
@@ -427,12 +435,12 @@ def test_a_bucket_that_is_unsound_in_another_group_ends_the_attempt_and_stands_i
         rank.communicator.in_flight.clear()  # the next has a communicator of its own
         rank.communicator.unsound, rank.communicator.num_left = None, NUM_BUCKETS
         assert rank.attempt(1, num_kept).is_complete
-        rank.reduction.commit()
+        rank.buckets.commit()
         assert bool((rank.sums.local == 2.0).all())
 
 
 def test_no_rank_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
-    rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
+    rank = Rank(num_sums=NUM_BUCKETS)
     rank.agreement.broken[0] = "group 1: it could not gather"
     vote = rank.attempt(0)
     assert (vote.is_complete, rank.num_posted) == (False, 0)
@@ -487,7 +495,7 @@ def test_buckets_leave_while_others_are_computed_as_soon_as_they_are_ready() -> 
     assert counts == [1, 2, MAX_STAGED], "no more are ready, or may be staged"
     vote = rank.attempt(0)
     assert vote.is_complete
-    rank.reduction.commit()
+    rank.buckets.commit()
     assert bool((rank.sums.local == 2.0).all())
     assert len(rank.sums.stagings) <= MAX_STAGED
     assert len([record for record in rank.records if hasattr(record, "microbatches")]) == 1
@@ -519,7 +527,7 @@ def test_a_second_attempt_sends_early_what_is_not_kept() -> None:
     report(5)
     assert rank.num_posted == posted + 1
     assert rank.attempt(1, 4).is_complete
-    rank.reduction.commit()
+    rank.buckets.commit()
     assert bool((rank.sums.local == 2.0).all())
 
 
@@ -570,7 +578,7 @@ def test_a_rank_of_several_posts_each_bucket_where_it_is_ready_and_waits_there_f
     assert len(rank.sums.stagings) == MAX_STAGED
     assert rank.probe.interrupted == [Operation.REDUCE] * 5, "once at each point"
     assert rank.attempt(0).is_complete
-    rank.reduction.commit()
+    rank.buckets.commit()
     assert bool((rank.sums.local == 2.0).all())
 
 

@@ -83,7 +83,7 @@ def test_a_second_host_of_a_state_partition_is_lost_after_the_repair(
     """Without the repair that would be a state wipe-out: the two were all the hosts it had."""
     first = Member(GroupId(1))
     ownership = ownership_of(4, 2)
-    number = ownership.hosted_by(first)[0]
+    number = next(number for number, row in enumerate(ownership.hosts) if first in row)
     (second,) = [host for host in ownership.hosts[number] if host != first]
     faults = [kill(FaultPoint.FORWARD, 2, first.group), kill(FaultPoint.BACKWARD, REPAIRED + 2, second.group)]
     layout = replace(LAYOUT, pipeline_parallel=stages)

@@ -1,10 +1,9 @@
 """Checkpoints of groups whose state is wrong are never used, however late that is found and they are written."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
-from spare_megatron.rank.group_log import GroupLog
+from spare_megatron.rank import assembly, rank, train_step
 from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.train_step import Components, read_entry
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint import saver
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
 from spare_megatron.state.checkpoint.verification import newest_valid, refusal_of
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.voting.agreement import Fenced
 from tests.integration.whole_run import Run, entries_of, read_run, tiny_config
 
@@ -64,7 +64,7 @@ class _WrongMoments(GroupSaves):
     def save(self, action: SaveCheckpoint) -> None:
         if action.step == EVERY:
             assert action.member.group == WRONG_GROUP, "it is the first to save"
-            adam = first_moments(self._digests._trainer)
+            adam = first_moments(self._ctx.trainer)
             adam["exp_avg"].view(-1)[0] += 0.01
         super().save(action)
 
@@ -103,26 +103,20 @@ class _WrongParameter(GroupSaves):
     """A parameter changes before it is saved."""
 
     def save(self, action: SaveCheckpoint) -> None:
-        named = next(iter(self._digests._trainer.parameters_named()))
+        named = next(iter(self._ctx.trainer.parameters_named()))
         named.parameter.data.view(-1)[0] += 1.0
         super().save(action)
 
 
-class _LateFence(GroupLog):
+def _read_late(ctx: RankContext, parts: Components, index: int) -> Sequence[Event]:
     """Looks at the group's fence when the group has come to the end of its save."""
-
-    def __init__(self, run_dir: Path, savers: list[saver.Saver], **parts: Any) -> None:
-        super().__init__(**parts)
-        self._run_dir, self._savers = run_dir, savers
-
-    def read_entry(self, index: int) -> list[Event]:
-        try:
-            return super().read_entry(index)
-        except Fenced:
-            [(save, writing)] = self._savers[0]._under_way
-            wait([writing], PATIENCE_S)
-            (self._run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
-            raise
+    try:
+        return read_entry(ctx, parts, index)
+    except Fenced:
+        [(save, writing)] = parts.saves._saver._under_way
+        wait([writing], PATIENCE_S)
+        (ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
+        raise
 
 
 def save_late(spec: RankSpec, reports: Connection) -> None:
@@ -147,14 +141,8 @@ def save_late(spec: RankSpec, reports: Connection) -> None:
     saver.refuse = on_refused
     saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
     if spec.group == WRONG_GROUP:
-        savers: list[saver.Saver] = []
-
-        def make_saves(**parts: Any) -> GroupSaves:
-            savers.append(parts["saver"])
-            return _WrongParameter(**parts)
-
-        assembly.GroupSaves = make_saves  # type: ignore[misc,assignment]
-        assembly.GroupLog = partial(_LateFence, spec.run_dir, savers)  # type: ignore[misc,assignment]
+        assembly.GroupSaves = _WrongParameter  # type: ignore[misc]
+        train_step.read_entry = _read_late
     rank.run_rank(spec, reports)
 
 

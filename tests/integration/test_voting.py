@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.core.log.actions import ReadVotes
 from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.formats.piece_frames import Address
+from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -40,14 +42,14 @@ class Leader:
         addresses[member] = relay.address
         link = RelayLink(member, addresses.get, LONG_S)
         self.parts = RelayParts(relay=relay, link=link, collect_s=collect_s)
-        self.voting = Voting(self.agreement, self.parts)
+        self.voting = Voting(self.agreement, self.parts, write=lambda _: None, probe=SilentProbe())
 
     def vote(self, attempt: int, *, is_complete: bool = True) -> Any:
         return self.voting.vote(attempt, Vote(is_complete=is_complete, plan_digest="p"), VOTERS)
 
     def read_votes(self, num_left: int = 0) -> set[GroupId] | None:
-        found = self.voting.read_votes(0, VOTERS, num_left)
-        return None if found is None else set(found.votes)
+        found = self.voting.read_votes(ReadVotes(attempt=0, voters=VOTERS, num_left=num_left))
+        return set(found[0].votes) if found else None
 
 
 VOTERS = tuple(Member(GroupId(group)) for group in range(4))

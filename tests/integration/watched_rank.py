@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from spare_megatron.comm.bucket_sums import ScatteredBuckets
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import AttemptReduce, UpdateModel
 from spare_megatron.core.log.entries import Commit, Entry, decode_entry
@@ -33,13 +32,16 @@ from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.parameters import named_parameters
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank import assembly, rank
+from spare_megatron.rank import assembly, rank, train_step
 from spare_megatron.rank.bootstrap import wait_for_all_groups
-from spare_megatron.rank.reduction import Reduction
-from spare_megatron.rank.step_executor import StepExecutor
+from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.state.stacked.partition_copier import GroupRepairs
-from spare_megatron.state.transfer.served_state import PartitionContent
+from spare_megatron.state.optimizer_state import OptimizerState
+from spare_megatron.state.rank_context import RankContext
+from spare_megatron.state.stacked import stacked_state
+from spare_megatron.state.stacked.partition_copier import PartitionContent
+from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets
+from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.open_store import open_store
@@ -102,12 +104,13 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     now = _Now(spec)
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
-    assembly.Reduction = partial(_WatchedReduction, watch, now)
-    assembly.StepExecutor = partial(_WatchedSteps, watch, now)
+    attempts = _WatchedAttempts(watch, now)
+    train_step.attempt_reduce = attempts.attempt_reduce
+    train_step.update_model = attempts.update_model
     assembly.GroupAgreement = partial(_TimelyAgreement, watch)
-    assembly.partition_contents = partial(_late_contents, watch)
+    stacked_state.partition_contents = partial(_late_contents, watch)
     if watch.scatters:
-        assembly.make_bucket_sums = ScatteredBuckets
+        stacked_state.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)
@@ -257,12 +260,13 @@ def _wait_for_window(run_dir: Path, node: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _wait_for_copies(repairs: GroupRepairs | None) -> None:
-    assert repairs is not None
+def _wait_for_copies(stacked: OptimizerState) -> None:
+    assert isinstance(stacked, StackedState)
+    repairs = stacked._repairs
     end_s = time.monotonic() + _TIMEOUT_S
-    while not all(repairs._repairs.whole().values()):
+    while not all(repairs.whole().values()):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"copies of state partitions are not whole: {repairs._repairs.whole()}")
+            raise TimeoutError(f"copies of state partitions are not whole: {repairs.whole()}")
         time.sleep(_POLL_S)
 
 
@@ -310,43 +314,39 @@ class _ChoosyInjector(Injector):
         super().__call__(phase)
 
 
-class _WatchedReduction(Reduction):
-    """Knows the attempt, and enters it only when what is watched for is there."""
+class _WatchedAttempts:
+    """Knows the attempt, and enters it only when what is watched for is there; counts what the process holds."""
 
-    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
+    def __init__(self, watch: Watch, now: _Now) -> None:
         self._watch, self._attempts = watch, now
-        super().__init__(**parts)
-        first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
-        self._is_leave_asked = self._progress.is_leave_asked
-        self._progress.is_leave_asked = lambda: now.step >= first and self._is_leave_asked()
+        self._attempt_reduce, self._update_model = train_step.attempt_reduce, train_step.update_model
+        self._first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
+        self._is_leave_asked: Callable[[], bool] | None = None
 
-    def attempt(self, action: AttemptReduce) -> list[Event]:
+    def attempt_reduce(self, ctx: RankContext, parts: Components, action: AttemptReduce) -> Sequence[Event]:
         self._attempts.attempt(action)
-        for member in [member for step, member in self._watch.awaited if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_waiting(self._attempts.spec, [member])
-        if first := [member for step, member in self._watch.awaited_first if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_waiting(self._attempts.spec, first)
-        for file in [file for step, file in self._watch.files if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_file(file)
-        if (action.step, self._attempts.spec.group) in self._watch.leaving:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_until_asked(self._is_leave_asked)
-        if action.step in self._watch.whole_spares:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_spares(self._attempts.spec.config)
-        if action.step in self._watch.whole_copies:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_copies(self._repairs)
-        for node in [node for step, node in self._watch.windows if step == action.step]:
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                _wait_for_window(self._attempts.spec.run_dir, node)
+        if self._is_leave_asked is None:
+            is_leave_asked = self._is_leave_asked = ctx.progress.is_leave_asked
+            ctx.progress.is_leave_asked = lambda: self._attempts.step >= self._first and is_leave_asked()
+        watch, spec, waits = self._watch, self._attempts.spec, []
+        awaited = [[member] for step, member in watch.awaited if step == action.step]
+        if first := [member for step, member in watch.awaited_first if step == action.step]:
+            awaited.append(first)
+        waits += [partial(_wait_until_waiting, spec, one_of) for one_of in awaited]
+        waits += [partial(_wait_for_file, file) for step, file in watch.files if step == action.step]
+        if (action.step, spec.group) in watch.leaving:
+            waits.append(partial(_wait_until_asked, self._is_leave_asked))
+        if action.step in watch.whole_spares:
+            waits.append(partial(_wait_for_spares, spec.config))
+        if action.step in watch.whole_copies:
+            waits.append(partial(_wait_for_copies, ctx.optimizer_state))
+        waits += [partial(_wait_for_window, spec.run_dir, node) for step, node in watch.windows if step == action.step]
         if self._is_held_back(action):
-            with self._probe.during(Operation.AWAIT_ENTRY):
-                DecisionLog(open_store(self._attempts.spec.store)).wait(self._progress.head, _TIMEOUT_S)
-        return super().attempt(action)
+            waits.append(partial(DecisionLog(open_store(spec.store)).wait, ctx.progress.head, _TIMEOUT_S))
+        for wait in waits:
+            with ctx.probe.during(Operation.AWAIT_ENTRY):
+                wait()
+        return self._attempt_reduce(ctx, parts, action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:
         """Whether this group is the one without which a reduction stays unfinished: the last that is not hit in it."""
@@ -359,18 +359,10 @@ class _WatchedReduction(Reduction):
         is_hit = any(member in hit for member in action.members)
         return is_hit and self._attempts.spec.group == max(member for member in action.members if member not in hit)
 
-
-class _WatchedSteps(StepExecutor):
-    """Counts what the process holds."""
-
-    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
-        self._watch, self._spec = watch, now.spec
-        super().__init__(**parts)
-
-    def update_model(self, action: UpdateModel) -> None:
-        super().update_model(action)
+    def update_model(self, ctx: RankContext, parts: Components, action: UpdateModel) -> None:
+        self._update_model(ctx, parts, action)
         if action.step in self._watch.census_steps:
-            _take_census(self._spec, action.step)
+            _take_census(ctx.spec, action.step)
 
 
 # ----------------------------------------------------------------------------------------------------------- census

@@ -1,6 +1,6 @@
 """One group as a state machine: the real controller and the real votes, with a simulated model and network.
 
-It does what `rank.executor` does, in the same order. Every `yield` is a moment at which anything may happen
+It does what `rank.train_step` does, in the same order. Every `yield` is a moment at which anything may happen
 elsewhere, or the process may die.
 """
 

@@ -21,7 +21,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.state_partitions import PartitionSetup
+from spare_megatron.stacking.state_partitions import PartitionSetup, hosted_by
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.fencing import fence
@@ -157,7 +157,7 @@ class World:
         controller = self._protocol.controller_type(self._setup)
         held = None
         if controller.ownership is not None:
-            held = self._protocol.partitions_type(member, controller.ownership.hosted_by(member))
+            held = self._protocol.partitions_type(member, hosted_by(controller.ownership.hosts, member))
         runner = Group(member, controller, self, held, is_replacing=is_replacing)
         self._groups[runner.name] = runner
         self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)

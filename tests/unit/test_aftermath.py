@@ -13,11 +13,15 @@ UNHANDLED = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda 
 OTHER = RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
 
+def _parts(may_break_device: bool) -> Any:
+    return SimpleNamespace(ctx=SimpleNamespace(communicator=SimpleNamespace(may_break_device=may_break_device)))
+
+
 class TroubledRank(_Rank):
     """A rank whose start raises while a communicator is, or is not, being aborted."""
 
     def __init__(self, error: RuntimeError, *, may_break_device: bool = False, num_written: int = 7) -> None:
-        self._error, self._assembly = error, SimpleNamespace(may_break_device=may_break_device)
+        self._error, self._assembly = error, _parts(may_break_device)
         self._controller: Any = SimpleNamespace(head=7)
         self._log: Any = SimpleNamespace(has=lambda index: index < num_written)
         control = SimpleNamespace(heartbeat_interval_s=1.0)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -41,6 +40,7 @@ from spare_megatron.state.checkpoint.verification import (
     verify,
 )
 from spare_megatron.store.decision_log import DecisionLog
+from tests.rank_context import rank_context
 from tests.unit.memory_store import MemoryStore
 
 CONFIG = RunConfig()
@@ -420,15 +420,7 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
     save(folder, 7, config=replace(config, train=replace(config.train, micro_batch_size=1)))
     save(folder, 5, config=reading("9f86d081, 300 tokens"))
     save(folder, 3, config=config)
-    starting = RestartLoader(
-        config=config,
-        run_dir=tmp_path,
-        rank=0,
-        trainer=Mock(),
-        wiped_out_at_s=None,
-        snapshots=None,
-        probe=Mock(),
-    )
+    starting = RestartLoader(rank_context(config=config, run_dir=tmp_path), None)
     assert [offer.step for offer in starting.candidates()] == [3]
     place, reason = starting.rejected
     assert place.endswith("its steps have read 112 sequences, and those of this run 224")

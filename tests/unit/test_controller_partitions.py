@@ -35,7 +35,7 @@ from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, hosted_by
 
 
 def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
@@ -264,7 +264,7 @@ def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -
     ]
     assert controller.ownership is not None
     assert back in controller.ownership.members
-    assert controller.ownership.hosted_by(back) == ()
+    assert hosted_by(controller.ownership.hosts, back) == ()
 
 
 def test_a_readmitted_group_takes_partitions_over_and_their_donors_release_them_one_commit_later() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import SaveDispute
 from spare_megatron.journal.records import DisputeRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, WEIGHTS_ALONE, visible_steps
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.verification import verify
+from tests.rank_context import rank_context
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,7 @@ class State:
 class Trained:
     """A rank that saves disputes; it writes once `gate` is set, and fails with `error` if there is one."""
 
-    def __init__(self, run_dir: Path, ranks: dist.ProcessGroup) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.values = bytearray(b"as they were")
         self.gate = threading.Event()
         self.error: OSError | None = None
@@ -53,7 +53,7 @@ class Trained:
         trainer: Any = SimpleNamespace(weights_state=lambda: State(self.values, self.gate, self.error))
         during: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()  # noqa: E731
         probe: Any = SimpleNamespace(during=during)
-        self.saver = DisputeSaver(config=RunConfig(), run_dir=run_dir, trainer=trainer, ranks=ranks, probe=probe)
+        self.saver = DisputeSaver(rank_context(run_dir=run_dir, trainer=trainer, probe=probe))
 
     def save(self, step: int) -> None:
         member = Member(GroupId(2), 1)
@@ -68,7 +68,7 @@ class Trained:
 @pytest.fixture
 def trained(tmp_path: Path) -> Iterator[Trained]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Trained(tmp_path, dist.group.WORLD)
+    yield Trained(tmp_path)
     dist.destroy_process_group()
 
 

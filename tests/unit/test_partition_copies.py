@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from spare_megatron.config.schema import OptimizerConfig, RunConfig
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
-from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair, first_ownership
 from spare_megatron.state.stacked import partition_copier as repair_module
 from spare_megatron.state.stacked.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.served_state import StateSource
+from tests.rank_context import rank_context
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 MIB = 1 << 20
@@ -176,20 +177,22 @@ class FakeClient:
         pass
 
 
+def repairs_of(donors: Donors, mib_per_s: float, servers: dict[Member, Address]) -> PartitionRepairs:
+    config = RunConfig(optimizer=OptimizerConfig(repair_mib_per_s=mib_per_s))
+    contents: Any = [FakeContent(donors, number) for number in range(3)]
+    optimizer: Any = donors
+    return PartitionRepairs(
+        rank_context(ME, config=config, servers=servers), optimizer, contents, awaits_update=True, timeout_s=LONG_S
+    )
+
+
 @pytest.fixture
 def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(donors: Donors, mib_per_s: float) -> PartitionRepairs:
         monkeypatch.setattr(repair_module, "PieceClient", type("Client", (FakeClient,), {"donors": donors}))
         monkeypatch.setattr(repair_module, "time", SimpleNamespace(monotonic=lambda: donors.now_s))
-        return PartitionRepairs(
-            member=ME,
-            optimizer=donors,  # type: ignore[arg-type]
-            contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
-            bytes_per_s=mib_per_s * MIB,
-            awaits_update=True,
-            find_server=lambda member: Address(host="here", port=member.group, token=""),
-            probe=SilentProbe(),
-        )
+        servers = {member: Address(host="here", port=member.group, token="") for member in (FIRST, SECOND)}
+        return repairs_of(donors, mib_per_s, servers)
 
     return make
 
@@ -242,16 +245,7 @@ def test_a_donor_that_was_switched_off_is_left_as_soon_as_the_log_names_another(
     other = PieceServer("127.0.0.1", source, LONG_S)
     other.start()
     with closing(SilentServer(point)) as silent, closing(other):
-        repairs = PartitionRepairs(
-            member=ME,
-            optimizer=donors,  # type: ignore[arg-type]
-            contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
-            bytes_per_s=1000.0 * MIB,
-            awaits_update=True,
-            find_server={FIRST: silent.address, SECOND: other.address}.__getitem__,
-            probe=SilentProbe(),
-            timeout_s=LONG_S,
-        )
+        repairs = repairs_of(donors, 1000.0, {FIRST: silent.address, SECOND: other.address})
         repairs.run_in_background()
         assign(repairs, repair(0))
         silent.await_client(LONG_S)

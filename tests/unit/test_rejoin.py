@@ -21,6 +21,7 @@ from spare_megatron.rank.bootstrap import longest_wait_s
 from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
+from tests.rank_context import rank_context
 
 GROUPS = (GroupId(0), GroupId(1))
 RESTART_S = 1000.0
@@ -72,16 +73,8 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
 
     probe: Any = SimpleNamespace(progress=progress)
     agreement: Any = Agreement(again[1], log)
-    first = Rejoin(
-        controller=controller,
-        agreement=agreement,
-        journal=nothing,
-        restart_loader=restart_loader,
-        groups=GROUPS,
-        probe=probe,
-        announced=nothing,
-        paused=nothing,
-    ).run()
+    ctx = rank_context(again[1], controller=controller, agreement=agreement, probe=probe)
+    first = Rejoin(ctx, restart_loader=restart_loader, announced=nothing, paused=nothing).run()
     assert isinstance(first, deque)
     assert isinstance(first[0], LoadCheckpoint)
     assert num_turns == 2  # who has much to read does not hang

@@ -13,21 +13,21 @@ from typing import cast
 import pytest
 import torch
 
+from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.events import Held, RestartState
 from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.snapshot import snapshot_loader
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.voting.agreement import GroupAgreement
+from tests.rank_context import rank_context
 from tests.unit.silent_server import SilentServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,23 +86,19 @@ def loader(
         for member, address in servers.items()
     }
     incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)
-    return SnapshotLoader(
-        member=Member(GroupId(0), 1),
-        position=0,
-        trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
-        snapshot_server=cast(SnapshotClient, None),
-        agreement=cast(
-            GroupAgreement,
-            SimpleNamespace(
-                waiting_to_restart=lambda groups: waiting,
-                is_lost=lambda member, head: head == HEAD and is_lost(member),
-            ),
-        ),
-        store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: values[key])),
-        groups=[GroupId(group) for group in range(8)],
-        timeout_s=TIMEOUT_S,
-        progress=lambda: None,
+    agreement = SimpleNamespace(
+        waiting_to_restart=lambda groups: waiting,
+        is_lost=lambda member, head: head == HEAD and is_lost(member),
     )
+    ctx = rank_context(
+        Member(GroupId(0), 1),
+        config=RunConfig(reduce=ReduceConfig(timeout_s=TIMEOUT_S)),
+        trainer=SimpleNamespace(incoming_state=lambda description: incoming, stacked=None),
+        agreement=agreement,
+        store=SimpleNamespace(wait=lambda key, timeout_s: values[key]),
+        progress=RankProgress(head=HEAD),
+    )
+    return SnapshotLoader(ctx, cast(SnapshotClient, None))
 
 
 def member(group: int) -> Member:
@@ -150,7 +146,7 @@ def test_a_rejected_client_waits_for_as_long_as_others_are_served(
 
     clock.on_pause = let_in
     state = torch.zeros_like(STATE)
-    loader({member(3): busy_server.address}, state).load(ATTEMPT, (), [member(0), member(3)], HEAD)
+    loader({member(3): busy_server.address}, state).load(ATTEMPT, (), [member(0), member(3)])
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 3
 
@@ -167,7 +163,7 @@ def test_where_no_server_is_left_to_answer_it_fails(server: PieceServer, monkeyp
     clock = Clock(monkeypatch)
     server.close()
     with pytest.raises(JoinFailed, match="no connection"):
-        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)], HEAD)
+        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)])
     assert clock.num_pauses == 2
 
 
@@ -178,9 +174,7 @@ def test_members_are_asked_first(kept: Kept, server: PieceServer) -> None:
     late.start()
     state = torch.zeros_like(STATE)
     with closing(late):
-        loader({member(1): late.address, member(5): server.address}, state).load(
-            ATTEMPT, (), [member(0), member(5)], HEAD
-        )
+        loader({member(1): late.address, member(5): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
     assert torch.equal(state, STATE)
     assert kept.num_reads > 0
     assert unasked.num_reads == 0
@@ -197,7 +191,7 @@ def test_a_server_that_does_not_greet_costs_one_short_wait_and_the_next_is_asked
         present = [member(1), member(5)]
         loading = loader({member(1): address, member(5): server.address}, torch.zeros_like(STATE))
         for _ in range(3):
-            loading.load(ATTEMPT, (), present, HEAD)
+            loading.load(ATTEMPT, (), present)
         assert time.monotonic() - began_s < TIMEOUT_S
         silent.setblocking(False)
         silent.accept()[0].close()
@@ -214,9 +208,7 @@ def test_where_no_server_listens_the_next_is_asked_at_once(
     closed.start()
     closed.close()
     state = torch.zeros_like(STATE)
-    loader({member(1): closed.address, member(5): server.address}, state).load(
-        ATTEMPT, (), [member(1), member(5)], HEAD
-    )
+    loader({member(1): closed.address, member(5): server.address}, state).load(ATTEMPT, (), [member(1), member(5)])
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 0
 
@@ -229,13 +221,13 @@ def test_the_only_server_is_asked_again_until_the_timeout_if_it_never_greets(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
         with pytest.raises(JoinFailed, match=r"32 bytes have not come within 0\.05 s"):
-            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)], HEAD)
+            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)])
     assert clock.num_pauses == 2
 
 
 def test_a_late_server_is_asked_where_no_other_has_the_copy(kept: Kept, server: PieceServer) -> None:
     state = torch.zeros_like(STATE)
-    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)], HEAD)
+    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
     assert torch.equal(state, STATE)
 
 
@@ -253,7 +245,7 @@ def test_a_holder_that_is_switched_off_in_the_transfer_is_left_when_the_log_says
     state = torch.zeros_like(STATE)
     with closing(SilentServer("answer")) as silent:
         servers = {member(1): silent.address, member(5): server.address}
-        loader(servers, state, is_lost).load(ATTEMPT, (), [member(1), member(5)], HEAD)
+        loader(servers, state, is_lost).load(ATTEMPT, (), [member(1), member(5)])
     assert torch.equal(state, STATE)
     assert asked[0] == member(1)
     assert kept.num_reads > 0
@@ -283,6 +275,6 @@ def test_the_node_of_a_lost_group_is_waited_for_where_no_other_has_the_copy(monk
     server.start()
     state = torch.zeros_like(STATE)
     with closing(server):
-        loader({member(1): server.address}, state, lambda _: True).load(ATTEMPT, (), [member(1)], HEAD)
+        loader({member(1): server.address}, state, lambda _: True).load(ATTEMPT, (), [member(1)])
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 1

@@ -18,6 +18,7 @@ from spare_megatron.stacking.state_partitions import (
     PartitionSetup,
     Repair,
     first_ownership,
+    hosted_by,
 )
 from spare_megatron.stacking.wipe_out import StateWipeOut
 
@@ -45,9 +46,9 @@ def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owne
 
 def test_a_lost_group_leaves_its_partitions_to_the_other_hosts_and_every_missing_copy_to_repair() -> None:
     before = first_ownership(PartitionSetup(num_groups=4, redundancy=2), members(*range(4)))
-    gone = before.hosted_by(Member(GroupId(1)))
+    gone = hosted_by(before.hosts, Member(GroupId(1)))
     after = without(before, 1)
-    assert after.hosted_by(Member(GroupId(1))) == ()
+    assert hosted_by(after.hosts, Member(GroupId(1))) == ()
     assert [repair.partition for repair in after.repairs] == sorted(gone)
     for repair in after.repairs:
         assert after.hosts[repair.partition] == (repair.donor,)
@@ -110,7 +111,7 @@ def test_a_group_that_rejoins_has_no_partitions_and_gets_what_is_missing() -> No
     alone = without(pair, 1)
     assert alone.repairs == ()  # no group is there to take a copy
     back = alone.for_members((Member(GroupId(0)), Member(GroupId(1), 1)))
-    assert back.hosted_by(Member(GroupId(1), 1)) == ()
+    assert hosted_by(back.hosts, Member(GroupId(1), 1)) == ()
     assert back.repairs == tuple(
         Repair(PartitionId(index), Member(GroupId(0)), Member(GroupId(1), 1)) for index in range(2)
     )

@@ -5,24 +5,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
+from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.piece_frames import Address
 from spare_megatron.formats.pieces import PIECE_BYTES
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
-from spare_megatron.voting.agreement import GroupAgreement
+from tests.rank_context import rank_context
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ class Rank:
     Args:
         member: Its group.
         value: The byte.
-        find: Where others serve their state.
+        servers: Where others serve their state.
         is_lost: What the log says.
         others_have_it: What the other ranks of the group say, each time they are asked.
     """
@@ -64,7 +64,7 @@ class Rank:
         member: Member,
         value: int = 0,
         *,
-        find: Callable[[Member], Address] | None = None,
+        servers: Mapping[Member, Address] | None = None,
         is_lost: Callable[[Member], bool] = lambda _: False,
         others_have_it: Sequence[bool] = (True,) * 3,
     ) -> None:
@@ -80,14 +80,18 @@ class Rank:
             is_lost=lambda other, head: head == HEAD and is_lost(other),
             shared=lambda flags: [flag and next(said) for flag in flags],
         )
-        self.transfer = StateTransfer(
-            trainer=cast(GroupTrainer, self),
-            agreement=cast(GroupAgreement, agreement),
-            source=self.source,
-            find_server=find or _no_server,
-            timeout_s=TIMEOUT_S,
-            probe=cast(RankProbe, self.probe),
+        config = RunConfig(reduce=ReduceConfig(timeout_s=TIMEOUT_S))
+        self.progress = RankProgress(head=HEAD)
+        ctx = rank_context(
+            member,
+            config=config,
+            agreement=agreement,
+            trainer=self,
+            servers=servers,
+            probe=self.probe,
+            progress=self.progress,
         )
+        self.transfer = StateTransfer(ctx, self.source)
 
     def outgoing_state(self) -> Any:
         return SimpleNamespace(description=b"as ever", tensors=TensorBytes([self.state]))
@@ -100,11 +104,8 @@ class Rank:
         self.is_installed = True
 
     def run(self, *, has_state: bool = True) -> Member | None:
-        return self.transfer.run(ADMISSION, HEAD, has_state=has_state)
-
-
-def _no_server(member: Member) -> Address:
-    raise AssertionError(f"{member} is asked for nothing")
+        self.progress.lacks_params = not has_state
+        return self.transfer.run(ADMISSION)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def earlier() -> Iterator[Mapping[Member, Rank]]:
 def newcomer(earlier: Mapping[Member, Rank], servers: Mapping[Member, Address] | None = None, **settings: Any) -> Rank:
     """That of the group that comes back. Some of the others may be elsewhere."""
     addresses = {member: rank.server.address for member, rank in earlier.items()} | dict(servers or {})
-    return Rank(NEWCOMER, 255, find=addresses.__getitem__, **settings)
+    return Rank(NEWCOMER, 255, servers=addresses, **settings)
 
 
 def assert_taken(rank: Rank, donor: Member) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from spare_megatron.config.schema import ProfileConfig
+from spare_megatron.config.schema import ProfileConfig, RunConfig
 from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.process.span_ring import Ranges
-from spare_megatron.rank.step_executor import StepExecutor
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
+from spare_megatron.rank.train_step import compute_step
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch, make_plan, work_of
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankProgress
+from tests.rank_context import rank_context
 
 
 class FakeProbe:
@@ -39,11 +40,10 @@ class FakeProbe:
 
 
 def profile_in(run_dir: Path, device: str, *steps: int) -> tuple[StepProfile, FakeProbe]:
-    spec: Any = SimpleNamespace(
-        config=SimpleNamespace(profile=ProfileConfig(steps=steps)), run_dir=run_dir, device=device, name="group-0"
-    )
     probe = FakeProbe()
-    return StepProfile(spec, probe), probe  # type: ignore[arg-type]
+    ctx = rank_context(config=RunConfig(profile=ProfileConfig(steps=steps)), run_dir=run_dir, probe=probe)
+    ctx.spec.device = device
+    return StepProfile(ctx), probe
 
 
 def test_ranges_of_a_rank_on_a_gpu_are_those_of_nvtx_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +89,12 @@ def test_an_evaluation_ends_the_trace_of_the_step_before_and_begins_none() -> No
     """It has the number of the step that follows, whose trace replaced the one that it had begun."""
     calls: list[object] = []
     profile = SimpleNamespace(begin_step=calls.append, end_step=lambda: calls.append("end"))
-    parts: dict[str, Any] = dict.fromkeys(("trainer", "reduction", "source", "saves", "digests", "reports"))
+    controller: Any = SimpleNamespace(members=[0])
     probe: Any = SimpleNamespace(begin_step=lambda _: None)
     progress = RankProgress(lacks_params=True)  # it computes nothing
-    steps = StepExecutor(group=GroupId(0), profile=profile, probe=probe, progress=progress, **parts)  # type: ignore[arg-type]
+    ctx, parts = rank_context(controller=controller, probe=probe, progress=progress), SimpleNamespace(profile=profile)
     work = work_of({GroupId(0): [Microbatch(ShardId(0), 0)]}, (1, 1))
     for step, is_evaluation in ((1, False), (2, True), (2, False)):
         plan = make_plan(step, 0, work, is_evaluation=is_evaluation)
-        steps.compute_step(ComputeStep(plan=plan, into=None), num_alive=1)
+        compute_step(ctx, parts, ComputeStep(plan=plan, into=None))  # type: ignore[arg-type]
     assert calls == ["end", 1, "end", "end", 2]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.stacking.state_partitions import Hosts, Repair
+from spare_megatron.stacking.state_partitions import Hosts, Repair, hosted_by
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class PartitionCopies:
         `repairs` are those of all groups, the most urgent first; `first_step` is as in `StartRepairs`.
         """
         before, self._copies = self._copies, {}
-        kept = {PartitionId(number) for number, row in enumerate(hosts) if self._member in row}
+        kept = set(hosted_by(hosts, self._member))
         for repair in repairs:
             if repair.receiver != self._member:
                 continue

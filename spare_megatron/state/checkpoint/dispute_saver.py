@@ -10,35 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import SaveCheckpoint, SaveDispute
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import DisputeRecord
 from spare_megatron.mcore.group_checkpoint import GroupState
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import say
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
-from spare_megatron.state.checkpoint.saver import agreed, in_a_line, stored
+from spare_megatron.state.checkpoint.saver import agreed, in_a_line, stored, writing_ranks
+from spare_megatron.state.rank_context import RankContext
 
 
 class DisputeSaver:
-    """One rank's part in these saves: it copies at once, and writes while training goes on.
+    """One rank's part in these saves. Construction is collective over: all ranks of the group."""
 
-    `ranks` is a gloo process group for this saver alone.
-    """
-
-    def __init__(
-        self, *, config: RunConfig, run_dir: Path, trainer: GroupTrainer, ranks: dist.ProcessGroup, probe: RankProbe
-    ) -> None:
-        self._config = config
-        self._folder = folders.disputes_of(run_dir)
-        self._trainer = trainer
-        self._ranks = ranks
-        self._probe = probe
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._folder = folders.disputes_of(ctx.spec.run_dir)
+        self._ranks = writing_ranks(ctx.config)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._under_way: list[Future[DisputeRecord]] = []
 
@@ -48,15 +38,15 @@ class DisputeSaver:
         Collective over: all ranks of the group.
         """
         began_s = time.monotonic()
-        with self._probe.during(Operation.SAVE):
-            state = self._trainer.weights_state()
+        with self._ctx.probe.during(Operation.SAVE):
+            state = self._ctx.trainer.weights_state()
             state.copy()
         self._under_way.append(self._thread.submit(self._run, action, head, state, began_s))
 
     def finish(self) -> None:
         """Waits until nothing is written any more, for `checkpoint.timeout_s` at most."""
-        with self._probe.during(Operation.SAVE):
-            wait(self._under_way, self._config.checkpoint.timeout_s)
+        with self._ctx.probe.during(Operation.SAVE):
+            wait(self._under_way, self._ctx.config.checkpoint.timeout_s)
 
     def take_finished(self) -> list[DisputeRecord]:
         """The records of the saves that have ended since the last call."""
@@ -102,7 +92,7 @@ class DisputeSaver:
         if self._ranks.rank() > 0:
             return 0
         save = SaveCheckpoint(step=action.step, member=action.member, voters=(), epoch=action.epoch)
-        manifest = folders.manifest_of(self._config, save, head, files)
+        manifest = folders.manifest_of(self._ctx.config, save, head, files)
         folders.publish(aside, replace(manifest, optimizer={"sharding": folders.WEIGHTS_ALONE}), lambda _: None)
         folders.drop(self._folder, folders.visible_steps(self._folder)[folders.NUM_DISPUTES_KEPT :])
         return manifest.num_bytes

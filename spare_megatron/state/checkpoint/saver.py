@@ -1,8 +1,7 @@
 """One rank's part in saving checkpoints: state is copied between two updates and written while training goes on.
 
 Only the next update waits for the copy. The writing thread has its own process group, as collectives of two threads
-would mix. A failed save leaves nothing visible and every earlier checkpoint as it was. With partitioned optimizer
-state, all hosts of its partitions take part in every save (`partition_saver`).
+would mix. A failed save leaves all as it was. All hosts of state partitions take part (`partition_saver`).
 """
 
 import contextlib
@@ -12,6 +11,8 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,8 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.group_checkpoint import GroupState, Written, join_partitions
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.state.checkpoint.verification import (
@@ -38,9 +38,10 @@ from spare_megatron.state.checkpoint.verification import (
     refuse,
     verify_file,
 )
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.store.open_store import open_store
 
 T = TypeVar("T")
 
@@ -67,31 +68,15 @@ class _Save:
 
 
 class Saver:
-    """Saves when it is this group's turn, and writes state partitions when it is another's.
+    """Saves in its group's turn, writes partitions in others'. Construction is collective over: ranks of the group."""
 
-    `ranks` is a gloo process group for this saver alone; `connect` opens a connection to the control store.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        folder: Path,
-        trainer: GroupTrainer,
-        agreement: GroupAgreement,
-        ranks: dist.ProcessGroup,
-        connect: Callable[[], ControlStore],
-        probe: RankProbe,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._trainer = trainer
-        self._agreement = agreement
-        self._ranks = ranks
-        self._connect = connect
-        self._probe = probe
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._folder = folders.folder_of(ctx.config.checkpoint, ctx.spec.run_dir)
+        self._ranks = writing_ranks(ctx.config)
         self._copied = threading.Event()
         self._copied.set()
+        self._on_write = partial(ctx.probe, FaultPoint.SAVE_WRITE)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._store: ControlStore | None = None  # of that thread
         self._save: _Save | None = None  # whose copy is being made
@@ -107,7 +92,7 @@ class Saver:
 
         A save that lacks parameters waits for `start_postponed`. Collective over: all ranks of the group.
         """
-        member = self._agreement.member
+        member = self._ctx.member
         is_saver = action.member == member
         if not is_saver and not any(member in hosts for hosts in action.hosts):
             return
@@ -115,23 +100,22 @@ class Saver:
             self._postponed = action, head
             return
         save = _Save(action=action, head=head, is_saver=is_saver)
-        with self._probe.during(Operation.SAVE):
-            num_under_way = self._agreement.highest(sum(not writing.done() for _, writing in self._under_way))
+        with self._ctx.probe.during(Operation.SAVE):
+            num_under_way = self._ctx.agreement.highest(sum(not writing.done() for _, writing in self._under_way))
             # Hosts of state partitions may still wait for the end of the last save when the next begins.
             if num_under_way > bool(action.hosts) and not action.is_last:
                 save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
                 self._refuse(save)
                 return
-            self._probe(FaultPoint.SAVE)
-            hosted = [PartitionId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
-            state = self._trainer.checkpoint_state(hosted, has_rest=is_saver)
+            self._ctx.probe(FaultPoint.SAVE)
+            state = self._ctx.trainer.checkpoint_state(hosted_by(action.hosts, member), has_rest=is_saver)
             if num_under_way:
                 state.copy()
             else:
                 self._save = save
                 self._copied.clear()
             writing = self._submit(save, self._run, save, state)
-            if is_saver and not self._config.checkpoint.asynchronous:
+            if is_saver and not self._ctx.config.checkpoint.asynchronous:
                 wait([writing])
         save.stall_s += time.monotonic() - save.started_s
 
@@ -152,7 +136,7 @@ class Saver:
             return
         assert self._save is not None, "a copy belongs to a save"
         since_s = time.monotonic()
-        with self._probe.during(Operation.SAVE):
+        with self._ctx.probe.during(Operation.SAVE):
             self._copied.wait()
         self._save.stall_s += time.monotonic() - since_s
 
@@ -162,16 +146,16 @@ class Saver:
             (action, head), self._postponed = self._postponed, None
             save = _Save(action=action, head=head, is_saver=True, reason="the parameters have not come together")
             self._refuse(save)
-        with self._probe.during(Operation.SAVE):
+        with self._ctx.probe.during(Operation.SAVE):
             under_way = [*self._refusing, *(writing for _, writing in self._under_way)]
-            wait(under_way, self._config.checkpoint.timeout_s)
+            wait(under_way, self._ctx.config.checkpoint.timeout_s)
 
     def take_finished(self) -> list[CheckpointRecord]:
         """The records of the saves that have ended since the last call."""
         while self._under_way and self._under_way[0][1].done():
             self._finished.append(self._under_way.popleft()[0])
         finished, self._finished = self._finished, []
-        member = self._agreement.member
+        member = self._ctx.member
         return [
             CheckpointRecord(
                 group=member.group,
@@ -205,7 +189,10 @@ class Saver:
         aside = folders.aside_path(self._folder, save.action.step, save.action.member)
         try:
             self._agree(lambda: self._prepare(save, aside, state))
-            files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
+            files: dict[str, folders.StoredFile] = {}
+            if save.is_saver:
+                rest = self._agree(lambda: self._verified(aside, state.write(aside, self._ranks, self._on_write)))
+                files = dict(ChainMap(*rest))
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
                 shares = self._write_partitions(save, aside, state)
@@ -237,10 +224,7 @@ class Saver:
             if save.board is not None:
                 save.board.announce_folder()
 
-    def _write(
-        self, folder: Path, state: GroupState, partitions: Sequence[PartitionId] | None = None
-    ) -> dict[str, folders.StoredFile]:
-        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), partitions)
+    def _verified(self, folder: Path, written: Written) -> dict[str, folders.StoredFile]:
         files = stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
@@ -250,12 +234,14 @@ class Saver:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = PartitionSaver(
             action=save.action,
-            member=self._agreement.member,
+            member=self._ctx.member,
             board=save.board,
             aside=aside,
             agree=self._agree,
-            write=lambda folder, partitions: self._write(folder, state, partitions),
-            timeout_s=self._config.checkpoint.timeout_s,
+            write=lambda folder, partitions: self._verified(
+                folder, state.write(folder, self._ranks, self._on_write, partitions)
+            ),
+            timeout_s=self._ctx.config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None
 
@@ -268,14 +254,14 @@ class Saver:
         if shares:
             everything |= stored(join_partitions(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
-        manifest = folders.manifest_of(self._config, save.action, save.head, everything, writers)
+        manifest = folders.manifest_of(self._ctx.config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
         if reason:
             raise SaveFailed(f"what was to be saved does not count: {reason}")
-        folders.publish(aside, manifest, self._probe)
+        folders.publish(aside, manifest, self._ctx.probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
-        self._probe(FaultPoint.SAVE_DROP)
-        policy = self._config.checkpoint
+        self._ctx.probe(FaultPoint.SAVE_DROP)
+        policy = self._ctx.config.checkpoint
         # Later checkpoints are from before a restart, or from a group that was faster: they supersede nothing here.
         earlier = [step for step in folders.visible_steps(self._folder) if step <= manifest.step]
         # A refused checkpoint supersedes nothing, and is kept for diagnosis.
@@ -299,12 +285,12 @@ class Saver:
             save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
 
     def _own_store(self) -> ControlStore:
-        self._store = self._store or self._connect()
+        self._store = self._store or open_store(self._ctx.spec.store)
         return self._store
 
     def _report_end(self, save: _Save) -> None:
         """On the first rank, informs the other groups how a save of state partitions has ended here."""
-        board, member = save.board, self._agreement.member
+        board, member = save.board, self._ctx.member
         if board is None:
             return
         with contextlib.suppress(StoreLost):
@@ -321,6 +307,11 @@ class Saver:
 
     def _agree(self, work: Callable[[], T]) -> Sequence[T]:
         return agreed(work, self._ranks)
+
+
+def writing_ranks(config: RunConfig) -> dist.ProcessGroup:
+    """The group's ranks, for one thread that writes. Collective over: all ranks of the group."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
 
 
 def agreed(work: Callable[[], T], ranks: dist.ProcessGroup) -> Sequence[T]:

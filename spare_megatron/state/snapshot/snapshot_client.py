@@ -9,7 +9,6 @@ from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
 from spare_megatron.process import snapshot_wire as wire
-from spare_megatron.stacking.layout import PartitionId
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ class SnapshotClient:
         self,
         attempt: int,
         previous: int,
-        num_bytes: Mapping[PartitionId | None, int],
+        num_bytes: Mapping[wire.PartKey, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> list[str]:
         """Stores a snapshot; of the position's earlier ones the server keeps only the previous one.
@@ -58,7 +57,7 @@ class SnapshotClient:
 
         self._converse(converse)
 
-    def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:
+    def memory(self, attempt: int, number: wire.PartKey) -> mmap.mmap:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
 
         def converse(connection: Connection) -> mmap.mmap:

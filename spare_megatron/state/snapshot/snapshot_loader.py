@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import NamedTuple
 
-from torch import Tensor
-
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.formats.codec import decode, encode
@@ -18,15 +16,14 @@ from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBro
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.snapshot_wire import Part
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.process.snapshot_wire import Part, PartKey
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.state_partitions import Hosts
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore
-from spare_megatron.voting.agreement import GroupAgreement
 
 _CONNECT_TIMEOUT_S = 5.0
 """Longest wait for a server that may be cut off: another may have the copy, and this one is asked again."""
@@ -46,7 +43,7 @@ class _Copy(NamedTuple):
     """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
-    partition: PartitionId | None
+    partition: PartKey
 
 
 class _Holder(NamedTuple):
@@ -57,37 +54,14 @@ class _Holder(NamedTuple):
 
 
 class SnapshotLoader:
-    """Finds and loads the snapshots of this rank position in the memory of nodes.
+    """Finds and loads the snapshots of this rank position in the memory of nodes, its own and others."""
 
-    `snapshot_server` connects to the node's server, `store` has the addresses of the others; each answers in
-    `timeout_s`.
-    """
-
-    def __init__(
-        self,
-        *,
-        member: Member,
-        position: int,
-        trainer: GroupTrainer,
-        snapshot_server: SnapshotClient,
-        agreement: GroupAgreement,
-        store: ControlStore,
-        groups: Sequence[GroupId],
-        timeout_s: float,
-        progress: Callable[[], None],
-    ) -> None:
-        self._member = member
-        self._position = position
-        self._trainer = trainer
+    def __init__(self, ctx: RankContext, snapshot_server: SnapshotClient) -> None:
+        self._ctx = ctx
         self._snapshot_server = snapshot_server
-        self._agreement = agreement
-        self._store = store
-        self._groups = groups
-        self._timeout_s = timeout_s
-        self._progress = progress
+        self._timeout_s = ctx.config.reduce.timeout_s
         self._own: dict[_Copy, str] = {}  # on the rank's own node, with SHA-256
         self._broken: set[str] = set()  # servers to be asked after the others
-        self._head = 0
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
@@ -100,41 +74,42 @@ class SnapshotLoader:
         rejected: tuple[str, ...] = ()
         asking = ThreadPoolExecutor(max_workers=1)
         try:
-            answer = asking.submit(self._snapshot_server.list_intact, self._store.local_host()).result(self._timeout_s)
+            answer = asking.submit(self._snapshot_server.list_intact, self._ctx.store.local_host()).result(
+                self._timeout_s
+            )
         except (SnapshotServerGone, TimeoutError) as error:
-            rejected = (f"rank {self._position}: {error or 'the snapshot server of its node does not answer'}",)
+            rejected = (f"rank {self._ctx.spec.rank}: {error or 'the snapshot server of its node does not answer'}",)
         else:
             held, partitions = answer.held, answer.partitions
             rejected = tuple(
-                f"rank {self._position}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
+                f"rank {self._ctx.spec.rank}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
                 for attempt in answer.damaged
             )
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
             self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in partitions}
             copies = encode([answer.server, list(self._own.items())])
-            self._store.put(keys.snapshot_server(self._member, self._position), copies)
+            self._ctx.store.put(keys.snapshot_server(self._ctx.member, self._ctx.spec.rank), copies)
         finally:
             asking.shutdown(wait=False)
-        gathered = self._agreement.gathered((held, partitions, rejected))
+        gathered = self._ctx.agreement.gathered((held, partitions, rejected))
         return (
             tuple(one for some, _, _ in gathered for one in some),
             held_by_group([some for _, some, _ in gathered]),
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, partitions: Collection[PartitionId], members: Collection[Member], head: int) -> None:
-        """Loads the snapshot of this attempt, from the rank's own node where it is there, with these state partitions.
+    def load(self, attempt: int, hosts: Hosts, members: Collection[Member]) -> None:
+        """Loads the snapshot of this attempt, from the rank's own node where it is there, with what the group hosts.
 
-        `members` restart and load it as well; `head` counts the log entries folded so far. Raises JoinFailed if no
-        server has it any more, or none that has it has answered in time.
+        `members` restart and load it as well. Raises JoinFailed if no server has it any more, or none that has it has
+        answered in time.
         """
-        self._head = head
 
         @cache
         def waiting() -> Sequence[RestartState]:
-            return self._agreement.waiting_to_restart(self._groups)
+            return self._ctx.agreement.waiting_to_restart(self._ctx.groups)
 
-        def load_part(number: PartitionId | None, prepare: Callable[[bytes], TensorBytes]) -> None:
+        def load_part(number: PartKey, prepare: Callable[[bytes], TensorBytes]) -> None:
             copy = _Copy(attempt, number)
             failure = self._load_own(copy, prepare)
             if failure:
@@ -143,18 +118,12 @@ class SnapshotLoader:
         incoming: list[IncomingState] = []
 
         def prepare(description: bytes) -> TensorBytes:
-            incoming.append(self._trainer.incoming_state(description))
+            incoming.append(self._ctx.trainer.incoming_state(description))
             return incoming[-1].tensors
 
         load_part(None, prepare)
         incoming[-1].install()
-        optimizer = self._trainer.stacked
-        if optimizer is None:
-            return
-        states = {number: optimizer.empty_state(number) for number in partitions}
-        for number, state in states.items():
-            load_part(number, partial(_in_place, state))
-        optimizer.install_partitions(states)
+        self._ctx.optimizer_state.load(hosts, lambda number, state: load_part(number, lambda _: state))
 
     def _load_own(self, copy: _Copy, prepare: Callable[[bytes], TensorBytes]) -> str:
         """Loads the copy on the rank's own node; returns why it cannot, empty if it has."""
@@ -170,7 +139,7 @@ class SnapshotLoader:
         self, servers: dict[str, _Holder], copy: _Copy, prepare: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
         """Loads the copy from the first of these servers that has it; asks again for as long as some server is busy."""
-        name = Part(self._position, copy.partition).name
+        name = Part(self._ctx.spec.rank, copy.partition).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
             for server, holder in list(servers.items()):
@@ -187,7 +156,7 @@ class SnapshotLoader:
                 except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
                     failure = str(error)
                     del servers[server]
-                self._progress()
+                self._ctx.probe.progress()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise JoinFailed(f"the snapshot of attempt {copy.attempt} of rank {name} has not come: {failure}")
@@ -205,7 +174,7 @@ class SnapshotLoader:
 
         Its node may still run, and is waited for where no other has the copy.
         """
-        if holder in self._lost or not self._agreement.is_lost(holder, self._head):
+        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.progress.head):
             return False
         self._lost.add(holder)
         return True
@@ -216,11 +185,11 @@ class SnapshotLoader:
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
             of_partitions = {(held.attempt, held.partition) for held in one.partitions}
-            if (copy.attempt, self._position) in of_rank if copy.partition is None else copy in of_partitions:
+            if (copy.attempt, self._ctx.spec.rank) in of_rank if copy.partition is None else copy in of_partitions:
                 holders.append(one.member)
         found: dict[str, _Holder] = {}
-        for holder in in_order_to_ask(holders, members, self._member.group):
-            text = self._store.wait(keys.snapshot_server(holder, self._position), self._timeout_s)
+        for holder in in_order_to_ask(holders, members, self._ctx.member.group):
+            text = self._ctx.store.wait(keys.snapshot_server(holder, self._ctx.spec.rank), self._timeout_s)
             server, copies = decode(text, tuple[str, list[tuple[_Copy, str]]])
             if sha256 := dict(copies).get(copy):
                 found[server] = _Holder(holder, sha256)
@@ -233,7 +202,7 @@ class SnapshotLoader:
         def checked(piece: Piece, into: memoryview | None = None) -> memoryview:
             content = read(piece, into)
             digest.update(content)
-            self._progress()
+            self._ctx.probe.progress()
             return content
 
         head = checked(LengthFirst.PIECE)
@@ -246,10 +215,6 @@ class SnapshotLoader:
                 writer.write(piece)
         if digest.hexdigest() != sha256:
             raise _Unusable("it is not what was copied, by its SHA-256")
-
-
-def _in_place(state: Tensor, description: bytes) -> TensorBytes:
-    return TensorBytes([state])
 
 
 def _pieces_of(memory: mmap.mmap) -> _Read:

@@ -16,9 +16,8 @@ from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.process.snapshot_wire import PartKey
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
 _PATIENCE_S = 30.0
@@ -28,7 +27,7 @@ _PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Copy:
     action: TakeSnapshot
-    parts: dict[PartitionId | None, StateCopy]
+    parts: dict[PartKey, StateCopy]
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
@@ -38,14 +37,9 @@ class _Copy:
 class Snapshotter:
     """Copies this rank's state when its group is to keep it. `snapshot_server` is the connection to the node's."""
 
-    def __init__(
-        self, *, member: Member, position: int, trainer: GroupTrainer, snapshot_server: SnapshotClient, probe: RankProbe
-    ) -> None:
-        self._member = member
-        self._position = position
-        self._trainer = trainer
+    def __init__(self, ctx: RankContext, snapshot_server: SnapshotClient) -> None:
+        self._ctx = ctx
         self._snapshot_server = snapshot_server
-        self._probe = probe
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._asking: Future[None] | None = None
         self._copied = threading.Event()
@@ -74,13 +68,11 @@ class Snapshotter:
         if self._postponed is not None:
             self.start_copy(self._postponed, has_params=True)
 
-    def _parts(self, action: TakeSnapshot) -> dict[PartitionId | None, StateCopy]:
-        """What this rank is to keep: state partitions, and under None all other state."""
-        group = self._member.group
-        mine = [PartitionId(number) for number, holders in enumerate(action.partition_holders) if group in holders]
-        parts: dict[PartitionId | None, StateCopy] = {number: self._trainer.partition_copy(number) for number in mine}
-        if group in action.holders[self._position]:
-            parts[None] = self._trainer.state_copy()
+    def _parts(self, action: TakeSnapshot) -> dict[PartKey, StateCopy]:
+        """What this rank is to keep; under None all but state partitions."""
+        parts = self._ctx.optimizer_state.snapshot_parts(action)
+        if self._ctx.member.group in action.holders[self._ctx.spec.rank]:
+            parts[None] = self._ctx.trainer.state_copy()
         return parts
 
     def await_copy(self, step: int) -> None:
@@ -89,7 +81,7 @@ class Snapshotter:
         if copy is None:
             return
         began_s = time.monotonic()
-        with self._probe.during(Operation.SAVE):
+        with self._ctx.probe.during(Operation.SAVE):
             is_done = self._copied.wait(_PATIENCE_S)
             if is_done and step >= copy.action.settled_by:
                 is_done = self._settle()
@@ -99,7 +91,7 @@ class Snapshotter:
         copy.stall_s += time.monotonic() - began_s
 
     def finish(self) -> None:
-        with self._probe.during(Operation.SAVE):
+        with self._ctx.probe.during(Operation.SAVE):
             self._settle()
 
     def take_finished(self) -> list[SnapshotRecord]:
@@ -111,8 +103,8 @@ class Snapshotter:
             self._asking.result()  # raises any error but a lost server
         self._copy = None
         record = SnapshotRecord(
-            group=self._member.group,
-            rank=self._position,
+            group=self._ctx.member.group,
+            rank=self._ctx.spec.rank,
             step=copy.action.step,
             attempt=copy.action.attempt,
             is_kept=not copy.failure,
@@ -122,7 +114,7 @@ class Snapshotter:
             has_params=None in copy.parts,
             stall_s=round(copy.stall_s, 6),
             copy_s=round(copy.copy_s, 6),
-            incarnation=self._member.incarnation,
+            incarnation=self._ctx.member.incarnation,
         )
         return [record]
 

@@ -10,19 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spare_megatron.comm.bucket_sums import Staging
-from spare_megatron.comm.communicators import CrossGroupCommunicator, report_incomplete
+from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.core.log.actions import GatherParams
 from spare_megatron.core.log.bucket_window import MAX_STAGED
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.gradients.digests import words_digest
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
-from spare_megatron.state.rank_progress import RankProgress
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.store.interface import StoreLost
-from spare_megatron.voting.agreement import GroupAgreement
 
 _WORD_BYTES = 8
 _CHECK_WORDS = 2
@@ -30,24 +28,11 @@ _CHECK_WORDS = 2
 
 
 class ParamsGather:
-    """Gathers one rank's parameters from the groups that own them. It decides nothing."""
+    """Gathers one rank's parameters from the groups that own them."""
 
-    def __init__(
-        self,
-        *,
-        optimizer: StackedOptimizer,
-        agreement: GroupAgreement,
-        communicator: CrossGroupCommunicator,
-        probe: RankProbe,
-        staging: Staging,
-        progress: RankProgress,
-    ) -> None:
-        self._optimizer = optimizer
-        self._agreement = agreement
-        self._communicator = communicator
-        self._probe = probe
-        self._staging = staging
-        self._progress = progress
+    def __init__(self, ctx: RankContext, optimizer: StackedOptimizer, staging: Staging) -> None:
+        self._ctx = ctx
+        self._optimizer, self._staging = optimizer, staging
         self._wrong: list[torch.Tensor] = []  # whether what has arrived in this gather is, on the device
 
     def run(self, action: GatherParams) -> None:
@@ -58,38 +43,38 @@ class ParamsGather:
         member group, and all ranks of the group.
         """
         lost: StoreLost | None = None
-        head, members = self._progress.head, self._communicator.members
+        head, members = self._ctx.progress.head, self._ctx.communicator.members
 
         def is_over() -> bool:
             nonlocal lost
             if lost is None:
                 try:
-                    return self._agreement.is_over(head)
+                    return self._ctx.agreement.is_over(head)
                 except StoreLost as error:
                     lost = error
             return False
 
-        self._probe(FaultPoint.BEFORE_GATHER)
-        self._progress.gather_failure = ""
+        self._ctx.probe(FaultPoint.BEFORE_GATHER)
+        self._ctx.progress.gather_failure = ""
         evidence = "another rank of the group could not gather"
-        with self._probe.during(Operation.REDUCE):
+        with self._ctx.probe.during(Operation.REDUCE):
             is_complete = len(members) == 1 or self._exchange(action, members, is_over)
             if not is_complete and lost is None:
-                self._progress.gather_failure = report_incomplete(self._communicator, self._agreement, head)
-                evidence = self._communicator.evidence
-        with self._probe.during(Operation.SETTLE):
-            is_broken = bool(self._agreement.highest(int(not is_complete)))
+                self._ctx.progress.gather_failure = report_incomplete(self._ctx.communicator, self._ctx.agreement, head)
+                evidence = self._ctx.communicator.evidence
+        with self._ctx.probe.during(Operation.SETTLE):
+            is_broken = bool(self._ctx.agreement.highest(int(not is_complete)))
         if is_broken:
             # Groups that have everything use this communicator for something else next.
-            self._communicator.give_up()
-            self._progress.gather_evidence = evidence
-        self._progress.lacks_params = self._progress.lacks_params and is_broken
+            self._ctx.communicator.give_up()
+            self._ctx.progress.gather_evidence = evidence
+        self._ctx.progress.lacks_params = self._ctx.progress.lacks_params and is_broken
         if lost is not None:
             raise lost
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
-        self._communicator.start_attempt()
-        if not self._communicator.connect(is_over):
+        self._ctx.communicator.start_attempt()
+        if not self._ctx.communicator.connect(is_over):
             return False
         partitions = self._optimizer.partitions
         lengths = [partitions.length(PartitionId(number)) for number in range(partitions.num_partitions)]
@@ -102,7 +87,7 @@ class ParamsGather:
         shape = (num_rows, num_words)
         rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
         self._wrong = []
-        mine = members.index(self._agreement.member.group)
+        mine = members.index(self._ctx.member.group)
         posted: deque[tuple[Round, torch.Tensor]] = deque()
         for number, sent in enumerate(rounds):
             if len(posted) == MAX_STAGED and not self._receive(posted, shape, is_over):
@@ -114,15 +99,15 @@ class ParamsGather:
                 self._optimizer.read_values(share.partition, share.start, self._values(rows[-1], share))
                 rows[-1, -_CHECK_WORDS:].copy_(words_digest(rows[-1, :-_CHECK_WORDS]))
             if number == len(rounds) - 1:
-                self._probe(FaultPoint.IN_GATHER)
-            if not self._communicator.post_gather(rows[:-1], rows[-1]):
+                self._ctx.probe(FaultPoint.IN_GATHER)
+            if not self._ctx.communicator.post_gather(rows[:-1], rows[-1]):
                 return False
             posted.append((sent, staging))
         while posted:
             if not self._receive(posted, shape, is_over):
                 return False
         if self._wrong and bool(torch.stack(self._wrong).any()):
-            self._communicator.evidence = "gathered parameters contradict their checksums"
+            self._ctx.communicator.evidence = "gathered parameters contradict their checksums"
             return False
         return True
 
@@ -130,12 +115,12 @@ class ParamsGather:
         self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
     ) -> bool:
         """Waits for the oldest round in flight and copies out what has arrived; False if it breaks."""
-        if not self._communicator.wait(is_over):
+        if not self._ctx.communicator.wait(is_over):
             return False
-        for _ in range(num_come := self._communicator.poll()):
+        for _ in range(num_come := self._ctx.communicator.poll()):
             sent, staging = posted.popleft()
             for share, row in zip(sent, _rows(staging, shape)[:-1], strict=True):
-                if share is not None and self._progress.lacks_params:
+                if share is not None and self._ctx.progress.lacks_params:
                     self._wrong.append((row[-_CHECK_WORDS:] != words_digest(row[:-_CHECK_WORDS])).any())
                     self._optimizer.write_values(share.partition, share.start, self._values(row, share))
             self._staging.release(staging)

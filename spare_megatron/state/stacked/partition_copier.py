@@ -2,25 +2,19 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
-from spare_megatron.formats.pieces import TokenBucket
-from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import RedundancyRecord, RepairRecord
-from spare_megatron.mcore.model.probe import Probe
-from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
+from spare_megatron.formats.pieces import Piece, TokenBucket
+from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
 from spare_megatron.process.processes import say
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, PartitionId
-from spare_megatron.stacking.state_partitions import Repair
+from spare_megatron.stacking.state_partitions import Repair, hosted_by
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.served_state import PartitionContent
-from spare_megatron.voting.agreement import GroupAgreement
 
 _TIMEOUT_S = 10.0
 """A donor that sends no piece for this long is asked anew. A lost one is left as soon as the log says so."""
@@ -31,38 +25,65 @@ _OTHER_STEP_S = 0.002
 _BROKEN_S = 0.2
 
 
-class PartitionRepairs:
-    """The copies that one rank makes: assigned and queried by the main thread, made by a background thread.
+class PartitionContent:
+    """The state of one partition; a `Content`. Its pieces are the optimizer's, and only whole ones are read."""
 
-    Args:
-        bytes_per_s: Rate limit over all copies of this rank.
-        awaits_update: Whether summed gradients go only to the groups that were to receive them when they were summed.
-        find_server: Finds the piece server of the member's rank at the same position.
-    """
+    def __init__(self, optimizer: StackedOptimizer, number: PartitionId) -> None:
+        self._optimizer = optimizer
+        self._number = number
+        self.num_bytes = optimizer.partitions.length(number) * optimizer.element_bytes
+
+    @property
+    def name(self) -> str:
+        return f"slice-{self._number}"
+
+    @property
+    def num_pieces(self) -> int:
+        return self._optimizer.partitions.num_pieces(self._number)
+
+    def piece(self, index: int) -> Piece:
+        """The byte range of one of its pieces."""
+        place = self._optimizer.partitions.place(self._number, index)
+        return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
+
+    def read(self, piece: Piece) -> bytes:
+        """The bytes of a piece. Raises `NotOffered` if the partition is not hosted here or has no such piece."""
+        index = piece.start // self.piece(0).size
+        if self._number not in self._optimizer.hosted or piece != self.piece(index):
+            raise NotOffered(f"state partition {self._number}, {piece}")
+        return self._optimizer.read_piece(self._number, index).data
+
+    def install(self, index: int, step: int, data: bytes) -> bool:
+        """Installs a piece as of a step; False, changing nothing, if the state here is of another step."""
+        return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
+
+
+def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
+    """All state partitions by number, hosted here or not."""
+    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]
+
+
+class PartitionRepairs:
+    """The copies that one rank makes: assigned and queried by the main thread, made by a background thread."""
 
     def __init__(
         self,
-        *,
-        member: Member,
+        ctx: RankContext,
         optimizer: StackedOptimizer,
         contents: Sequence[PartitionContent],
-        bytes_per_s: float,
-        awaits_update: bool,
-        find_server: Callable[[Member], Address],
-        probe: Probe,
+        *,
+        awaits_update: bool,  # gradients are summed only for the groups that were to receive them then
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        self._member = member
-        self._timeout_s = timeout_s
+        self._ctx = ctx
         self._optimizer = optimizer
         self._contents = contents
-        self._find_server = find_server
-        self._probe = probe
-        self._error: Exception | None = None  # that ended the thread
-        self._copying = PartitionCopies(member, lambda number: contents[number].num_pieces)
-        self._servers: dict[Member, Address] = {}  # of the donors
-        self._bytes_per_s = bytes_per_s
         self._awaits_update = awaits_update
+        self._timeout_s = timeout_s
+        self._error: Exception | None = None  # that ended the thread
+        self._copying = PartitionCopies(ctx.member, lambda number: contents[number].num_pieces)
+        self._servers: dict[Member, Address] = {}  # of the donors
+        self._bytes_per_s = ctx.config.optimizer.repair_mib_per_s * 2**20
         self._bucket: TokenBucket | None = None
         self._earned_at_s: float | None = None
         self._client: tuple[Member, PieceClient] | None = None
@@ -80,7 +101,7 @@ class PartitionRepairs:
 
         Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
         """
-        hosted = {PartitionId(number) for number, row in enumerate(action.hosts) if self._member in row}
+        hosted = set(hosted_by(action.hosts, self._ctx.member))
         with self._lock:
             first_step = action.first_step if self._awaits_update else 0
             kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
@@ -90,7 +111,7 @@ class PartitionRepairs:
             if missing := hosted - self._optimizer.hosted:
                 self._optimizer.start_partitions(sorted(missing))
             donors = self._copying.donors
-            self._servers = {donor: self._servers.get(donor) or self._find_server(donor) for donor in donors}
+            self._servers = {donor: self._servers.get(donor) or self._ctx.find_server(donor) for donor in donors}
         self._wake.set()
 
     def whole(self) -> dict[PartitionId, bool]:
@@ -157,7 +178,7 @@ class PartitionRepairs:
         content = self._contents[repair.partition]
         step = self._optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
-        self._probe(FaultPoint.REPAIR)
+        self._ctx.probe(FaultPoint.REPAIR)
         with self._lock:
             if self._copying.is_wanted(repair) and content.install(index, step, bytes(data)):
                 self._copying.install(repair, index, time.monotonic())
@@ -172,60 +193,3 @@ class PartitionRepairs:
         if self._client is not None:
             self._client[1].close()
         self._client = None
-
-
-class GroupRepairs:
-    """One rank's part in its group's copies: agrees on those that are whole, and journals them."""
-
-    def __init__(
-        self, *, repairs: PartitionRepairs, agreement: GroupAgreement, journal: JournalWriter, probe: RankProbe
-    ) -> None:
-        self._repairs = repairs
-        self._agreement = agreement
-        self._journal = journal
-        self._probe = probe
-        self._journaled: frozenset[PartitionId] = frozenset()
-        self._moving: frozenset[PartitionId] = frozenset()  # to this group
-
-    def start(self, action: StartRepairs) -> None:
-        """Assigns these copies, which are all that any group is to make."""
-        member = self._agreement.member
-        self._repairs.assign(action)
-        self._journaled &= frozenset(self._repairs.whole())
-        self._moving = frozenset(move.partition for move in action.moves if move.receiver == member)
-        if self._agreement.is_leader:
-            record = RedundancyRecord(
-                group=member.group,
-                step=self._repairs.step,
-                num_missing=len(action.repairs),
-                num_hosted=sum(member in row for row in action.hosts),
-            )
-            self._journal.write(record)
-
-    def restored(self) -> tuple[PartitionId, ...]:
-        """The group's copies that are whole on all of its ranks. Collective over: all ranks of the group."""
-        here = self._repairs.whole()
-        if not here:
-            return ()
-        with self._probe.during(Operation.SETTLE):
-            everywhere = self._agreement.shared(list(here.values()))
-        restored = tuple(number for number, is_whole in zip(here, everywhere, strict=True) if is_whole)
-        if self._agreement.is_leader:
-            for number in restored:
-                if number not in self._journaled:
-                    self._write(number)
-        self._journaled = frozenset(restored)
-        return restored
-
-    def _write(self, number: PartitionId) -> None:
-        made = self._repairs.made(number)
-        record = RepairRecord(
-            group=self._agreement.member.group,
-            step=self._repairs.step,
-            slice=number,
-            donor=made.repair.donor.group,
-            is_move=number in self._moving,
-            num_bytes=self._repairs.num_bytes(number),
-            repair_s=round(made.repair_s, 6),
-        )
-        self._journal.write(record)

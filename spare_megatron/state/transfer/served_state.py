@@ -3,21 +3,10 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from spare_megatron.formats.piece_frames import NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
-from spare_megatron.stacking.layout import PartitionId
-
-
-class Content(Protocol):
-    """State that is read in pieces."""
-
-    num_bytes: int
-
-    def read(self, piece: Piece) -> bytes | memoryview:
-        """The bytes of the piece, until the thread's next call. Raises `NotOffered` if they are not here now."""
+from spare_megatron.state.optimizer_state import Content
 
 
 class StateSource:
@@ -54,41 +43,3 @@ class StateSource:
             if content is None or piece.stop > content.num_bytes:
                 raise NotOffered(f"{name}: {piece}")
             return content.read(piece)
-
-
-class PartitionContent:
-    """The state of one partition; a `Content`. Its pieces are the optimizer's, and only whole ones are read."""
-
-    def __init__(self, optimizer: StackedOptimizer, number: PartitionId) -> None:
-        self._optimizer = optimizer
-        self._number = number
-        self.num_bytes = optimizer.partitions.length(number) * optimizer.element_bytes
-
-    @property
-    def name(self) -> str:
-        return f"slice-{self._number}"
-
-    @property
-    def num_pieces(self) -> int:
-        return self._optimizer.partitions.num_pieces(self._number)
-
-    def piece(self, index: int) -> Piece:
-        """The byte range of one of its pieces."""
-        place = self._optimizer.partitions.place(self._number, index)
-        return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
-
-    def read(self, piece: Piece) -> bytes:
-        """The bytes of a piece. Raises `NotOffered` if the partition is not hosted here or has no such piece."""
-        index = piece.start // self.piece(0).size
-        if self._number not in self._optimizer.hosted or piece != self.piece(index):
-            raise NotOffered(f"state partition {self._number}, {piece}")
-        return self._optimizer.read_piece(self._number, index).data
-
-    def install(self, index: int, step: int, data: bytes) -> bool:
-        """Installs a piece as of a step; False, changing nothing, if the state here is of another step."""
-        return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
-
-
-def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
-    """All state partitions by number, hosted here or not."""
-    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]

@@ -1,45 +1,24 @@
 """Digests of a group's state: its ranks agree on them, its journal records them, its votes carry them."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.log.votes import Digests, PartitionDigest
+from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.stacking.layout import GroupId, PartitionId
-from spare_megatron.stacking.state_partitions import PartitionCopy
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.rank_context import RankContext
 
 
 class StateDigests:
-    """One rank's part in its group's digests; `hosted` are the state partitions that the group hosts at first.
+    """One rank's part in its group's digests.
 
-    State is compared `every_steps`; 0 compares only after recoveries, for saves and at the end.
+    State is compared every `train.params_check_every_steps`; 0: only after recoveries, for saves and at the end.
     """
 
-    def __init__(
-        self,
-        *,
-        trainer: GroupTrainer,
-        agreement: GroupAgreement,
-        journal: JournalWriter,
-        probe: RankProbe,
-        every_steps: int,
-        hosted: Sequence[PartitionId] = (),
-    ) -> None:
-        self._trainer = trainer
-        self._agreement = agreement
-        self._journal = journal
-        self._probe = probe
-        self._every_steps = every_steps
-        self._hosted = frozenset(hosted)
-        self._copying: frozenset[PartitionId] = frozenset()
-        self._unproven: frozenset[PartitionId] = frozenset()  # copied, and not yet compared with all hosts
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._every_steps = ctx.config.train.params_check_every_steps
         self.value = Digests()
         """Digests of the present state; empty where it is not compared."""
         self._rest: TensorsDigest | None = None
@@ -48,38 +27,23 @@ class StateDigests:
         """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
         self._after_save = 0  # committed steps after the update that follows a save
 
-    def set_hosted(self, action: StartRepairs) -> None:
-        """The group hosts these partitions after this action, and copies those."""
-        member = self._agreement.member
-        hosted = frozenset(PartitionId(number) for number, row in enumerate(action.hosts) if member in row)
-        # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
-        self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
-        self._hosted = hosted
-        self._copying = frozenset(copy.partition for copy in action.copies if copy.receiver == member)
-        self.is_wanted |= action.is_compared
-
-    def on_proven(self, copies: Iterable[PartitionCopy]) -> None:
-        """A commit says that these copies have been compared."""
-        member = self._agreement.member
-        self._unproven -= {copy.partition for copy in copies if copy.member == member}
-
-    def check_saved(self, step: int, num_restarts: int, *, has_params: bool) -> None:
+    def check_saved(self, step: int) -> None:
         """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
 
         State that changed while it was copied shows in the parameters one update later. Parameters that are lacking
-        (`has_params`) are compared once they are here. Collective over: all ranks of the group.
+        are compared once they are here. Collective over: all ranks of the group.
         """
         self._after_save = step + 1
-        if not has_params:
+        if self._ctx.progress.lacks_params:
             self.is_wanted = True
         elif not self.value.params:
-            self.check(step, num_restarts)
+            self.check(step)
 
     def forget(self) -> None:
         """The state has changed."""
         self.value = Digests()
 
-    def compare_if_due(self, step: int, num_restarts: int) -> None:
+    def compare_if_due(self, step: int) -> None:
         """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
 
         Collective over: all ranks of the group.
@@ -87,71 +51,60 @@ class StateDigests:
         self.forget()
         is_due = step == self._after_save or (self._every_steps and step % self._every_steps == 0)
         if self.is_wanted or is_due:
-            self.check(step, num_restarts)
+            self.check(step)
         self.is_wanted = False
 
     def compute(self) -> None:
         """Computes the digests of the present state. Collective over: all ranks of the group."""
-        hosted, stacked = sorted(self._hosted), self._trainer.stacked
-        with self._probe.during(Operation.CHECK):
-            computing = [self._trainer.params_digest()]
-            if stacked is not None:
-                computing += [stacked.state_digest(number) for number in hosted]
-            own = [digest.hexdigest() for digest in computing]
-        with self._probe.during(Operation.SETTLE):
-            params, *states = self._agreement.combine_digests(own)
-        self.value = Digests(
-            params=params,
-            partitions=tuple(
-                PartitionDigest(number, state, number not in self._unproven)
-                for number, state in zip(hosted, states, strict=True)
-            ),
-        )
+        state = self._ctx.optimizer_state
+        with self._ctx.probe.during(Operation.CHECK):
+            own = [digest.hexdigest() for digest in (self._ctx.trainer.params_digest(), *state.digests())]
+        with self._ctx.probe.during(Operation.SETTLE):
+            params, *others = self._ctx.agreement.combine_digests(own)
+        self.value = Digests(params=params, partitions=state.reported(others))
 
     def compute_rest(self, *, copied_from: GroupId | None = None) -> None:
         """The next vote also carries a digest of all other state, where every group holds all of it.
 
         The device computes it while the rank goes on. `copied_from` names its donor.
         """
-        if self._trainer.stacked is None:
-            with self._probe.during(Operation.CHECK):
-                self._rest = self._trainer.rest_of_state()
-            self._copied_from = copied_from
+        with self._ctx.probe.during(Operation.CHECK):
+            self._rest = self._ctx.optimizer_state.digest_of_rest()
+        self._copied_from = copied_from
 
     def for_vote(self) -> Digests:
         """The digests for the next vote. Collective over: all ranks of the group."""
         if self._rest is not None:
-            with self._probe.during(Operation.CHECK):
+            with self._ctx.probe.during(Operation.CHECK):
                 own = self._rest.hexdigest()
-            with self._probe.during(Operation.SETTLE):
-                [state] = self._agreement.combine_digests([own])
+            with self._ctx.probe.during(Operation.SETTLE):
+                [state] = self._ctx.agreement.combine_digests([own])
             self.value = replace(self.value, state=state, copied_from=self._copied_from)
             self._rest = None
         return self.value
 
-    def write(self, step: int, num_restarts: int, sha256: str = "") -> None:
-        """Journals the digests as those after `step` committed steps of a run with so many restarts."""
-        if self._agreement.is_leader:
-            record = ParamsRecord(
-                group=self._agreement.member.group,
-                step=step,
-                digest=self.value.params,
-                sha256=sha256,
-                num_restarts=num_restarts,
-                slices={str(digest.partition): digest.value for digest in self.value.partitions},
-            )
-            self._journal.write(record)
+    def write(self, step: int, sha256: str = "") -> None:
+        """Journals the digests as those after `step` committed steps."""
+        record = ParamsRecord(
+            group=self._ctx.member.group,
+            step=step,
+            digest=self.value.params,
+            sha256=sha256,
+            num_restarts=self._ctx.progress.num_restarts,
+            slices={str(digest.partition): digest.value for digest in self.value.partitions},
+        )
+        self._ctx.write_if_leader(record)
 
-    def check(self, step: int, num_restarts: int) -> None:
+    def check(self, step: int) -> None:
         """Has the next vote compare all state, and journals the digests of what is compared among all groups.
 
         Collective over: all ranks of the group.
         """
         self.compute()
         self.compute_rest()
-        self.write(step, num_restarts)
+        self.write(step)
 
-    def end(self, step: int, num_restarts: int, *, has_sha256: bool) -> None:
+    def end(self, step: int, *, has_sha256: bool) -> None:
         """Journals the last digests, with the SHA-256 of the parameters if asked for.
 
         Collective over: all ranks of the group.
@@ -162,8 +115,8 @@ class StateDigests:
             self.compute()
         sha256 = ""
         if has_sha256:
-            with self._probe.during(Operation.CHECK):
-                own = self._trainer.params_sha256()
-            with self._probe.during(Operation.SETTLE):
-                [sha256] = self._agreement.combine_digests([own])
-        self.write(step, num_restarts, sha256)
+            with self._ctx.probe.during(Operation.CHECK):
+                own = self._ctx.trainer.params_sha256()
+            with self._ctx.probe.during(Operation.SETTLE):
+                [sha256] = self._ctx.agreement.combine_digests([own])
+        self.write(step, sha256)

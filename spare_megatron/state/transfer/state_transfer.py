@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from spare_megatron.core.controller.comparison import majority_holds
+from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.machines.group_starts import in_order_to_give
@@ -13,13 +13,14 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import say
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import Member
+from spare_megatron.state.optimizer_state import Content
+from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.served_state import Content, StateSource
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_digests import StateDigests
 
 _POLL_S = 0.005
 _LOG_POLL_S = 0.010
@@ -31,110 +32,124 @@ class JoinFailed(Exception):
     """The group could not get the state with which it was to take part."""
 
 
-def confirm(
-    digest: str, action: AdmitGroups, head: int, agreement: GroupAgreement, timeout_s: float, probe: RankProbe
-) -> None:
+def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, action: AdmitGroups) -> None:
+    """Admits groups, of which this may be one; the next vote compares all.
+
+    Collective over: all ranks of the group. Raises `JoinFailed` if this group is admitted and cannot get the state.
+    """
+    progress = ctx.progress
+    with ctx.probe.during(Operation.JOIN):
+        donor = transfer.run(action)
+    if progress.lacks_params:
+        ctx.agreement.publish_digest(progress.head - 1, NO_DIGEST)
+        return
+    digests.compute()
+    digests.compute_rest(copied_from=None if donor is None else donor.group)
+    if donor is not None:
+        with ctx.probe.during(Operation.JOIN):
+            confirm(ctx, digests.value.params, action)
+        ctx.send(GroupRejoined(member=ctx.member, step=action.step))
+    else:
+        ctx.agreement.publish_digest(progress.head - 1, digests.value.params)
+    # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
+    digests.write(action.step)
+    progress.num_steps = action.step
+
+
+def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
     """Checks that more than half of the groups that took part before hold the copied parameters (`digest`).
 
-    Otherwise copies of a wrong state could outvote the right ones. Groups lost since the admission, the last of the
-    `head` log entries folded, do not count. Raises JoinFailed if they do not, or not within `timeout_s`.
+    Otherwise copies of a wrong state could outvote the right ones. Groups lost since the admission, the last
+    log entry folded, do not count. Raises JoinFailed if they do not, or not within `reduce.timeout_s`.
     """
+    timeout_s = ctx.config.reduce.timeout_s
     end_s = time.monotonic() + timeout_s
-    while (verdict := majority_holds(digest, _published_digests(action, head, agreement))) is None:
+    while (verdict := majority_holds(digest, _published_digests(ctx, action))) is None:
         if time.monotonic() > end_s:
             raise JoinFailed(f"too few groups published digests of their parameters within {timeout_s:g} s")
         time.sleep(_POLL_S)
-        probe.progress()
+        ctx.probe.progress()
     if not verdict:
         raise JoinFailed("the copied state differs from that of the other groups")
-    probe(FaultPoint.JOIN_DONE)
+    ctx.probe(FaultPoint.JOIN_DONE)
 
 
-def _published_digests(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
+def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None]:
     """The digests published so far by groups that took part before and still do."""
-    left = [member.group for member in action.earlier if not agreement.is_lost(member, head)]
-    return agreement.digests(head - 1, left)
+    head = ctx.progress.head
+    left = [member.group for member in action.earlier if not ctx.agreement.is_lost(member, head)]
+    return ctx.agreement.digests(head - 1, left)
 
 
 class StateTransfer:
     """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
 
-    All groups that took part before offer their state, in case a donor is lost, until the next update, which needs the
-    newcomer. A donor has `timeout_s` to reach the step, and for each piece.
+    All earlier groups offer their state, in case a donor is lost, until the next update, which needs the newcomer.
+    A donor has `reduce.timeout_s` to reach the step, and for each piece.
     """
 
-    def __init__(
-        self,
-        *,
-        trainer: GroupTrainer,
-        agreement: GroupAgreement,
-        source: StateSource,
-        find_server: Callable[[Member], Address],
-        timeout_s: float,
-        probe: RankProbe,
-    ) -> None:
-        self._trainer = trainer
-        self._agreement = agreement
+    def __init__(self, ctx: RankContext, source: StateSource) -> None:
+        self._ctx = ctx
         self._source = source
-        self._find_server = find_server
-        self._timeout_s = timeout_s
-        self._probe = probe
+        self._timeout_s = ctx.config.reduce.timeout_s
 
-    def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> Member | None:
+    def run(self, action: AdmitGroups) -> Member | None:
         """Offers the state to the groups that are admitted or, if this is one of them, takes it.
 
-        Returns the donor; None if this group took part before. `has_state`: all parameters here are those of this step;
-        `head` counts the log entries folded so far. Collective over: all ranks of the group. Raises `JoinFailed` if no
-        state has come.
+        Returns the donor; None if this group took part before. Collective over: all ranks of the group. Raises
+        `JoinFailed` if no state has come.
         """
-        member, donor = self._agreement.member, None
+        member, donor = self._ctx.member, None
         if member in (*action.donors, *action.members):
-            self._probe.between_steps(action.step, FaultPoint.JOIN)
+            self._ctx.probe.between_steps(action.step, FaultPoint.JOIN)
         if member in action.members:
-            donor = self._fetch(action, head)
+            donor = self._fetch(action)
         else:
-            self._offer(action.step, has_state)
-        self._probe.between_steps(action.step, FaultPoint.JOIN_CONFIRM)
+            self._offer(action.step)
+        self._ctx.probe.between_steps(action.step, FaultPoint.JOIN_CONFIRM)
         return donor
 
-    def _offer(self, step: int, has_state: bool) -> None:
-        if not has_state:
+    def _offer(self, step: int) -> None:
+        if self._ctx.progress.lacks_params:
             self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
             return
-        state = self._trainer.outgoing_state()
-        tensors = _Probed(state.tensors, self._probe)
+        state = self._ctx.trainer.outgoing_state()
+        tensors = _Probed(state.tensors, self._ctx.probe)
         self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
 
-    def _fetch(self, action: AdmitGroups, head: int) -> Member:
+    def _fetch(self, action: AdmitGroups) -> Member:
         """Takes the state of the first donor that gives it to all ranks of the group: the vote names one donor."""
         failure = ""
-        for donor in in_order_to_give(action, self._agreement.member):
-            fetch = self._fetch_from(donor, action.step, head)
-            with self._probe.during(Operation.SETTLE):
-                [is_everywhere] = self._agreement.shared([fetch.state is not None])
+        for donor in in_order_to_give(action, self._ctx.member):
+            fetch = self._fetch_from(donor, action.step)
+            with self._ctx.probe.during(Operation.SETTLE):
+                [is_everywhere] = self._ctx.agreement.shared([fetch.state is not None])
             if fetch.state is not None and is_everywhere:
-                with self._probe.during(Operation.CHECK), self._source.changing(action.step):
+                with self._ctx.probe.during(Operation.CHECK), self._source.changing(action.step):
                     fetch.state.install()
                 return donor
             why = fetch.failure if fetch.state is None else "another rank of this group could not take it"
             failure = f"group {donor.group} has not given its state: {why}"
             say(failure)
             del fetch  # memory has no room for a second state
-            if self._agreement.is_lost(self._agreement.member, head):
+            if self._is_lost(self._ctx.member):
                 break
         raise JoinFailed(failure)
 
-    def _fetch_from(self, donor: Member, step: int, head: int) -> "_Fetch":
+    def _is_lost(self, member: Member) -> bool:
+        return self._ctx.agreement.is_lost(member, self._ctx.progress.head)
+
+    def _fetch_from(self, donor: Member, step: int) -> "_Fetch":
         """Fetches from this donor, and gives up as soon as the log says that it is lost."""
-        fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s, self._probe)
+        fetch = _Fetch(self._ctx, self._ctx.find_server(donor), step)
         fetch.start()
         ask_log_at_s = 0.0
         # Until the thread has ended: it may still write where another donor's state is to go.
         while fetch.is_alive():
             fetch.join(_POLL_S)
-            self._probe.progress()
+            self._ctx.probe.progress()
             if not fetch.is_left and time.monotonic() >= ask_log_at_s:
-                fetch.is_left = self._agreement.is_lost(donor, head)
+                fetch.is_left = self._is_lost(donor)
                 ask_log_at_s = time.monotonic() + _LOG_POLL_S
         return fetch
 
@@ -145,15 +160,12 @@ class _Fetch(threading.Thread):
     `state` is None until it is all here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
     """
 
-    def __init__(
-        self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float, probe: Callable[[FaultPoint], None]
-    ) -> None:
+    def __init__(self, ctx: RankContext, server: Address, step: int) -> None:
         super().__init__(name="fetch-state", daemon=True)
+        self._ctx = ctx
         self._server = server
         self._step = step
-        self._trainer = trainer
-        self._timeout_s = timeout_s
-        self._probe = probe
+        self._timeout_s = ctx.config.reduce.timeout_s
         self.state: IncomingState | None = None
         self.failure = "it ended early"
         self.is_left = False
@@ -165,14 +177,14 @@ class _Fetch(threading.Thread):
                 if not description:
                     self.failure = "it lacks parameters itself"
                     return
-                state = self._trainer.incoming_state(description)
+                state = self._ctx.trainer.incoming_state(description)
                 with state.tensors.writing() as writer:
                     pieces = pieces_of(state.tensors.num_bytes)
                     for piece in client.fetch_each(_TENSORS, self._step, pieces, writer.room):
                         self._require_donor()
                         writer.write(piece)
                         if not piece.start:
-                            self._probe(FaultPoint.JOIN_TRANSFER)
+                            self._ctx.probe(FaultPoint.JOIN_TRANSFER)
                 self.state = state
         except Exception as error:  # noqa: BLE001  (its text is the reason if no other donor gives the state)
             self.failure = "it is lost" if self.is_left else str(error) or type(error).__name__

@@ -1,0 +1,77 @@
+"""Gradient sums that go only to the groups that update or copy a state partition."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spare_megatron.comm.bucket_sums import AllReducedBuckets, BucketSums
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.state_partitions import Ownership, recipients
+
+
+class ScatteredBuckets:
+    """Sums the gradients of each state partition only for the groups that host or copy it; needs stacked state."""
+
+    def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
+        assert trainer.stacked is not None, "only stacked state has recipients"
+        self._group = group
+        self._sums = trainer.gradients
+        self._parts = trainer.gradient_parts()
+        self._sums.divide([[part.place for part in parts] for parts in self._parts])
+        self._num_partitions = trainer.stacked.partitions.num_partitions
+        self._device = trainer.stacked.device
+        self._communicator = communicator
+        self._ownership: Ownership | None = None
+        self._recipients: tuple[tuple[GroupId, ...], ...] = ()
+        self._squares: dict[int, list[tuple[PartitionId, torch.Tensor]]] = {}
+        self.is_finished = False
+        self.squares: float | None = None
+
+    def start_attempt(self, action: AttemptReduce) -> None:
+        assert action.ownership is not None, "only stacked state has recipients"
+        if action.ownership is not self._ownership:
+            self._ownership, self._recipients = action.ownership, recipients(action.ownership)
+        self._communicator.connect_pairs({(owner, other) for owner, *others in self._recipients for other in others})
+        self.is_finished, self.squares = False, None
+
+    def post(self, bucket: int, staged: torch.Tensor) -> bool:
+        parts = self._parts[bucket]
+        shares = [(staged[p.place], () if p.number is None else self._recipients[p.number]) for p in parts]
+        return self._communicator.post_shares(shares, self._sums.extras(staged))
+
+    def on_summed(self, bucket: int, staged: torch.Tensor) -> None:
+        """Stores the squares of every partition received here; the final owner is not known yet."""
+        self._squares[bucket] = [
+            (part.number, self._sums.squares(staged[place]))
+            for part in self._parts[bucket]
+            for place in part.counted
+            if part.number is not None and self._group in self._recipients[part.number]
+        ]
+
+    def places(self, bucket: int) -> Sequence[slice]:
+        return [
+            part.place
+            for part in self._parts[bucket]
+            if part.number is None or self._group in self._recipients[part.number]
+        ]
+
+    def finish_attempt(self, is_decided: Callable[[], bool]) -> None:
+        """Sums the owners' squared gradients of all partitions. Collective over: rank j of every member group."""
+        by_partition = torch.zeros(self._num_partitions, dtype=torch.float64, device=self._device)
+        for bucket in range(len(self._parts)):
+            for number, squares in self._squares[bucket]:
+                if self._recipients[number][0] == self._group:
+                    by_partition[number] += squares
+        posted = self._communicator.post(by_partition) and self._communicator.wait(is_decided)
+        if posted and self._communicator.poll():
+            self.squares, self.is_finished = float(by_partition.sum()), True
+
+
+def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
+    """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
+    if trainer.stacked is None or trainer.stacked.device.type == "cpu":
+        return AllReducedBuckets(trainer.gradients, communicator)
+    return ScatteredBuckets(group, trainer, communicator)

@@ -52,6 +52,9 @@ def _handlers() -> Iterator[None]:
     """A command that was interrupted ignores further signals to its end, and would hand that on to other tests."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:  # as a shell has some of them in a job in the background
+            signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

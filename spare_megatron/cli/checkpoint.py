@@ -91,7 +91,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
         for name, reason in (damage | unfinished).items():
             say(f"{name}  {reason or 'whole'}")
     if not damage:
-        message("checkpoint verify", f"{path} holds no checkpoint but for unfinished saves")
+        message("checkpoint verify", f"{path} holds only unfinished saves")
         raise typer.Exit(2)
     raise typer.Exit(1 if any(damage.values()) else 0)
 

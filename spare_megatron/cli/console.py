@@ -1,5 +1,5 @@
 """The console of the commands: lines, tables, a live view and progress bars. No text is read as markup, and without a
-terminal each line is as long as its text, unless COLUMNS is set.
+terminal each line is as long as its text, unless COLUMNS is a width.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from spare_megatron.cli.printing import shown
 
 _UNBROKEN_WIDTH = 1 << 20
 """Characters; wider than any line."""
+_LEAST_WIDTH = 40
+"""Less would leave out cells of tables; COLUMNS may be anything, such as 0."""
 _BAR_WIDTH = 50
 _ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 """As `SIMPLE_HEAD`, which rich would replace by a box with bars between the columns."""
@@ -61,11 +63,21 @@ class RunConsole:
     ) -> None:
         stream = file or (sys.stderr if stderr else sys.stdout)
         is_terminal = stream is not None and stream.isatty() if force_terminal is None else force_terminal
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() else 0
+        if width or (columns and is_terminal):
+            width = max(width, _LEAST_WIDTH)
+        elif not is_terminal:
+            width = _UNBROKEN_WIDTH
         self._console = _Console(
-            file=file, stderr=stderr, force_terminal=is_terminal, markup=False, emoji=False, highlight=False
+            file=file,
+            stderr=stderr,
+            force_terminal=is_terminal,
+            width=width or None,
+            markup=False,
+            emoji=False,
+            highlight=False,
         )
-        if not is_terminal and not os.environ.get("COLUMNS"):
-            self._console.width = _UNBROKEN_WIDTH
 
     @property
     def is_terminal(self) -> bool:

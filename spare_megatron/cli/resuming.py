@@ -49,6 +49,7 @@ def resume(config: "RunConfig", run_dir: Path | None) -> Resumption:
 
 def _names(run_dir: Path) -> Iterator[Path]:
     """The directory of a run, and those of the runs that go on from it, up to the first that is not there."""
+    run_dir = run_dir.resolve() if run_dir.name in ("", "..") else run_dir  # of no name to add a number to
     path, number = run_dir, 1
     yield path
     while path.exists():

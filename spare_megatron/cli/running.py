@@ -70,7 +70,7 @@ class RunDirectory:
 
 
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
-    """The stated directory, or one named after the run and the current time. ValueError: it is no directory's name."""
+    """The stated directory, or one named after the run and the current time. ValueError: it is an address."""
     if reason := refusal_of_address(str(stated or "")):
         raise ValueError(f"--run-dir {stated}: {reason}")
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.schema import RunConfig
@@ -65,14 +65,18 @@ def valid_keys() -> tuple[str, ...]:
     return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
 
 
-def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypeProblem]]:
-    """Builds the configuration from valid dotted keys; lists values of the wrong type, which keep their defaults."""
+def build_run_config(
+    values: Mapping[str, Any], megatron_kinds: Mapping[str, type] = MappingProxyType({})
+) -> tuple[RunConfig, list[TypeProblem]]:
+    """Builds the configuration from valid dotted keys; lists values of the wrong type, which keep their defaults.
+    `megatron_kinds` has types of fields of `[megatron]`.
+    """
     problems: list[TypeProblem] = []
     table: dict[str, Any] = {}
-    kinds = _leaf_kinds(RunConfig, "")
+    kinds = {**_leaf_kinds(RunConfig, ""), **{f"megatron.{name}": kind for name, kind in megatron_kinds.items()}}
     for key, value in values.items():
         try:
-            converted = value if key.startswith("megatron.") else _convert(value, kinds[key], key)
+            converted = _convert(value, kinds[key], key) if key in kinds else value
         except _Misfit as misfit:
             problems.append(TypeProblem(key=key, text=str(misfit)))
             continue

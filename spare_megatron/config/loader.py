@@ -93,7 +93,7 @@ def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake
         else:
             meant = nearest(setting.key, known) or setting.key
             mistakes.append(_Mistake(key=meant, text=_describe_unknown(setting, known)))
-    config, misfits = build_run_config({key: setting.value for key, setting in merged.items()})
+    config, misfits = build_run_config({key: setting.value for key, setting in merged.items()}, COUNTED_WITH)
     mistakes += [_Mistake(key=item.key, text=f"{item.text} (set by {merged[item.key].origin})") for item in misfits]
     mistakes += [
         _Mistake(key=key, text=f"{text} (set by {merged[key].origin})") for key, text in contradictions(config, merged)

@@ -286,7 +286,7 @@ class CheckpointConfig:
     group_life_s: PositiveFloat = 1e6
     """Mean seconds until a given group is lost, assumed before the first loss; for cadence = optimal."""
     interval_steps: PositiveInt | None = None
-    """Steps between checkpoints; without this and `interval_s` the run takes none."""
+    """Steps between checkpoints; without this and `interval_s` none is taken until the run is asked to end."""
     interval_s: PositiveFloat | None = None
     """Seconds between checkpoints."""
     asynchronous: bool = True

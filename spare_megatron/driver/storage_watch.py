@@ -12,7 +12,7 @@ from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunDirector
 RESERVED_BYTES = 16 << 10
 """Space reserved in the driver's journal for these records and the end of the run."""
 _REMOVED = " (deleted)"
-"""What the kernel appends to the path of a descriptor's file that has no name any more."""
+"""What the kernel appends to the path of a deleted file that a descriptor still refers to."""
 
 
 class StorageWatch:

@@ -1,5 +1,5 @@
-"""Makes text from elsewhere (paths, names, errors, causes) safe to show: terminals and pages obey characters that
-nobody sees. What can be seen stays as it is.
+"""Makes text from elsewhere (paths, names, errors, causes) safe to show: terminals and pages obey
+invisible characters. Visible ones stay as they are.
 """
 
 import unicodedata

@@ -1,4 +1,4 @@
-"""JSON and TOML of files that are read whole. What is wrong with their text is a ValueError, however deep they nest."""
+"""JSON and TOML of files that are read whole. Errors in their text are ValueErrors, at any depth of nesting."""
 
 import json
 import tomllib

@@ -35,7 +35,7 @@ def block() -> None:
 
 
 def listen(on_asked: Callable[[signal.Signals], None]) -> None:
-    """Calls back on each signal, at once if one is pending, but for those that are ignored. Main thread only."""
+    """Calls back on each signal that is not ignored, at once if one is pending. Main thread only."""
     for number in _ALL:
         if number == WITHOUT_LIMIT or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: on_asked(signal.Signals(number)))
@@ -43,7 +43,7 @@ def listen(on_asked: Callable[[signal.Signals], None]) -> None:
 
 
 def disregard() -> None:
-    """Lets these signals have no effect on this process, and their usual one on programs that it starts."""
+    """Ignores these signals in this process, but not in programs that it starts."""
     for number in _ALL:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)

@@ -49,7 +49,7 @@ def name_command(command: str) -> None:
 def ignore() -> None:
     """From here on these signals do nothing: the exit code of the process is settled."""
     for number in _handled():
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)  # a function would give way to the default action with the interpreter
 
 
 @contextlib.contextmanager
@@ -120,7 +120,8 @@ class Deferral:
             found = {number: signal.getsignal(number) for number in (*_ALWAYS, *_UNLESS_IGNORED)}
             self._outer |= {number: handler for number, handler in found.items() if handler != self._on_signal}
             for number, handler in self._outer.items():
-                if handler not in (signal.SIG_DFL, None):  # else its default action ends this process
+                # Else its default action ends this process, or all that it starts are to ignore it, too.
+                if callable(handler):
                     signal.signal(number, self._on_signal)
 
     def _uninstall(self) -> None:
@@ -132,12 +133,12 @@ class Deferral:
         self._uninstall()
         os.close(self._wakeup_fd)
         os.close(self._writing_fd)
-        if self._first is not None and callable(handler := self._outer[self._first]):
-            handler(self._first, None)
+        if self._first is not None:
+            self._outer[self._first](self._first, None)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         found = signal.Signals(number)
-        is_ignored = not callable(self._outer[found])
+        is_ignored = self._outer[found] is _do_nothing
         if not is_ignored and found != signal.SIGINT and self._first is None and self._is_request():
             self.request = self.request or found
             self._wake_up()
@@ -200,8 +201,13 @@ def _exit(command: str, pid: int, number: int, frame: FrameType | None) -> None:
 
 def _raise(pid: int, number: int, frame: FrameType | None) -> None:
     _pass_on_in_child(pid, number)
-    ignore()
+    for further in _handled():
+        signal.signal(further, _do_nothing)
     raise KeyboardInterrupt
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN, no choice of those that have started this process, and none for those that it starts."""
 
 
 def _pass_on_in_child(pid: int, number: int) -> None:

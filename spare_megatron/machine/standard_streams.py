@@ -5,10 +5,15 @@ Imports nothing else of the package, as commands call it before all else.
 
 import io
 import os
+import select
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
+
+_PATIENCE_S = 10.0
+"""How long a pipe or terminal may take nothing before output is dropped."""
 
 
 def open_closed() -> None:
@@ -29,7 +34,7 @@ def open_closed() -> None:
 @contextmanager
 def outlasting() -> Iterator[None]:
     """In this block whatever is printed is dropped where stdout or stderr does not take it: a full disk, a pipe without
-    a reader, a terminal that is gone.
+    a reader or with one that has stopped, a terminal that is gone.
     """
     with redirect_stdout(outlast(sys.stdout)) as stdout, redirect_stderr(outlast(sys.stderr)) as stderr:
         try:
@@ -40,7 +45,9 @@ def outlasting() -> Iterator[None]:
 
 
 def outlast(stream: TextIO) -> TextIO:
-    """A stream to the same descriptor that raises no OSError; the stream itself if it has none, as in tests."""
+    """A stream to the same file that raises no OSError and never blocks for long; the stream itself if it has no
+    descriptor, as in tests.
+    """
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -48,19 +55,35 @@ def outlast(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Outlasting(descriptor, "wb", closefd=False)),
+        io.BufferedWriter(_Outlasting(_not_blocking(descriptor), "wb", closefd=False)),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.isatty(),
     )
 
 
+def _not_blocking(descriptor: int) -> int:
+    """A descriptor of the same pipe or terminal that does not block, unlike those of other processes. The same one for
+    what never blocks, or cannot be opened again.
+    """
+    with suppress(OSError):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    return descriptor
+
+
 class _Outlasting(io.FileIO):
-    """Drops what cannot be written."""
+    """Drops what cannot be written, also after waiting for that; once it has waited in vain, at once until it can."""
+
+    _is_stalled = False
 
     def write(self, data: Any) -> int:
+        part = memoryview(data)[: select.PIPE_BUF]  # what a pipe that is ready takes whole
         with suppress(OSError):
-            written: int | None = super().write(data)
-            if written is not None:  # None: a pipe or terminal that is set not to block is full
+            poll = select.poll()
+            poll.register(self, select.POLLOUT)
+            self._is_stalled = not poll.poll(0 if self._is_stalled else 1000 * _PATIENCE_S)
+            written: int | None = None if self._is_stalled else super().write(part)
+            if written is not None:
                 return written
-        return memoryview(data).nbytes
+        return part.nbytes

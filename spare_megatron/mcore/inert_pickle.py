@@ -71,7 +71,7 @@ class InertUnpickler(pickle.Unpickler):
 
 @contextmanager
 def named_damage(where: str | Path) -> Iterator[None]:
-    """Turns whatever the reading of a damaged pickle raises into a ValueError of one line that says where it is."""
+    """Turns errors of reading a damaged pickle into a ValueError of one line that names the place."""
     try:
         yield
     except FileNotFoundError as error:
@@ -104,7 +104,7 @@ def read_metadata(file: Path) -> Metadata:
         found: Metadata = _load(stream)
         for key, entry in found.state_dict_metadata.items():
             if not isinstance(key, str):
-                raise TypeError("the key of a tensor is no text")
+                raise TypeError("the key of a tensor is not text")
             if isinstance(entry, TensorStorageMetadata):
                 _require_sizes(entry)
     return found
@@ -113,6 +113,6 @@ def read_metadata(file: Path) -> Metadata:
 def _require_sizes(entry: TensorStorageMetadata) -> None:
     boxes = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
     if not all(type(number) is int and number >= 0 for part in (entry.size, *boxes) for number in part):
-        raise TypeError("the sizes of a tensor are no numbers")
+        raise TypeError("the sizes of a tensor are not numbers")
     if not isinstance(entry.properties.dtype, torch.dtype):
-        raise TypeError("the type of a tensor is none of torch's")
+        raise TypeError("the type of a tensor is not one of torch's")

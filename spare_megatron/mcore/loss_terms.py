@@ -114,7 +114,9 @@ class LossTerms:
     def _tensor(self, name: str, count: Any) -> Tensor:
         is_whole = not count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, int)
         if not is_whole:
-            raise ValueError(f"the count of {name!r} is {count}; return a whole number, or a tensor of one")
+            raise ValueError(
+                f"the count of {name!r} is {count!r}; return an int, or an integer tensor such as mask.sum().long()"
+            )
         return torch.as_tensor(count, dtype=torch.int64, device=self._device)
 
     def _over_context(self, part: Tensor) -> Tensor:

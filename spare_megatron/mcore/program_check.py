@@ -1,10 +1,9 @@
 """Checks a program before any rank starts: its samples, and that its loss depends on the masks of `[data]`.
 
-A forward pass without memory or values shows what depends on what, whatever the size of the model.
+A forward pass without memory or values shows what depends on what, for models of any size.
 """
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,13 +29,15 @@ from spare_megatron.mcore.model.training_samples import Corpus, on_device
 from spare_megatron.mcore.model.transformer import transformer_config
 
 _CPU = torch.device("cpu")
+_MOST_NUMBERS = 10_000
+"""Numbers that a program may take out of tensors, so that no loop over their values is endless."""
 
 
 def check_program(config: RunConfig, program: Program) -> None:
     """Raises BadSample for the samples of a program, and UnreadMask if its loss does not depend on a mask.
 
-    A program that looks at values cannot be followed and passes: its ranks see what it reads of each microbatch. The
-    world has to be this process alone, and is made if there is none.
+    A program that fails on tensors without values passes: its ranks see what it reads of each microbatch. The world has
+    to be this process alone, and is made if there is none.
     """
     corpus = program.corpus(config)
     corpus.digest()
@@ -43,9 +45,12 @@ def check_program(config: RunConfig, program: Program) -> None:
         return
     try:
         trial = _Trial(config, program, corpus)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake,
+            torch.no_grad(),
+        ):
             trial.follow_masks(fake)
-            trial.read_in_stages(fake)
+            trial.follow_in_stages(fake)
     except UnreadMask:
         raise
     except Exception:  # noqa: BLE001  (it needs values, or devices that are not here)
@@ -76,25 +81,30 @@ class _Trial:
     def follow_masks(self, fake: FakeTensorMode) -> None:
         """Raises UnreadMask if the loss does not depend on a mask in the first or last step, or in an evaluation."""
         model, config = self._model(0, 1), self._config
-        masks = masks_to_read(config.data, pre_process=True, post_process=True)
         for step, is_training in product({0, config.train.steps - 1}, {True, not config.eval.every_steps}):
-            batch = self._without_values(fake)
-            with ExitStack() as following:
-                flows = {key: following.enter_context(_Flow(batch[key])) for key in masks}
-                _, terms = self._program.forward(batch, model.train(is_training), self._context(step, 0, 1))
-            if unused := {key: masks[key] for key, flow in flows.items() if not flow.reaches(terms[LOSS])}:
-                roles = self._program.own & {"forward_step", "model_provider"}
-                raise UnreadMask(" or ".join(sorted(roles)), "use", unused)
+            self._follow(fake, model.train(is_training), self._context(step, 0, 1))
 
-    def read_in_stages(self, fake: FakeTensorMode) -> None:
-        """Raises UnreadMask if the first, a middle or the last chunk of a pipeline does not read a mask."""
+    def follow_in_stages(self, fake: FakeTensorMode) -> None:
+        """Raises UnreadMask if the first, a middle or the last chunk of a pipeline does not read or use a mask."""
         size, last = self._config.train.micro_batch_size, self._num_stages - 1
         for stage in sorted({0, last // 2, last}) if last else ():
             model = self._model(stage, self._num_stages)
             if stage:
                 shape = self._config.model.seq_length, size, self._config.model.hidden_size
                 model.set_input_tensor(torch.zeros(shape, dtype=self._transformer.params_dtype))
-            self._program.forward(self._without_values(fake), model, self._context(0, stage, self._num_stages))
+            self._follow(fake, model, self._context(0, stage, self._num_stages))
+
+    def _follow(self, fake: FakeTensorMode, model: MegatronModule, context: StepContext) -> None:
+        batch, pre, post = self._without_values(fake), context.pre_process, context.post_process
+        masks = masks_to_read(self._config.data, pre_process=pre, post_process=post)
+        with _Flow({key: batch[key] for key in masks}) as flow:
+            output, terms = self._program.forward(batch, model, context)
+        if not (pre and post) and "model_provider" in self._program.own:
+            return  # a chunk of its own may have no attention
+        used = flow.used_by(terms[LOSS][0] if post else output)
+        if unused := {key: setting for key, setting in masks.items() if key not in used}:
+            roles = self._program.own & {"forward_step", "model_provider"}
+            raise UnreadMask(" or ".join(sorted(roles)), "use", unused)
 
     def _without_values(self, fake: FakeTensorMode) -> dict[str, Tensor]:
         return {key: fake.from_tensor(tensor) for key, tensor in self._batch.items()}
@@ -124,24 +134,43 @@ class _Trial:
 
 
 class _Flow(TorchDispatchMode):
-    """Follows a tensor: what is computed from it, or written into, depends on it."""
+    """Follows tensors: what is computed from their values, or written into, depends on them.
 
-    def __init__(self, source: Tensor) -> None:
+    A number that the program takes out of a tensor is 1, and the masks that it depends on count as used from then on.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._reached: dict[int, Tensor] = {}
-        """By storage, each with a tensor that keeps it from being freed and its number from being used again."""
-        self._add([source])
+        self._reached: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        """By storage: a tensor that keeps it from being freed and its number from being used again, and its sources."""
+        self._looked_at: frozenset[str] = frozenset()
+        self._num_numbers = 0
+        for key, tensor in sources.items():
+            self._add([tensor], frozenset({key}))
 
-    def reaches(self, values: Iterable[object]) -> bool:
-        return any(isinstance(one, Tensor) and one.untyped_storage()._cdata in self._reached for one in values)
+    def used_by(self, result: Tensor) -> frozenset[str]:
+        return self._sources([result]) | self._looked_at
 
-    def _add(self, values: Iterable[object]) -> None:
-        self._reached |= {one.untyped_storage()._cdata: one for one in values if isinstance(one, Tensor)}
+    def _sources(self, values: Iterable[object]) -> frozenset[str]:
+        storages = (one.untyped_storage()._cdata for one in values if isinstance(one, Tensor))
+        return frozenset().union(*(self._reached[one][1] for one in storages if one in self._reached))
+
+    def _add(self, values: Iterable[object], sources: frozenset[str]) -> None:
+        for one in values:
+            if isinstance(one, Tensor):
+                self._reached[one.untyped_storage()._cdata] = one, sources | self._sources([one])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
-        if self.reaches(given):
-            self._add(tree_leaves(result))
-            self._add(given if func._schema.is_mutable else ())
+        name = func.overloadpacket.__name__
+        sources = frozenset() if name.endswith("_like") or name.startswith("new_") else self._sources(given)
+        if name == "_local_scalar_dense":
+            self._looked_at |= sources
+            self._num_numbers += 1
+            if self._num_numbers > _MOST_NUMBERS:
+                raise RuntimeError("the program takes too many numbers out of tensors")
+            return {torch.bool: True}.get(dtype := args[0].dtype, 1.0 if dtype.is_floating_point else 1)
+        result = func(*args, **(kwargs or {}))
+        if sources:
+            self._add([*tree_leaves(result), *(given if func._schema.is_mutable else ())], sources)
         return result

@@ -65,7 +65,7 @@ class StoredWeights:
         return frozenset(self._tensors)
 
     def objects(self) -> frozenset[str]:
-        """Keys of everything that is no tensor."""
+        """Keys of everything that is not a tensor."""
         return self._objects
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class HeartbeatWriter:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the rank is to give the step under way up, and to save its state alone."""
+        """Whether the rank is to abandon the step under way and save its own state."""
         return bool(self._page.end_asked > 1)
 
     def start_beating(self, interval_s: float) -> None:

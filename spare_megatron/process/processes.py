@@ -272,10 +272,10 @@ def log_to_file(run_dir: Path, name: str) -> None:
     log = run_dir / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout, sys.stderr = outlast(sys.stdout), outlast(sys.stderr)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    sys.stdout, sys.stderr = outlast(sys.stdout), outlast(sys.stderr)
 
 
 def leave(code: int) -> NoReturn:

@@ -228,7 +228,7 @@ BESIDE_MEGATRON = """
 import sys
 from pathlib import Path
 import numpy as np
-from spare_megatron.mcore import cpu
+from spare_megatron.mcore.model import cpu
 cpu.install()
 from tests.integration.test_hf_weights import transformers_outputs
 folder = Path(sys.argv[1])

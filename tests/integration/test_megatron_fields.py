@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from spare_megatron.config import megatron_fields
 from spare_megatron.config.checks.validate import Machine, problems, warnings
 from spare_megatron.config.megatron_fields import (
+    COUNTED_WITH,
     FIXED_IN_MEGATRON,
     HONOURED,
     IGNORED,
@@ -51,19 +52,19 @@ def test_a_field_on_no_list_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(megatron_fields, "HONOURED", others)
     (found,) = problems(configured((), {"softmax_scale": 0.5}), MACHINE)
     assert found.startswith(
-        "megatron.softmax_scale is no field of megatron-core's TransformerConfig that is known here;"
+        "megatron.softmax_scale is not a field of megatron-core's TransformerConfig that is known here;"
     )
     of_mla = {field.name for field in dataclasses.fields(MLATransformerConfig)} - FIELDS.keys()
     assert len(of_mla) > 10
     for name in of_mla:
-        assert any(f"megatron.{name} is no field" in text for text in field_problems(configured((), {name: 1})))
+        assert any(f"megatron.{name} is not a field" in text for text in field_problems(configured((), {name: 1})))
 
 
 def test_a_field_that_the_installed_version_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_fields, "HONOURED", {**HONOURED, "of_the_next_version": HONOURED["softmax_scale"]})
     config = configured((), {"of_the_next_version": 0.5})
     assert not list(field_problems(config))
-    with pytest.raises(ValueError, match=r"megatron\.of_the_next_version is no field of megatron-core \d"):
+    with pytest.raises(ValueError, match=r"megatron\.of_the_next_version is not a field of megatron-core \d"):
         transformer_config(config, CPU)
 
 
@@ -158,7 +159,8 @@ def drawn(random: Random) -> RunConfig:
     for name in names:
         case = ON_CPUS.get(name) or ON_GPUS.get(name) or Case((), (), "")
         values = case.values if case.values and random.random() < 0.8 else JUNK
-        table[name] = random.choice(values)
+        # The loader refuses other types of these.
+        table[name] = random.choice([value for value in values if type(value) is COUNTED_WITH.get(name, type(value))])
     return configured(random.choice(BASES), table)
 
 

@@ -252,8 +252,47 @@ def model_provider(context):
     assert before.startswith('model_provider does not use batch["attention_mask"] (data.reset_attention_mask=true)')
 
 
-def test_a_program_that_looks_at_values_is_left_to_its_ranks(make_config: Any) -> None:
-    text = WITHOUT.replace("losses = ", 'assert int(batch["tokens"].max()) > 0\n    losses = ')
+@pytest.mark.parametrize(
+    ("total", "count"),
+    [
+        ("losses.sum()", "mask.count_nonzero()"),
+        ("(losses * torch.ones_like(mask)).sum()", "mask.count_nonzero()"),
+        ("(losses * mask.new_ones(mask.shape)).sum()", "mask.count_nonzero()"),
+    ],
+)
+def test_a_mask_that_gives_only_its_shape_or_the_count_is_not_used(make_config: Any, total: str, count: str) -> None:
+    text = WITH_LOSS_MASK.replace("(losses * mask).sum()", total).replace("mask.count_nonzero()", count)
+    assert refused(make_config, text, ["eod_mask_loss"])[0].startswith('forward_step does not use batch["loss_mask"]')
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("total", "count"),
+    [
+        ("(losses * mask).sum()", "int(mask.sum())"),
+        ("losses[mask.bool()].sum()", "mask.count_nonzero()"),
+        ("losses.view(-1)[mask.view(-1).nonzero()].sum()", "mask.count_nonzero()"),
+        ("(losses * mask).sum() if losses.isfinite().all() else losses", "mask.count_nonzero()"),
+        ("(losses * torch.tensor(mask.tolist())).sum()", "mask.count_nonzero()"),
+    ],
+)
+def test_a_program_that_looks_at_some_values_has_to_use_its_other_masks(
+    make_config: Any, total: str, count: str, drops: bool
+) -> None:
+    text = FORWARD.format(take="batch.get", masks=("loss_mask", "attention_mask"))
+    text = text.replace("(losses * mask).sum()", total).replace("mask.count_nonzero()", count)
+    if drops:
+        text = text.replace("positions, attention,", "positions, None,")
+    before, _ = refused(make_config, text, ["eod_mask_loss", "reset_attention_mask"])
+    expected = 'forward_step does not use batch["attention_mask"] (data.reset_attention_mask=true)'
+    assert before.partition(",")[0] == (expected if drops else "")
+
+
+@pytest.mark.parametrize("looks", ["batch['tokens'].numpy()", "while batch['tokens'].max() > 0: pass"])
+def test_a_program_that_cannot_be_followed_is_left_to_its_ranks(make_config: Any, looks: str) -> None:
+    text = WITHOUT.replace(
+        "losses = ", f"if type(batch['tokens']) is not torch.Tensor:\n        {looks}\n    losses = "
+    )
     before, steps = refused(make_config, text, ["eod_mask_loss"])
     assert (before, [bool(error) for error in steps]) == ("", [True, True, True])
 
@@ -271,12 +310,14 @@ def store(losses, mask):
     assert refused(make_config, text, ["eod_mask_loss"]) == ("", ["", "", ""])
 
 
+@pytest.mark.parametrize("reads", ["", "batch['attention_mask']"])
 @pytest.mark.parametrize("condition", ["context.pre_process", "context.post_process", "False", "True"])
-def test_a_stage_that_leaves_out_a_mask_is_found_before_the_run(make_config: Any, condition: str) -> None:
+def test_a_stage_that_leaves_out_a_mask_is_found_before_the_run(make_config: Any, condition: str, reads: str) -> None:
     text = f"""
 from spare_megatron import gpt_forward_step
 
 def forward_step(batch, model, context):
+    {reads}
     if not ({condition}):
         batch = {{key: batch[key] for key in ("tokens", "labels", "position_ids")}}
     return gpt_forward_step(batch, model, context)

@@ -19,7 +19,7 @@ from tests.integration.whole_run import tiny_config
 _BEGUN = "begun"
 _COMMAND = """
 import sys
-from spare_megatron.process import interrupts
+from spare_megatron.machine import interrupts
 interrupts.exit_at_once()
 print("begun", flush=True)
 from spare_megatron.__main__ import main

@@ -256,6 +256,30 @@ def test_a_text_that_cannot_be_spelled_otherwise_is_refused_with_its_line_and_to
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_ids_that_no_corpus_holds_are_refused_before_a_text_is_read(tmp_path: Path) -> None:
+    """An id from 2**31 was an OverflowError, with a traceback."""
+    Tokenizer(models.BPE(vocab={"a": 2**31, END: 1}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "ranks").write_text(
+        "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    )
+    (tmp_path / "a.txt").write_text("a")
+    of_ranks = ["--tokenizer", f"tiktoken:{tmp_path}/ranks", "--split-pattern", ".", "--special-token"]
+    for options, reason in {
+        (
+            "--tokenizer",
+            f"hf:{tmp_path}",
+            "--end-of-document",
+            END,
+        ): f"hf:{tmp_path} has token 2147483648; a corpus has",
+        (*of_ranks, f"{END}={2**31}"): f"{END}=2147483648 is not TEXT=ID",
+        (*of_ranks, f"{END}={'9' * 5000}"): "9 is not TEXT=ID",
+    }.items():
+        words = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out" / "corpus", *options]
+        done = CliRunner().invoke(app, ["preprocess", *map(str, words)])
+        assert done.exit_code == 2, done.output
+        assert reason in done.stderr
+
+
 def test_a_tokenizer_trained_on_the_end_that_is_spelled_out_reads_it_as_text(tmp_path: Path) -> None:
     end = "<|endoftext|>"
     lines = tmp_path / "docs.jsonl"

@@ -77,7 +77,7 @@ def test_a_save_that_was_interrupted_is_no_damage(tmp_path: Path) -> None:
     aside.mkdir(parents=True)
     code, output = invoke("verify", tmp_path)
     assert code == 2
-    assert "holds no checkpoint but for unfinished saves" in output
+    assert "holds only unfinished saves" in output
     path = save(tmp_path / "checkpoints", 10)
     code, output = invoke("verify", tmp_path)
     assert (code, output.splitlines()) == (

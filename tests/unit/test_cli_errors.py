@@ -175,6 +175,9 @@ def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tm
         (tmp_path / "corpus.json").write_text(text)
         output = spare(*train, expected=2)
         assert f"{tmp_path}/corpus.json does not say with which vocabulary the corpus was written" in output
+    for name, value in {"end_of_document": "0", "tokenizer": None, "vocab_size": 0}.items():
+        (tmp_path / "corpus.json").write_text(json.dumps({"vocab_size": 256, name: value}))
+        assert f"{tmp_path}/corpus.json: {name}={value!r} must be " in spare(*train, expected=2)
 
 
 def test_more_samples_than_memory_has_room_for_are_refused_before_anything_is_started(

@@ -108,11 +108,11 @@ def reach_the_start(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("words", "starts"),
     [
-        (["train", "demo_cpu"], "train.run_and_show"),
-        (["campaign", "campaign_cpu"], "campaign.run_and_show"),
-        (["doctor", "demo_cpu"], "doctor._examine"),
-        (["bench", "throughput", "--config", "demo_cpu"], "bench_throughput.measure"),
-        (["check-program", "{program}", "demo_cpu"], "check_program.run_trials"),
+        (["train", "demo_cpu"], "cli.train.run_and_show"),
+        (["campaign", "campaign_cpu"], "tools.campaign.campaign_command.run_and_show"),
+        (["doctor", "demo_cpu"], "tools.doctor.doctor._examine"),
+        (["bench", "throughput", "--config", "demo_cpu"], "tools.bench.bench_throughput.measure"),
+        (["check-program", "{program}", "demo_cpu"], "tools.doctor.check_program.run_trials"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -127,6 +127,6 @@ def test_every_kind_of_data_is_taken_by_commands_that_train(
     program = tmp_path / "program.py"
     program.write_text("def forward_step(batch, model, context): ...\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"spare_megatron.cli.{starts}", reach_the_start)
+    monkeypatch.setattr(f"spare_megatron.{starts}", reach_the_start)
     found = CliRunner().invoke(app, [*(word.format(program=program) for word in words), *options(kind, *prefixes)])
     assert found.exit_code == BEGINS, found.output

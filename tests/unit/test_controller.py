@@ -152,14 +152,14 @@ def test_a_run_ends_with_the_commit_of_an_attempt_if_any_group_was_asked_to_end_
     assert fold(controller, Finish(step=1, attempt=1)) == [FinishRun(step=1, is_asked=True)]
 
 
-def test_a_run_that_is_asked_to_end_in_its_last_step_has_finished() -> None:
+def test_a_run_that_is_asked_to_end_in_its_last_step_has_finished_and_saves() -> None:
     controller = make_controller(steps=1)
     controller.handle(RunStarted(), now_s=0.0)
     cast = votes(controller)
     asked = {group: replace(vote, ends=True) for group, vote in cast.votes.items()}
     [entry] = controller.handle(replace(cast, votes=asked), now_s=0.0)
-    assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, at_s=0.0))
-    assert fold(controller, entry.entry)[-1] == FinishRun(step=1)
+    assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, save=True, at_s=0.0))
+    assert isinstance(fold(controller, entry.entry)[0], UpdateModel)
 
 
 def test_a_group_that_reads_the_last_commit_ends_with_its_step_and_admits_no_group() -> None:

@@ -343,6 +343,17 @@ def test_columns_are_divided_by_spaces_whatever_the_encoding(encoding: str) -> N
     assert set(rule) <= {"-", "\u2500"}
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("columns", ["0", "1", "5", "-3", "wide", " ", "39"])
+def test_no_cell_is_left_out_whatever_columns_says(
+    monkeypatch: pytest.MonkeyPatch, columns: str, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    stream = io.StringIO()
+    RunConsole(file=stream, force_terminal=is_terminal).tables(Table(columns=list("abcdefgh"), rows=["ijklmnop"]))
+    assert set("abcdefghijklmnop") <= {*stream.getvalue()}
+
+
 def test_what_can_be_seen_stays_as_it_is() -> None:
     for text in (
         "",

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from spare_megatron.tools.weights.foreign_fields import require_kinds
+from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.tools.weights.hf_config import Architecture, Model, architecture_in
 from spare_megatron.tools.weights.hf_fields import (
     DEFAULT_ROPE_BASE,

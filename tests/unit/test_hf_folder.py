@@ -235,7 +235,8 @@ def test_ids_of_special_tokens_go_through_an_import(
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
     checkpoint = import_hf(path, tmp_path / "imported")
-    for name, tokenizer in (("alone", None), ("named", tmp_path / "imported" / "tokenizer")):
+    kept = tmp_path / "imported" / "tokenizer"
+    for name, tokenizer in (("alone", None), ("named", kept), ("file", kept / "tokenizer.json")):
         export_hf(checkpoint, config_of(checkpoint), tmp_path / name, ExportOptions(tokenizer=tokenizer))
         assert written(tmp_path / name) == (ids, expected)
 

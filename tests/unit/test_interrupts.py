@@ -57,8 +57,15 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", f"{name}: interrupted\n")
 
 
-def test_ctrl_c_after_a_command_leaves_its_exit_code_alone() -> None:
-    at_the_end = "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); "
+@pytest.mark.parametrize(
+    "at_the_end",
+    [
+        "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT); ",
+        "import os, sys; sys.last = type('', (), {'__del__': lambda _, end=os.kill, at=os.getpid(): end(at, 15)})(); ",
+    ],
+    ids=["exit", "finalization"],
+)
+def test_a_signal_after_a_command_leaves_its_exit_code_alone(at_the_end: str) -> None:
     done = run_python(BY_SCRIPT[0], at_the_end + BY_SCRIPT[1], "--version")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -175,11 +182,39 @@ def test_what_fails_after_a_signal_gives_way_to_it() -> None:
 
 
 @pytest.mark.usefixtures("_handlers")
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with deferred() as interrupts:
-        signal.raise_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_that_is_ignored_stays_ignored_also_in_programs_that_are_started(number: signal.Signals) -> None:
+    """As SIGHUP is under nohup, which the kernel sends to all processes of the terminal."""
+    signal.signal(number, signal.SIG_IGN)
+    command = [sys.executable, "-c", f"import signal; signal.raise_signal({int(number)})"]
+    with deferred(lambda: pytest.fail("acted on")) as interrupts:
+        signal.raise_signal(number)
         interrupts.check()
+        assert subprocess.run(command, timeout=100, check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_a_signal_during_the_cleaning_up_is_acted_on_there() -> None:
+    done = []
+
+    def block() -> None:
+        with raising():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                with deferred(lambda: done.append("killed")) as interrupts:
+                    signal.raise_signal(signal.SIGHUP)
+                    interrupts.check()
+                done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert done == ["killed", "cleaned up"]
+
+
+def test_a_request_to_end_does_not_kill_a_command_while_modules_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nsignal.raise_signal(signal.SIGUSR1)\nos._exit(7)\n")
+    assert run_python(*BY_SCRIPT, "--version", path=tmp_path).returncode == 7
 
 
 # ---------------------------------------------------------------------------------------------- real processes

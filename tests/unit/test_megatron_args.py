@@ -109,17 +109,17 @@ def test_drawn_arguments_become_valid_settings_or_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_experts": 8}, "common.pt: num_experts=8 has no equal here; only null can be imported"),
-        ({"qk_l2_norm": True}, "qk_l2_norm=True has no equal"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' has no equal"),
+        ({"num_experts": 8}, "common.pt: num_experts=8 is not supported here; only null can be imported"),
+        ({"qk_l2_norm": True}, "qk_l2_norm=True is not supported"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         (
             {"position_embedding_type": "mrope", "use_rotary_position_embeddings": False},
-            "position_embedding_type='mrope' has no equal",
+            "position_embedding_type='mrope' is not supported",
         ),
         ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor=32.0 is ambiguous"),
-        ({"window_size": (-1, 0)}, r"window_size=\(-1, 0\) has no equal"),
-        ({"normalization": "L2Norm"}, "normalization='L2Norm' has no equal"),
+        ({"window_size": (-1, 0)}, r"window_size=\(-1, 0\) is not supported"),
+        ({"normalization": "L2Norm"}, "normalization='L2Norm' is not supported"),
         ({"hidden_size": None}, "hidden_size=None must be a whole number"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be a whole number"),
         ({"num_layers": True}, "num_layers=True must be a whole number"),

@@ -230,9 +230,9 @@ def test_a_folder_that_is_none_of_torch_dist_is_refused_with_what_to_do(tmp_path
     assert ".metadata cannot be read" in refusal(folder)
     for text in ("\u00b2", "12\n13", "../saved/iter_0000012"):
         (folder / "latest_checkpointed_iteration.txt").write_text(text)
-        assert f"names iteration {text!r}, of which there is no folder" in refusal(folder)
+        assert f"names iteration {text!r}, whose folder is missing" in refusal(folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("13")
-    assert "names iteration '13', of which there is no folder" in refusal(folder)
+    assert "names iteration '13', whose folder is missing" in refusal(folder)
     shutil.rmtree(iteration)
     (folder / "iter_0000013" / "mp_rank_00").mkdir(parents=True)
     assert "--auto-detect-ckpt-format --ckpt-convert-format torch_dist" in refusal(folder)

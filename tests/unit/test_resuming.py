@@ -53,6 +53,15 @@ def test_the_same_command_goes_on_each_time(run: Callable[..., Path]) -> None:
     assert third.exists()
 
 
+@pytest.mark.parametrize("named", [".", "checkpoints/..", "../mine", "./"])
+def test_a_run_may_be_named_from_within(run: Callable[..., Path], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run("mine", 5)
+    monkeypatch.chdir(first)
+    found = resume(CONFIG, Path(named)).run_dir
+    assert found is not None
+    assert found.resolve() == first.with_name("mine-2")
+
+
 def test_a_run_that_does_not_exist_begins_there(tmp_path: Path, capsys: Output) -> None:
     assert resume(CONFIG, tmp_path / "mine") == Resumption(config=CONFIG, run_dir=tmp_path / "mine")
     assert "holds no checkpoint, training starts from the beginning" in capsys.readouterr().err

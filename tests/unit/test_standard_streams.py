@@ -1,5 +1,6 @@
 """Streams that are closed, full, or of another encoding, and what a process makes of them."""
 
+import contextlib
 import io
 import json
 import os
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 CLOSED = [some for number in range(1, 4) for some in combinations((0, 1, 2), number)]
 REPORT = """
 import json, os, sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 standard_streams.open_closed()
 opened = os.open("/dev/zero", os.O_RDONLY)
 kinds = [os.path.samestat(os.fstat(number), os.stat(os.devnull)) for number in range(3)]
@@ -69,7 +70,8 @@ def test_closed_descriptors_are_opened_on_nothing_before_another_file_takes_thei
 BOTH = "print('to stdout'); print('to stderr', file=sys.stderr)"
 OUTLASTING = f"""
 import sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
+standard_streams._PATIENCE_S = 0.1
 standard_streams.open_closed()
 with standard_streams.outlasting():
     {BOTH}
@@ -94,15 +96,33 @@ def without_reader() -> None:
     os.dup2(writer, 2)
 
 
+def full(writer: int) -> None:
+    os.set_blocking(writer, False)
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * size)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
 def full_and_not_blocking() -> None:
     _, writer = os.pipe()
-    os.set_blocking(writer, False)
-    try:
-        while True:
-            os.write(writer, b"x" * 4096)
-    except BlockingIOError:
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
+    full(writer)
+
+
+def of_a_reader_that_has_stopped() -> None:
+    reader, writer = os.pipe()
+    os.dup2(reader, 0)  # keeps it open
+    full(writer)
+    os.set_blocking(writer, True)
+
+
+def of_a_terminal_that_has_stopped() -> None:
+    ours, theirs = os.openpty()
+    os.dup2(ours, 0)
+    full(theirs)
+    os.set_blocking(theirs, True)
 
 
 def of_a_terminal_that_is_gone() -> None:
@@ -113,7 +133,16 @@ def of_a_terminal_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    "streams", [onto("/dev/full"), without_reader, full_and_not_blocking, of_a_terminal_that_is_gone, onto("/dev/null")]
+    "streams",
+    [
+        onto("/dev/full"),
+        without_reader,
+        full_and_not_blocking,
+        of_a_reader_that_has_stopped,
+        of_a_terminal_that_has_stopped,
+        of_a_terminal_that_is_gone,
+        onto("/dev/null"),
+    ],
 )
 def test_output_that_nothing_takes_changes_no_exit_code(streams: Callable[[], None]) -> None:
     """The last one shows that the program ends so where everything is taken."""
@@ -125,7 +154,7 @@ def test_characters_that_an_encoding_lacks_are_printed_as_escapes(encoding: str)
     text = "caf\u00e9 \u4e2d \udcff"
     code = f"""
 import sys
-from spare_megatron.process import standard_streams
+from spare_megatron.machine import standard_streams
 standard_streams.open_closed()
 print({text!r})
 with standard_streams.outlasting():

@@ -298,19 +298,19 @@ def test_other_compression_is_refused(tmp_path: Path) -> None:
     [
         (["hf:{tmp}/none"], "/none cannot be read: No such file"),
         (["hf:"], "--tokenizer hf: is unknown; choose byte"),
-        (["hf:{tmp}/x.tiktoken"], "x.tiktoken is no tokenizer.json: "),
-        (["sentencepiece:{tmp}/x.tiktoken"], "x.tiktoken is no model of SentencePiece: "),
+        (["hf:{tmp}/x.tiktoken"], "x.tiktoken cannot be read as tokenizer.json: "),
+        (["sentencepiece:{tmp}/x.tiktoken"], "x.tiktoken cannot be read as a model of SentencePiece: "),
         (["tiktoken:{tmp}/x.tiktoken"], "has neither the pattern that splits text nor the special tokens; give"),
         (["hf:{tmp}/hf", "--split-pattern", "."], "--split-pattern and --special-token are for tiktoken:FILE"),
         (["byte", "--end-of-document", "a"], "--tokenizer byte ends documents with byte 0"),
         (["hf:{tmp}/hf", "--end-of-document", "</s>"], "has no token '</s>' to end a document with"),
         (
             ["tiktoken:{tmp}/hf/tokenizer.json", "--split-pattern", ".", "--special-token", "<|e|>=300"],
-            "tokenizer.json is no .tiktoken file, with a token in base64 and its rank on each line",
+            "tokenizer.json cannot be read as a .tiktoken file, with a token in base64 and its rank on each line",
         ),
         (
             ["tiktoken:{tmp}/x.tiktoken", "--split-pattern", "(", "--special-token", "<|e|>=300"],
-            "--split-pattern ( is no regular expression",
+            "--split-pattern ( is not a regular expression",
         ),
         (
             ["tiktoken:{tmp}/x.tiktoken", "--split-pattern", ".", "--special-token", "<|e|>=260"],

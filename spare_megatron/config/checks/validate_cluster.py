@@ -49,7 +49,7 @@ class ProcessLimits:
 
 def limit_problems(config: RunConfig, limits: ProcessLimits, rank_bytes: int = 0) -> Iterator[str]:
     """Every limit of its processes that the run exceeds, with the command that raises it. `rank_bytes`: memory that
-    the model takes on a rank; 0 where that is no main memory.
+    the model takes on a rank; 0 if it is not in main memory.
     """
     needed = open_files_needed(config)
     if limits.open_files < needed:

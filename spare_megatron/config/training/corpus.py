@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.config.foreign_fields import require_kinds
+from spare_megatron.config.limits import NonNegativeInt, PositiveInt
 from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
 from spare_megatron.formats.store_space import gib
 
@@ -34,6 +36,7 @@ _DIGEST_DIGITS = 16
 _MOST_NOTE_BYTES = 1 << 16
 _STATE = "checked"
 """Under another name where a check was added: what earlier versions noted is then read again."""
+_NOTED: Mapping[str, Any] = {"tokenizer": str, "vocab_size": PositiveInt, "end_of_document": NonNegativeInt | None}
 _FIGURES = ("digest", "num_tokens", "least_token", "largest_token")
 _AND = " + "
 _PART = re.compile(r"(?:(\d[\d.e-]*) of )?[0-9a-f]*, (\d+ tokens[^,]*)(?:, tokenizer .*)?")
@@ -420,7 +423,7 @@ def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | 
 
 
 def _note_beside(prefix: str) -> Mapping[str, Any]:
-    """The note of `spare preprocess`; empty without one. Raises ValueError if the file has no vocabulary size."""
+    """The note of `spare preprocess`; empty without one. Raises ValueError for one that lacks the vocabulary size."""
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return {}
@@ -430,6 +433,7 @@ def _note_beside(prefix: str) -> Mapping[str, Any]:
             f"{path} does not say with which vocabulary the corpus was written, as `spare preprocess` notes it there: "
             f"write the corpus anew, or move that file away"
         )
+    require_kinds(_NOTED, note, f"{path}: ")
     return note
 
 

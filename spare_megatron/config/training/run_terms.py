@@ -56,10 +56,18 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
     }
 
 
+_LATER_SETTINGS = {"audit.every_steps": "audit_every_steps", "spare.deal_by_pace": "deal_by_pace"}
+"""Settings that earlier versions did not know, whose defaults change how a run behaves, and their terms."""
+
+
 def terms_in(run_dir: Path) -> dict[str, Any]:
-    """The terms that a run directory's `config.toml` fixes; empty if this version cannot load it."""
+    """The terms that a run directory's `config.toml` fixes; empty if this version cannot load it. That file spells out
+    all settings that the version of the run knew.
+    """
     try:
-        terms = terms_of_run(load_run_config(run_dir / "config.toml").config)
+        loaded = load_run_config(run_dir / "config.toml")
+        terms = terms_of_run(loaded.config)
     except (ValueError, OSError):
         return {}
-    return {name: value for name, value in terms.items() if name != "order"}  # that of the code, not of a setting
+    unknown = {"order", *(term for setting, term in _LATER_SETTINGS.items() if setting not in loaded.provenance)}
+    return {name: value for name, value in terms.items() if name not in unknown}  # the order is the code's

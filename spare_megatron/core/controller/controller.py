@@ -342,13 +342,12 @@ class Controller(Membership):
             hosts=self._hosts,
         )
         is_again = self.step + 1 == self.num_steps < self._setup.num_steps  # an early end, after a restart
-        is_asked = any(vote.ends for vote in event.votes.values()) or (is_again and self._is_asked)
-        is_asked &= self.step + 1 < self._setup.num_steps
+        saves = any(vote.ends for vote in event.votes.values()) or (is_again and self._is_asked)
+        is_asked = saves and self.step + 1 < self._setup.num_steps  # else the run is finished all the same
         is_last = is_asked or is_again or self._is_time_over(now_s)
         at_s = self._clock.read_s(now_s)
-        end = {"is_last": is_last, "is_asked": is_asked}
-        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, **end)
-        entry = decide(attempted, event, save=is_due, at_s=at_s, **end)
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last, is_asked=saves)
+        entry = decide(attempted, event, save=is_due, at_s=at_s, is_last=is_last, is_asked=is_asked)
         if isinstance(entry, entries.Commit) and entry.drain:
             entry = self._let_leave(entry)
         if isinstance(entry, entries.Commit) and self.deals_by_pace:

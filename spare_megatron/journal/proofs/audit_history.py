@@ -125,7 +125,7 @@ def _spoiled(audited: AuditedSteps, num_steps: int) -> Spoiled | None:
 
 
 def text_of_spoiled(spoiled: Spoiled) -> str:
-    """Says which steps are clean, and what is in the parameters beside them.
+    """Which steps are clean, and what else is in the parameters.
 
     >>> text_of_spoiled(Spoiled(audited_steps=6, num_steps=12, groups=[2]))
     'the first 6 of 12 steps are audited; what group 2 computed since is in the parameters'
@@ -135,7 +135,7 @@ def text_of_spoiled(spoiled: Spoiled) -> str:
 
 
 class SpoiledSteps:
-    """What `find_spoiled` says of a journal that is read as it grows."""
+    """What `find_spoiled` returns, of a journal that is read as it grows."""
 
     def __init__(self, first_step: int) -> None:
         self._audited = AuditedSteps(first_step)

@@ -17,7 +17,7 @@ class BadSample(ValueError):
 
 
 class UnreadMask(ValueError):
-    """A role of the program passes over masks that the settings ask for; `masks` maps their keys to the settings."""
+    """A role of the program ignores masks that the settings ask for; `masks` maps their keys to the settings."""
 
     def __init__(self, role: str, verb: str, masks: Mapping[str, str]) -> None:
         self.role = role
@@ -83,7 +83,7 @@ def keys_needed(config: RunConfig, *, has_own_forward_step: bool) -> dict[str, s
 
 
 def stacked(samples: Sequence[Mapping[str, Tensor]], config: RunConfig, needed: Mapping[str, str]) -> dict[str, Tensor]:
-    """The batch of some samples. Raises BadSample if one is no sample, or has not what is `needed`."""
+    """The batch of some samples. Raises BadSample if one is not a sample, or lacks a key that is `needed`."""
     for sample in samples:
         if not isinstance(sample, Mapping) or not all(isinstance(value, Tensor) for value in sample.values()):
             raise BadSample(f"datasets_provider has a sample {sample!r:.60}; return a mapping from names to tensors")

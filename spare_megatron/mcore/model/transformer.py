@@ -138,7 +138,7 @@ def _refuse(config: RunConfig) -> None:
     for key in config.megatron:
         if key not in known:
             raise ValueError(
-                f"megatron.{key} is no field of megatron-core {installed_version('megatron-core')}; remove it"
+                f"megatron.{key} is not a field of megatron-core {installed_version('megatron-core')}; remove it"
             )
     layout = config.layout
     if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
@@ -163,7 +163,7 @@ def _megatron_value(key: str, value: Any) -> Any:
 
 
 def _is_activation(function: Any) -> bool:
-    """Whether a function maps each number by itself, and always alike."""
+    """Whether a function is elementwise and deterministic."""
     given = torch.linspace(-3.0, 3.0, 64).view(8, 8)
     try:
         result, part = function(given.clone()), function(given[:, :4].clone())
@@ -189,7 +189,7 @@ def _named(key: str, value: str, default: Any) -> Any:
         function = _OUR_FUNCTIONS.get(value) or getattr(F, value, None)
         if not _is_activation(function):
             raise ValueError(
-                f"megatron.activation_func={value} is no function of torch.nn.functional of each number by itself; try "
+                f"megatron.activation_func={value} is not an elementwise function of torch.nn.functional; try "
                 f"gelu or silu"
             )
         return function

@@ -36,7 +36,7 @@ SETTINGS: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titleweight": "bold",
-    "text.parse_math": False,  # names are no formulas
+    "text.parse_math": False,  # names are not formulas
 }
 
 _AXIS_UNITS = ((31557600.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))

@@ -45,7 +45,7 @@ class Where:
 
     Attributes:
         group: On those of this group, with its devices; None: on this machine.
-        machine: On those of the group that this machine, or one in its stead, was last in; then `group` is None.
+        machine: On those of the group that this machine, or its replacement, was last in; then `group` is None.
         wait_s: Longest wait for other machines.
         on_awaited: Called with what a user has to do for them.
     """
@@ -103,7 +103,7 @@ def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[P
 
 
 def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tuple[GroupId, tuple[Part, ...]]:
-    """The last group that was whole with the machine, or one in its stead, and the group's ranks on its machines of
+    """The last group that was whole with the machine, or its replacement, and the group's ranks on its machines of
     that time. ValueError: there is no such machine, or it is in several groups.
     """
     layout, assignments = config.parallel, _assignments(view)

@@ -124,7 +124,7 @@ _LABELS = ("name", "text", "x", "y")
 
 
 def _escaped(key: str, value: Any) -> Any:
-    """The value of a trace with all that is markup to plotly.js shown as it is."""
+    """The value of a trace, with markup of plotly.js escaped."""
     if key not in _LABELS:
         return value
     if isinstance(value, list):

@@ -44,7 +44,7 @@ class NoText(Exception):
 
 @dataclass(slots=True)
 class Skipped:
-    """Files that are no document, and documents without tokens, by reason."""
+    """Files that are not documents, and documents without tokens, by reason."""
 
     files: Counter[str] = field(default_factory=Counter)
     documents: Counter[str] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFiles:
-    """Text files; those in `named` are refused if they are no text, the others are skipped."""
+    """Text files; those in `named` are refused if they are not text, others are skipped."""
 
     paths: tuple[Path, ...]
     named: frozenset[Path]
@@ -158,7 +158,7 @@ def _json_form(path: Path, *, has_key: bool) -> Form | None:
     try:
         if has_key:
             return _form_with_key(path, is_json=name == JSON)
-        return "lines" if name == JSON and sum(map(_is_object, islice(_lines_in(path), _LINES_TRIED))) > 1 else None
+        return "lines" if name == JSON and _has_objects(path) else None
     except ValueError:  # reading it says why
         return "lines" if has_key and name == JSON else None
 
@@ -170,7 +170,14 @@ def _form_with_key(path: Path, *, is_json: bool) -> Form | None:
         return "lines"
     if is_json:
         return "value" if begin else "lines"
-    return "value" if begin in (b"{", b"[") and _is_value(path) else None
+    if begin in (b"{", b"[") and _is_value(path):
+        return "value"
+    return "lines" if _has_objects(path) else None
+
+
+def _has_objects(path: Path) -> bool:
+    """Whether two of its first lines are objects: it is JSON lines, though others are damaged."""
+    return sum(map(_is_object, islice(_lines_in(path), _LINES_TRIED))) > 1
 
 
 def _lines_in(path: Path) -> Iterator[bytes]:
@@ -273,7 +280,7 @@ def _line_batches(path: Path, form: Form) -> Iterator[tuple[bytes, int]]:
 
 
 def _as_lines(path: Path, pieces: Iterable[bytes]) -> list[bytes]:
-    """The items of an array, or the only value, each on a line. ValueError: that is no JSON, or too long."""
+    """The items of an array, or the only value, each on a line. ValueError: it is not JSON, or too long."""
     content = _joined(pieces, _MOST_VALUE_BYTES)
     if len(content) > _MOST_VALUE_BYTES:
         raise ValueError(f"{path} is one JSON value of more than {_MOST_VALUE_BYTES >> 20} MiB; {_ONE_A_LINE}")
@@ -331,8 +338,8 @@ def _decompressors(path: Path) -> tuple[Callable[[], Any], type[Exception]] | No
 
 
 def documents_in(batch: Batch, skipped: Skipped, *, is_byte_0_text: bool) -> Iterator[Document]:
-    """The documents of a batch; counts in `skipped` what is none. ValueError: a named file is no text, or a line holds
-    no text under the key. A text file with byte 0 is taken for a binary one in any case.
+    """The documents of a batch; counts others in `skipped`. ValueError: a named file is not text, or a line has no text
+    under the key. A file with byte 0 always counts as binary.
     """
     if isinstance(batch, TextFiles):
         for path in batch.paths:
@@ -367,7 +374,7 @@ def _decoded(batch: JsonLines) -> str:
 
 
 def _read_text(path: Path, skipped: Skipped) -> str:
-    """What the file holds. Raises NoText where that is no text."""
+    """What the file holds. Raises NoText if it is not text."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -397,8 +404,8 @@ def _decoder(key: str) -> msgspec.json.Decoder[Any]:
 def _text_of(line: str, key: str, where: str) -> str:
     try:
         return str(_decoder(key).decode(line).text)
-    except (msgspec.DecodeError, RecursionError):
-        pass  # the json module takes NaN, too, and says what is wrong
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass  # the json module takes NaN and keys with quotes, too, and says what is wrong
     try:
         value = _loads(line.removeprefix(_MARK))
     except ValueError as error:
@@ -417,7 +424,7 @@ def _text_of(line: str, key: str, where: str) -> str:
 
 
 def _loads(text: str) -> Any:
-    """What the json module makes of it, nested however deep."""
+    """The value as the json module reads it, at any depth of nesting."""
     try:
         return json.loads(text, parse_int=_no_number)
     except RecursionError:

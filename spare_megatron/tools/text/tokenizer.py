@@ -23,6 +23,8 @@ TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CHOICES = "byte, hf:PATH, sentencepiece:FILE or tiktoken:FILE"
 _DIGEST_DIGITS = 16
 _MOST_NAMED = 8
+_MOST_IDS = 1 << 31
+"""A corpus holds int32."""
 _LONG_PIECE = 1 << 18
 """Characters; tiktoken's regular expressions overflow their stack, a million entries, in longer matches."""
 _UNREACHABLE = "\0end of document\0"
@@ -146,7 +148,7 @@ def _read_hf(name: str, path: Path, end_of_document: str) -> TokenizerSource:
             end_of_document = found if isinstance(found, str) else str(found.get("content", ""))
         except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"--tokenizer {name}: {config} is no JSON object with the text of eos_token; repair it, or name the "
+                f"--tokenizer {name}: {config} is not a JSON object with the text of eos_token; repair it, or name the "
                 f"token with --end-of-document"
             ) from error
     paths = (path, config) if config.is_file() else (path,)
@@ -163,8 +165,10 @@ def _content(name: str, path: Path) -> bytes:
 
 def _special_token(given: str) -> tuple[str, int]:
     text, _, number = given.rpartition("=")
-    if not text or not number.isdecimal():
-        raise ValueError(f"--special-token {given} is not TEXT=ID, as in '<|endoftext|>=100257'")
+    if not text or not number.isdecimal() or len(number) > len(str(_MOST_IDS)) or int(number) >= _MOST_IDS:
+        raise ValueError(
+            f"--special-token {given} is not TEXT=ID, as in '<|endoftext|>=100257', with an ID below {_MOST_IDS}"
+        )
     return text, int(number)
 
 
@@ -176,12 +180,17 @@ def build(source: TokenizerSource) -> Tokenizer:
     if source.kind == BYTE:
         name = f"--tokenizer {source.name}"
         return Tokenizer(name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, is_byte_0_text=False)
-    return _LOADERS[source.kind](source)
+    found = _LOADERS[source.kind](source)
+    if found.vocab_size > _MOST_IDS:
+        raise ValueError(
+            f"--tokenizer {source.name} has token {found.vocab_size - 1}; a corpus has ids below {_MOST_IDS}"
+        )
+    return found
 
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns what the library of a tokenizer raises into ValueError, in one line. A panic of Rust is no Exception."""
+    """Turns errors of a tokenizer's library into a ValueError of one line. A panic of Rust is not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, PackageMissing):
@@ -191,7 +200,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]:
-    return library_errors(f"--tokenizer {source.name}: {source.paths[0]} is no {what}")
+    return library_errors(f"--tokenizer {source.name}: {source.paths[0]} cannot be read as {what}")
 
 
 def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
@@ -256,7 +265,7 @@ def _load_hf(source: TokenizerSource, content: bytes) -> Any:
 def _without_token(content: bytes, number: int) -> bytes:
     """A tokenizer.json in which no text becomes this token: it has another name, and nothing merges to it."""
     tokenizer = json.loads(content)
-    for token in tokenizer["added_tokens"]:
+    for token in tokenizer.get("added_tokens", ()):
         if token["id"] == number:
             token.update(content=_UNREACHABLE, special=True)
     model = tokenizer["model"]
@@ -276,7 +285,7 @@ def _without_token(content: bytes, number: int) -> bytes:
 
 
 def _build_sentencepiece(source: TokenizerSource) -> Tokenizer:
-    with _reading(source, "model of SentencePiece"):
+    with _reading(source, "a model of SentencePiece"):
         processor = _load_sentencepiece(source, source.content)
     ids = {processor.IdToPiece(number): number for number in range(processor.GetPieceSize())}
     eos = processor.eos_id()
@@ -349,7 +358,7 @@ def _as_varint(number: int) -> bytes:
 
 def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
     special = dict(source.special_tokens)
-    with _reading(source, ".tiktoken file, with a token in base64 and its rank on each line"):
+    with _reading(source, "a .tiktoken file, with a token in base64 and its rank on each line"):
         ranks = _ranks(source)
     taken = sorted(set(special.values()) & set(ranks.values()))
     if taken or len(set(special.values())) < len(source.special_tokens):
@@ -358,7 +367,7 @@ def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
             f"{min(ranks.values())} to {max(ranks.values())}"
         )
     library = package("tiktoken", source.name)
-    with library_errors(f"--split-pattern {source.split_pattern} is no regular expression"):
+    with library_errors(f"--split-pattern {source.split_pattern} is not a regular expression"):
         encoding = library.Encoding(
             "spare", pat_str=source.split_pattern, mergeable_ranks=ranks, special_tokens=special
         )

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
-from spare_megatron.tools.weights.foreign_fields import shown
 from spare_megatron.tools.weights.hf_fields import (
     LLAMA3_CONSTANTS,
     Family,
@@ -210,7 +210,7 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
 
 
 def architecture_in(content: Mapping[str, Any]) -> Model:
-    """The architecture that a config.json describes. Raises ValueError for one that has no equal here, naming why."""
+    """The architecture that a config.json describes. Raises ValueError for unsupported ones."""
     fields = fields_in(content)
     if isinstance(fields, Gpt2Fields):
         return gpt2_in(fields)
@@ -219,8 +219,8 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
     has_bias = isinstance(fields, LlamaFields) and fields.attention_bias
     if isinstance(fields, LlamaFields) and fields.mlp_bias != has_bias:
         raise ValueError(
-            f"config.json: attention_bias={has_bias} with mlp_bias={fields.mlp_bias} has no equal here; only biases of "
-            f"all linear layers, or of none, can be imported"
+            f"config.json: attention_bias={has_bias} with mlp_bias={fields.mlp_bias} is not supported here; only "
+            f"biases of all linear layers, or of none, can be imported"
         )
     found = Architecture(
         num_layers=fields.num_hidden_layers,

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
+from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
-from spare_megatron.tools.weights.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
 
@@ -193,7 +193,7 @@ def fields_in(content: Mapping[str, Any]) -> RopeFields | Gpt2Fields:
     """The fields of a config.json, checked one by one. Raises ValueError."""
     family = content.get("model_type")
     if not isinstance(family, str) or family not in FIELDS:
-        raise ValueError(f"{_WHERE}model_type={shown(family)} is none of {', '.join(FIELDS)}, which can be imported")
+        raise ValueError(f"{_WHERE}model_type={shown(family)} cannot be imported; only {', '.join(FIELDS)} can")
     require_values(ONLY, content, _WHERE)
     require_kinds(WITHOUT_EFFECT, content, _WHERE)
     schema, other_names = FIELDS[family], OTHER_NAMES.get(family, {})
@@ -229,7 +229,7 @@ LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_fact
 
 
 def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, float]:
-    """Base and scaling factor, from `rope_parameters`, or from `rope_scaling` and `rope_theta`, as files of before
+    """Base and scaling factor, from `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files
     transformers 5 have it. Raises ValueError for other scalings, and for fields that contradict each other.
     """
     require_kinds(_ROPE_KINDS, content, _WHERE)
@@ -245,7 +245,7 @@ def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[f
 
 
 def _rope_table(content: Mapping[str, Any], name: str, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The table under its names of today, with what `transformers` takes from other fields."""
+    """The table under its current names, with what `transformers` takes from other fields."""
     table = dict(content[name])
     kind = table.setdefault("rope_type", table.get("type", "default"))
     if table.pop("type", kind) != kind:
@@ -264,7 +264,7 @@ def _checked(table: Mapping[str, Any], where: str) -> tuple[float, float]:
     if missing := [field for field in scaling if field not in table]:
         raise ValueError(f"{where}{missing[0]} is missing, which rope_type={table['rope_type']} needs")
     if unknown := sorted(table.keys() - {"rope_theta", *_ROPE_VALUES, *scaling}):
-        raise ValueError(f"{where}{unknown[0]}={shown(table[unknown[0]])} has no equal here")
+        raise ValueError(f"{where}{unknown[0]}={shown(table[unknown[0]])} is not supported here")
     require_values({field: (value,) for field, value in LLAMA3_CONSTANTS.items()}, table, where)
     return float(table["rope_theta"]), float(table.get("factor", 1.0))
 

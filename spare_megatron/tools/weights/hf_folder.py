@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spare_megatron.config.foreign_fields import require_kinds, shown
 from spare_megatron.config.model.model_tensors import ModelTensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.whole_files import json_object
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
-from spare_megatron.tools.weights.foreign_fields import require_kinds, shown
 from spare_megatron.tools.weights.hf_config import Model, architecture_in, architecture_of, config_json, settings_of
 from spare_megatron.tools.weights.hf_fields import token_ids_in
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2
@@ -59,7 +59,7 @@ _TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16,
 def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: ExportOptions) -> None:
     """Writes the weights into the new folder `out`, without the rows that pad the vocabulary.
 
-    Raises ValueError if the model has no equal in Hugging Face's format, or `out` exists.
+    Raises ValueError if Hugging Face's format does not support the model, or `out` exists.
     """
     model = architecture_of(config)
     export = Export(checkpoint, config, options)
@@ -87,8 +87,8 @@ def export_hf(checkpoint: Checkpoint, config: RunConfig, out: Path, options: Exp
 
 
 def _token_ids(export: Export, end_of_document: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json and generation_config.json have to say of special tokens, so that a generator stops: what an
-    import said, and the id that ends the documents of the corpus where that is none of the import's.
+    """The entries of config.json and generation_config.json for special tokens, so that a generator stops: those of an
+    import, and the id that ends the documents of the corpus if the import lacks it.
     """
 
     def ending(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
     """Writes the model of a folder in Hugging Face's format into the new folder `out`, in its own precision.
 
     Every tensor of the folder is a parameter of that model, or equals what it computes with. Raises ValueError if that
-    is not so, or the model has no equal here.
+    is not so, or the model is not supported here.
     """
     try:
         content = json_object(folder / CONFIG_JSON)
@@ -244,13 +244,13 @@ def _open(file: Path) -> Any:
 
 
 def _places_in(index: Path) -> Mapping[str, str]:
-    """The file of each tensor. Raises ValueError for what is no index, and for files outside its folder."""
+    """The file of each tensor. Raises ValueError if it is not an index, or names files outside its folder."""
     content = {"weight_map": None, **json_object(index)}
     require_kinds({"weight_map": dict[str, str]}, content, f"{index}: ")
     places: dict[str, str] = content["weight_map"]
     for name in sorted(set(places.values())):
         if not _FILE_NAME.fullmatch(name) or not name.isprintable():
-            raise ValueError(f"{index}: weight_map names {shown(name)}, which is no name of a file beside it")
+            raise ValueError(f"{index}: weight_map names {shown(name)}, which is not the name of a file in its folder")
         if not _is_inside(index.with_name(name), index.parent):
             raise ValueError(f"{index}: weight_map names {name}, a link that leads out of its folder; copy the file")
     return places

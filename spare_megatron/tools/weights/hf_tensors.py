@@ -152,7 +152,7 @@ _LEAST_MASKED = -1e4
 
 
 def is_constant(name: str, read: Callable[[], Tensor], model: Model) -> bool:
-    """Whether a stored tensor is no parameter but what the model computes with anyway: frequencies of RoPE, GPT-2's
+    """Whether a stored tensor is not a parameter but a constant that the model computes: frequencies of RoPE, GPT-2's
     masks. Old versions of `transformers` have stored them.
     """
     if isinstance(model, Gpt2):

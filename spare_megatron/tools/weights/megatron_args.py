@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON, global_batch
-from spare_megatron.tools.weights.foreign_fields import NumberFromOne, read_fields, require_values, shown
 
 _LLAMA3_FACTOR = 8.0
 """The scaling factor of RoPE; `pretrain_gpt.py` has an argument for it and does not pass it on."""
@@ -198,7 +198,7 @@ _WHERE = "common.pt: "
 
 
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:
-    """The tables of a run's TOML file that describe the model. Raises ValueError for one that has no equal here."""
+    """The tables of a run's TOML file that describe the model. Raises ValueError for one that is not supported here."""
     require_values(_ONLY, args, _WHERE)
     found = read_fields(_Args, args, _WHERE)
     _require_divisible(found)
@@ -273,7 +273,7 @@ def _window(window: Sequence[int] | None) -> int | None:
         return None
     if len(window) != 2 or window[0] < 0 or window[1] != 0:
         raise ValueError(
-            f"{_WHERE}window_size={shown(window)} has no equal here; only windows (N, 0) of the tokens before"
+            f"{_WHERE}window_size={shown(window)} is not supported here; only windows (N, 0) of the tokens before"
         )
     return window[0] + 1
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.model.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors, with_local_norms
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.inert_pickle import read_common
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
-from spare_megatron.tools.weights.foreign_fields import shown
 from spare_megatron.tools.weights.megatron_args import args_of, settings_in
 from spare_megatron.tools.weights.weights_folder import (
     Export,
@@ -119,7 +119,7 @@ def _extra_states(config: RunConfig, options: ExportOptions) -> Iterator[str]:
 def import_megatron(folder: Path, out: Path) -> Checkpoint:
     """Writes the model of an `iter_*` folder, or of the newest one in the folder, into the new folder `out`.
 
-    Raises ValueError if the folder is none of that format, or its model has no equal here.
+    Raises ValueError if the folder has another format, or its model is not supported here.
     """
     iteration = _iteration_at(folder)
     common = read_common(iteration / _COMMON)
@@ -154,7 +154,7 @@ def _iteration_at(path: Path) -> Path:
         is_number = re.fullmatch("[0-9]{1,18}", latest)
         folder = path / (latest if latest == "release" else f"iter_{int(latest):07d}" if is_number else "")
         if not folder.is_dir() or folder == path:
-            raise ValueError(f"{tracker} names iteration {shown(latest)}, of which there is no folder")
+            raise ValueError(f"{tracker} names iteration {shown(latest)}, whose folder is missing")
     if not folder.is_dir():
         raise ValueError(f"{path} is no directory; name Megatron-LM's --save, or an iter_* folder in it")
     if any(folder.glob("mp_rank_*")):

@@ -36,7 +36,7 @@ def export_weights(
     """Export the weights of a run's newest valid checkpoint.
 
     Its layout does not matter. hf: Llama, Qwen2, Qwen3, Mixtral and GPT-2 models; megatron: what pretrain_gpt.py has
-    arguments for. Settings that have no equal there are refused by name. --dtype fp32 takes the optimizer's fp32 copies
+    arguments for. Settings that it does not support are refused by name. --dtype fp32 takes the optimizer's fp32 copies
     of bf16 parameters.
     """
     with explained_errors("checkpoint export"):

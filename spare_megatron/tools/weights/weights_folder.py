@@ -79,7 +79,8 @@ class Export:
         imported = _tokenizer_beside(checkpoint.path)
         self._tokenizer = _tokenizer_files(options.tokenizer) if options.tokenizer else _files_in(imported)
         begun_with = _tokenizer_beside(Path(config.checkpoint.load_weights or checkpoint.path))
-        self._origin = options.tokenizer or (imported if imported.is_dir() else begun_with)
+        origins = [folder for folder in (options.tokenizer, imported, begun_with) if folder]
+        self._origin = next((folder for folder in origins if _names_ids(folder)), begun_with)
         self._stored = StoredWeights(checkpoint.path)
         if config.program.file and (key := _foreign(self._stored, config)):
             raise ValueError(
@@ -113,6 +114,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _files_in(folder: Path) -> list[Path]:
     return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _names_ids(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKEN_ID_FILES)
 
 
 def _foreign(stored: StoredWeights, config: RunConfig) -> str:

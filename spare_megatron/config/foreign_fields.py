@@ -98,4 +98,4 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 def _without_equal(choices: Collection[Any]) -> str:
     named = ("null" if choice is None else shown(choice) for choice in choices)
-    return f"has no equal here; only {', '.join(named)} can be imported"
+    return f"is not supported here; only {', '.join(named)} can be imported"

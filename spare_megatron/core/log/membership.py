@@ -225,7 +225,7 @@ class Membership:
         """Admits those that may take part of the ones that ask, and removes those that are drained."""
         # An entry may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         admitted = [member for member in self.not_fenced(asked) if member.group not in self.members]
-        left = frozenset(drained).intersection(self.voters)
+        left = {member for member in drained if member in self.voters}
         if admitted or left:
             self.drained |= dict(left)
             self.last_fenced |= dict(left)  # only a later incarnation may come back

@@ -70,7 +70,15 @@ _LONGEST = ("test_gpu_check.py", "test_tour.py", "test_run_campaign.py")
 """They start first: at the end one alone would leave the other workers idle."""
 
 
+_NIGHTLY = Path(__file__).with_name("nightly.txt")
+"""How the ids of tests begin that `./launch/test` leaves to the night."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    nightly = tuple(_NIGHTLY.read_text().splitlines())
+    for item in items:
+        if item.nodeid.startswith(nightly):
+            item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 

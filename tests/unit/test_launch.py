@@ -51,7 +51,7 @@ def test_ctrl_c_in_a_call_of_pytest_ends_the_whole(root: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 130
         first, second = sorted((root / "calls").read_text().splitlines(), key=len)
-        assert (first, second.split()[2]) == ("-m pytest tests/slurm", "--numprocesses")
+        assert (first, second.split()[2]) == ("-m pytest -m not nightly and slurm tests/slurm", "--numprocesses")
         assert (root / "jobs-ended").exists()
     finally:
         if process.poll() is None:
@@ -59,7 +59,7 @@ def test_ctrl_c_in_a_call_of_pytest_ends_the_whole(root: Path) -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("part", ["pytest tests/slurm", "not (alone", "tests/unit tests/protocol", "-m alone or gpu"])
+@pytest.mark.parametrize("part", ["slurm tests/slurm", "not (alone", "tests/unit tests/protocol", "and (alone or gpu)"])
 def test_a_failure_in_any_call_of_pytest_is_that_of_the_whole_which_goes_on(root: Path, part: str) -> None:
     stub = f"""#!/usr/bin/env bash\nprintf '%s\\n' "$*" >>calls\ncase "$*" in *"{part}"*) exit 3 ;; esac\n"""
     (root / "venv/bin/python").write_text(stub)
@@ -67,7 +67,7 @@ def test_a_failure_in_any_call_of_pytest_is_that_of_the_whole_which_goes_on(root
     calls = (root / "calls").read_text().splitlines()
     assert (done.returncode, len(calls), sum(part in call for call in calls)) == (3, 4, 1)
     [most] = [call for call in calls if "--ignore" in call]
-    assert most.partition("-m not (")[2].partition(") ")[0] == "alone or gpu", "what another call has"
+    assert most.partition("and not (")[2].partition(") ")[0] == "alone or gpu", "what another call has"
     others = {
         word for call in calls for word in call.split() if word in ("tests/slurm", "tests/unit", "tests/protocol")
     }
@@ -81,8 +81,25 @@ def test_tests_that_run_alone_are_looked_for_in_the_files_that_have_them(root: P
         (root / "tests" / name).with_suffix(".py").write_text(text)
     (root / "venv/bin/python").write_text('#!/bin/sh\necho "$*" >>calls\n')
     subprocess.run(["bash", "launch/test"], cwd=root, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, check=True)
-    [call] = [call for call in (root / "calls").read_text().splitlines() if "-m alone or gpu" in call]
-    assert call.split()[6:] == [f"tests/{name}.py" for name in texts]
+    [call] = [call for call in (root / "calls").read_text().splitlines() if "and (alone or gpu)" in call]
+    assert call.partition("gpu) ")[2].split() == [f"tests/{name}.py" for name in texts]
+
+
+def test_the_night_has_all_tests_and_programs(root: Path) -> None:
+    (root / "venv/bin/python").write_text('#!/bin/sh\necho "$*" >>calls\n')
+    command = ["bash", "launch/test", "nightly"]
+    subprocess.run(command, cwd=root, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL, check=True)
+    calls = (root / "calls").read_text().splitlines()
+    assert not [call for call in calls if "nightly" in call]
+    programs = ["protocol --histories 10000", "matrix", "stages", "interrupts"]
+    assert [call.removeprefix("-m tests.") for call in calls if call.startswith("-m tests.")] == programs
+
+
+def test_tests_of_the_night_exist() -> None:
+    for line in (LAUNCH.parent / "tests/nightly.txt").read_text().splitlines():
+        file, _, test = line.partition("::")
+        text = (LAUNCH.parent / file).read_text()
+        assert not test or f"def {test.partition('[')[0]}(" in text, line
 
 
 def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CadenceRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.reports import SaveReported
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
@@ -106,7 +105,7 @@ class GroupSaves:
         for record in self._saver.take_finished():
             self._reports.write_if_leader(record)
             if self._agreement.is_leader:
-                self._reports.send(SaveReported(record=record))
+                self._reports.send(record)
             self._progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 

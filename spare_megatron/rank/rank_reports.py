@@ -8,7 +8,7 @@ from spare_megatron.core.audits.suspicion import Suspect
 from spare_megatron.core.log.actions import ReportEvaluation
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.losses import losses_of, mean_loss
-from spare_megatron.journal.records import Record, RecoveryRecord, SuspicionRecord, UpdateRecord
+from spare_megatron.journal.records import CheckpointRecord, Record, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.rank_probe import RankProbe
@@ -17,7 +17,6 @@ from spare_megatron.process.reports import (
     GroupRejoined,
     GroupRestarted,
     RunPaused,
-    SaveReported,
     StepCommitted,
 )
 from spare_megatron.rank.recovery_clock import RecoveryClock
@@ -38,7 +37,7 @@ class RankReports:
         rank: int,
         journal: JournalWriter,
         send: Callable[
-            [StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused | SaveReported], None
+            [StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused | CheckpointRecord], None
         ],
         is_leader: bool,
         sends_steps: bool,

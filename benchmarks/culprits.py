@@ -23,7 +23,8 @@ from spare_megatron.core.slow_machines.culprit import Cause
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.points import FaultKind
-from spare_megatron.process.reports import CulpritChanged, RunEvent
+from spare_megatron.journal.records import CulpritRecord
+from spare_megatron.process.reports import RunEvent
 
 ROOT = Path(__file__).parents[1]
 NUM_MACHINES = 4
@@ -64,14 +65,14 @@ def run_case(options: argparse.Namespace, case: int, run_dir: Path) -> dict[str,
     """Trains, and returns what was drawn and what the run named first."""
     config, cause, machine = configure(options, case)
     preflight(config)
-    named: list[CulpritChanged] = []
+    named: list[CulpritRecord] = []
 
     def on_event(event: RunEvent) -> None:
-        if isinstance(event, CulpritChanged):
+        if isinstance(event, CulpritRecord):
             named.append(event)
 
     summary = start_run(config, run_dir, on_event)
-    first = named[0].record if named else None
+    first = named[0] if named else None
     return {
         "cause": str(cause),
         "machine": machine,

@@ -22,7 +22,7 @@ from spare_megatron.journal.event_texts import (
 )
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
-from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.journal.records import CulpritRecord, UpdateRecord
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
@@ -30,7 +30,6 @@ from spare_megatron.journal.state.summary import NOT_RUN, Summary
 from spare_megatron.machine.lock import held_path
 from spare_megatron.process.reports import (
     CheckpointRejected,
-    CulpritChanged,
     EndAsked,
     EventCommandFailed,
     GroupLost,
@@ -154,13 +153,12 @@ class RunProgress:
                 self._show(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case RecordsHeld() | RecordsLost():
                 self._show(self._describe_records(event))
-            case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
-                self._absent.add(group)
-                record = LossRecord(group=group, rank=rank, cause=cause, entry_index=0, is_given_up=event.is_given_up)
+            case GroupLost(record=record, traceback=text):
+                self._absent.add(record.group)
                 self._show_unrecorded(text_of_loss(record, is_known=False))
                 if text:
-                    self._show(f"group {group} rank {rank} raised:\n{text.rstrip()}")
-            case CulpritChanged(record=record):
+                    self._show(f"group {record.group} rank {record.rank} raised:\n{text.rstrip()}")
+            case CulpritRecord() as record:
                 self._show_unrecorded(text_of_culprit(record))
             case EventCommandFailed(reason=reason):
                 self._show(f"{reason}; training goes on")

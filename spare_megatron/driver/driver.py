@@ -292,7 +292,7 @@ class Driver:
         if not self._has_begun:
             for record in fence_node(self._store, self._config.parallel, node, cause):
                 self._journal.write(record)
-                self._handle(GroupLost.of(record, "", None), node)
+                self._handle(GroupLost(record=record), node)
 
     def _on_named(self, culprit: Culprit, step_s: float) -> None:
         if self._config.spare.replace_slow and len(self._nodes) > 1:
@@ -348,23 +348,23 @@ class Driver:
             case NodeEnded(is_cut_off=is_cut_off):
                 self._ended[sender] = report
                 self._is_cut_off |= is_cut_off
-            case GroupLost(group=group, cause=cause, incarnation=incarnation):
-                if not self._has_begun:
-                    self._require_start(report)
-                if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
+            case GroupLost(record=record):
+                self._require_start(report)
+                group = GroupId(record.group)
+                if record.incarnation <= self._last_lost.get(group, -1) and not record.is_given_up:
                     return  # several supervisors watch a node
-                self._last_lost[group] = incarnation
-                self._last_cause = cause
+                self._last_lost[group] = record.incarnation
+                self._last_cause = record.cause
         self._on_event(report)
 
     def _require_start(self, lost: GroupLost) -> None:
-        """Raises RunFailed if training cannot begin without the groups that are lost so far."""
+        """Raises RunFailed if training has not begun, and cannot without the groups that are lost so far."""
+        if self._has_begun:
+            return
         self._start = self._start or Start(self._config.parallel, controller_setup(self._config))
-        loss = EarlyLoss(
-            group=lost.group, rank=lost.rank, cause=lost.cause, error=lost.error, concerns_all=lost.concerns_all
-        )
-        reason = self._start.lose(loss)
-        if reason:
+        group, rank, cause = GroupId(lost.record.group), lost.record.rank, lost.record.cause
+        loss = EarlyLoss(group=group, rank=rank, cause=cause, error=lost.error, concerns_all=lost.concerns_all)
+        if reason := self._start.lose(loss):
             self._on_event(lost)
             raise RunFailed(reason)
 

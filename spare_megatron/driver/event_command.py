@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.formats.output import real_paths
+from spare_megatron.journal.records import CulpritRecord, ExaminationRecord
 from spare_megatron.process.reports import (
-    CulpritChanged,
     EventCommandFailed,
     GroupLost,
     GroupRejoined,
-    MachineExamined,
     MachineQuarantined,
     RunEvent,
 )
@@ -111,15 +110,15 @@ class EventCommand:
 def fields_of(event: RunEvent) -> Iterator[dict[str, Any]]:
     """The JSON object of an event that the command gets; none for others."""
     match event:
-        case CulpritChanged(record=record):
+        case CulpritRecord() as record:
             yield {"event": "culprit", **asdict(record)}
-        case GroupLost(group=group, rank=rank, cause=cause, is_given_up=is_given_up):
-            yield {"event": "group_lost", "group": group, "rank": rank, "cause": cause, "is_given_up": is_given_up}
+        case GroupLost(record=record):
+            yield {"event": "group_lost"} | {n: getattr(record, n) for n in ("group", "rank", "cause", "is_given_up")}
         case GroupRejoined(member=member, step=step):
             yield {"event": "group_rejoined", "group": member.group, "step": step}
         case MachineQuarantined(machine=machine, cause=cause, reason=reason):
             yield {"event": "quarantine", "machine": machine, "cause": cause, "reason": reason}
-        case MachineExamined(record=record):
+        case ExaminationRecord() as record:
             yield {
                 "event": "examination",
                 "machine": record.machine,

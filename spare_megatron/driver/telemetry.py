@@ -36,7 +36,6 @@ from spare_megatron.process.reports import (
     MetricsLost,
     RecordsHeld,
     RunPaused,
-    SaveReported,
     StepCommitted,
     StoreMeasured,
 )
@@ -185,11 +184,12 @@ class Telemetry:
     def on_event(self, event: object) -> None:
         """Updates the counters by an event, and writes a step, a checkpoint or an evaluation."""
         match event:
-            case SaveReported(record=record):
+            case CheckpointRecord() as record:
                 self._write(_of_checkpoint(record))
-            case GroupLost(group=group, incarnation=incarnation):
-                self._absent.add(group)
-                self._lost.add(Member(group, incarnation))  # reported again when given up
+            case GroupLost(record=record):
+                lost = Member(GroupId(record.group), record.incarnation)
+                self._absent.add(lost.group)
+                self._lost.add(lost)  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
                     self._goodput.on_loss()
                 self._counts["fault/groups_lost"] = len(self._lost)

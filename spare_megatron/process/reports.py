@@ -180,13 +180,6 @@ class FaultStruck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReported:
-    """A save has ended; sent by the leader of the saving group."""
-
-    record: CheckpointRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsHeld:
     """Storage does not take a file of the run; what is appended stays in memory. An empty `reason` ends that."""
 
@@ -211,7 +204,7 @@ RankReport = (
     | GroupRestarted
     | StepCommitted
     | EvaluationDecided
-    | SaveReported
+    | CheckpointRecord
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -247,13 +240,6 @@ class MachineQuarantined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineExamined:
-    """A machine in quarantine has been examined. If it has passed, its quarantine ends."""
-
-    record: ExaminationRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftNodeGone:
     """A node is silent that has no rank but of members that have left the run before, so that nothing is lost."""
 
@@ -283,36 +269,13 @@ class NodeMissing:
 class GroupLost:
     """A group has been found lost and is fenced.
 
-    Attributes:
-        rank: The rank that showed the loss; -1 if its whole node is lost.
-        cause: The reason, in a line.
-        is_given_up: The group has used up its restarts.
-        error: The exception behind it if other groups may meet the same, else empty.
-        concerns_all: As in `RankRaised`.
+    `error`: the exception behind it if other groups may meet the same, else empty. The rest is of `RankRaised`.
     """
 
-    group: GroupId
-    rank: int
-    cause: str
-    traceback: str
-    incarnation: int = 0
-    is_given_up: bool = False
+    record: LossRecord
+    traceback: str = ""
     error: str = ""
     concerns_all: bool = False
-
-    @classmethod
-    def of(cls, record: LossRecord, error: str, raised: RankRaised | None) -> "GroupLost":
-        """Combines the journaled loss, the report of the rank that showed it, and the error that others may meet."""
-        return cls(
-            group=GroupId(record.group),
-            rank=record.rank,
-            cause=record.cause,
-            traceback=raised.traceback if raised else "",
-            incarnation=record.incarnation,
-            is_given_up=record.is_given_up,
-            error=error,
-            concerns_all=raised is not None and raised.concerns_all,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,7 +362,7 @@ NodeReport = (
     | RanksStarted
     | MachineMoved
     | MachineQuarantined
-    | MachineExamined
+    | ExaminationRecord
     | NodeMeasured
     | LeftNodeGone
     | NodeMissing
@@ -465,13 +428,6 @@ class EventCommandFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CulpritChanged:
-    """What holds the run back is named, or does so no longer."""
-
-    record: CulpritRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeasured:
     """The size of etcd; `shortage` says why it may not suffice for the remaining steps, and is empty if it does."""
 
@@ -497,7 +453,7 @@ RunEvent = (
     | CheckpointRejected
     | MetricsLost
     | EventCommandFailed
-    | CulpritChanged
+    | CulpritRecord
     | StoreMeasured
     | StoreAwaited
 )

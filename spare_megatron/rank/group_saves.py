@@ -6,7 +6,6 @@ from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, Sa
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CadenceRecord
-from spare_megatron.process.reports import SaveReported
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
 from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
@@ -97,7 +96,7 @@ class GroupSaves:
         for record in self._saver.take_finished():
             self._ctx.write_if_leader(record)
             if self._ctx.agreement.is_leader:
-                self._ctx.send(SaveReported(record=record))
+                self._ctx.send(record)
             self._ctx.progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from spare_megatron.core.slow_machines.culprit import Culprit, CulpritWatch, Window
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CulpritRecord
-from spare_megatron.process.reports import CulpritChanged, NodeMeasured
+from spare_megatron.process.reports import NodeMeasured
 from spare_megatron.stacking.layout import MachineId
 
 
@@ -20,7 +20,7 @@ class Culprits:
     def __init__(
         self,
         journal: JournalWriter,
-        on_event: Callable[[CulpritChanged], None],
+        on_event: Callable[[CulpritRecord], None],
         *,
         shares_processors: bool,
         on_named: Callable[[Culprit, float], None] = lambda *_: None,
@@ -60,7 +60,7 @@ class Culprits:
     def _report(self, culprit: Culprit, *, is_over: bool) -> None:
         record = record_of(culprit, is_over=is_over)
         self._journal.write(record)
-        self._on_event(CulpritChanged(record=record))
+        self._on_event(record)
 
 
 def record_of(culprit: Culprit, *, is_over: bool = False) -> CulpritRecord:

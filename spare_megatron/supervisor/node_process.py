@@ -30,7 +30,7 @@ from spare_megatron.process.processes import (
     say,
     set_environment_of_ranks,
 )
-from spare_megatron.process.reports import MachineExamined, NodeEnded
+from spare_megatron.process.reports import NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import Examiner
@@ -123,10 +123,9 @@ def _passes(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Exam
     journal = JournalWriter(spec.run_dir, f"machine-{machine}", on_held=report_held(link.report))
     try:
         while not isinstance(follower.stop(), FinishRun | StopHalted):
-            examined = examinations.poll(store, assignments.read())
-            if examined is not None:
+            if (examined := examinations.poll(store, assignments.read())) is not None:
                 journal.write(examined.record)
-                link.report(MachineExamined(record=examined.record))
+                link.report(examined.record)
             if examined is not None and examined.has_passed:
                 return True
             if wait(link.pipes, interval_s / BEATS_PER_INTERVAL):

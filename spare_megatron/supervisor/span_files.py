@@ -51,9 +51,9 @@ class Timeline:
                 self._step, self._epoch = step, max(epoch, self._epoch)  # groups report one after another
                 if self._due_at is not None and step >= self._due_at:
                     self._write_all()
-            case GroupLost(group=group):
+            case GroupLost(record=record):
                 self._open()
-                for key in self._ranks.of(group):
+                for key in self._ranks.of(GroupId(record.group)):
                     self._write(key, is_lost=True)
             case GroupRejoined() | GroupRestarted() | StoreAway():
                 self._open()

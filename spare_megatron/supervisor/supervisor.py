@@ -28,7 +28,6 @@ from spare_megatron.process.reports import (
     GroupRejoined,
     GroupRestarted,
     LeftNodeGone,
-    MachineExamined,
     MachineMoved,
     MachineQuarantined,
     NodeEnded,
@@ -492,7 +491,7 @@ class Supervisor:
                     self._examiner.start(event)
                 case Examined(record=record):
                     self._journal.write(record)
-                    self._driver.report(MachineExamined(record=record))
+                    self._driver.report(record)
                 case PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
                 case NodeReplaced() | PlaceChanged():
@@ -549,7 +548,9 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.report(GroupLost.of(record, wanted.error, self._raised.pop(group, wanted.rank)))
+        raised = self._raised.pop(group, wanted.rank)
+        text, concerns_all = ("", False) if raised is None else (raised.traceback, raised.concerns_all)
+        self._driver.report(GroupLost(record=record, traceback=text, error=wanted.error, concerns_all=concerns_all))
 
     def _has_ended(self, wanted: FenceWanted) -> bool:
         """Whether the loss began on this machine, as far as it knows."""

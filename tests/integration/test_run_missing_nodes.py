@@ -57,7 +57,7 @@ def assert_begun_without(run: Run, group: int, cause: str) -> None:
     assert (first["entry"], first["group"], first["reason"]) == ("fence", group, cause)
     assert "fence" not in {entry["entry"] for entry in rest}
     assert {(loss.group, loss.incarnation) for loss in run.journal.of(LossRecord)} == {(group, 0)}
-    assert (group, cause) in {(event.group, event.cause) for event in run.events if isinstance(event, GroupLost)}
+    assert (group, cause) in {(e.record.group, e.record.cause) for e in run.events if isinstance(e, GroupLost)}
     assert (run.summary.groups_lost, run.summary.steps_lost) == (1, 0)
 
 

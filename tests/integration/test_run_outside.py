@@ -97,7 +97,7 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(outlived: Run)
         [(1, "SIGKILL")],
         [(1, LOST_A_PEER)],  # the other rank of the group was seen to end first
     )
-    assert [event.group for event in run.events if isinstance(event, GroupLost)] == [1]
+    assert [event.record.group for event in run.events if isinstance(event, GroupLost)] == [1]
     assert {r.group for r in run.journal.of(UpdateRecord) if r.step == 59} == {0, 2}
     assert_exact(run, [0, 30, 59])
     parts = read_spans_of(run.run_dir)

@@ -33,7 +33,7 @@ def test_a_group_whose_schedule_leaves_out_a_microbatch_is_lost_and_nothing_is_m
     assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
     assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
     (lost,) = [event for event in events if isinstance(event, GroupLost)]
-    assert "the schedule ran" in lost.cause
+    assert "the schedule ran" in lost.record.cause
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=4, pipeline_parallel=2)], ids=["one", "stages"])
@@ -62,7 +62,7 @@ def test_a_group_is_lost_for_what_its_rank_raised_though_a_peer_ended_first(text
     summary = start_run(config, tmp_path / "run", events.append, rank_main=outlived)
     assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
     (lost,) = [event for event in events if isinstance(event, GroupLost)]
-    assert (lost.group, lost.rank, lost.cause) == (BROKEN_GROUP, 1, "ValueError: of rank 1")
+    assert (lost.record.group, lost.record.rank, lost.record.cause) == (BROKEN_GROUP, 1, "ValueError: of rank 1")
     assert lost.traceback.startswith("Traceback")
 
 
@@ -91,7 +91,7 @@ def test_training_that_diverges_halts_and_says_so_instead_of_losing_group_after_
     assert "the gradient of step 1 is not finite" in summary.outcome_reason
     assert "the training diverged" in summary.outcome_reason
     assert (summary.verdict, summary.steps_committed) == ("unknown", 1)
-    assert all("the gradient of step 1" in event.cause for event in events if isinstance(event, GroupLost))
+    assert all("the gradient of step 1" in event.record.cause for event in events if isinstance(event, GroupLost))
 
 
 @pytest.mark.parametrize("num_groups", [4, 12])

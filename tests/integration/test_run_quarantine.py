@@ -17,7 +17,7 @@ from spare_megatron.journal.records import (
     PlacesRecord,
 )
 from spare_megatron.journal.state.follow import read_run_state
-from spare_megatron.process.reports import MachineExamined, MachineQuarantined, RunEvent
+from spare_megatron.process.reports import MachineQuarantined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
@@ -69,7 +69,7 @@ def test_an_outvoted_machine_stays_out_until_its_examination_passes_and_no_bit_c
     assert (passed.machine, passed.reason) == (2, "")
     assert set() < {*passed.likes} <= {"0", "1", "3"}, "a busy one may be late"
     assert [event.machine for event in run.events if isinstance(event, MachineQuarantined)] == [2]
-    assert len([event for event in run.events if isinstance(event, MachineExamined)]) == len(failed) + 1
+    assert len([event for event in run.events if isinstance(event, ExaminationRecord)]) == len(failed) + 1
     run_state = read_run_state(run.run_dir)
     assert run_state.quarantined == {}
     texts = " ".join(event.text for event in run_state.events(100))
@@ -111,7 +111,7 @@ def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_b
     is_examined = tmp_path / "examined"
 
     def on_event(event: RunEvent) -> None:
-        if isinstance(event, MachineExamined):
+        if isinstance(event, ExaminationRecord):
             is_examined.touch()
 
     watch = Watch(files=frozenset({(SLOW_STEPS - 1, is_examined)}))

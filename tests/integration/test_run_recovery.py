@@ -142,11 +142,11 @@ def test_a_group_whose_rank_raises_is_lost_and_its_traceback_reported(
     assert_masked(run)
     assert_exact(run, range(1, 7))
     lost = [event for event in run.events if isinstance(event, GroupLost)]
-    assert [event.group for event in lost] == [record.group for record in run.journal.of(LossRecord)] == [0, 1, 2]
+    assert [event.record.group for event in lost] == [one.group for one in run.journal.of(LossRecord)] == [0, 1, 2]
     for event, (step, (_, phase)) in zip(lost, raised.items(), strict=True):
         assert "Traceback" in event.traceback
         assert f"InjectedFault: {phase} of step {step}" in event.traceback
-        assert "faults.trace asked for it" in event.cause
+        assert "faults.trace asked for it" in event.record.cause
 
 
 # ----------------------------------------------------------------------------------------------------------- reorder

@@ -135,7 +135,7 @@ def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Pat
     assert rejoined_incarnations(run) == [(1, 1, 4), (1, 2, 6)]
     losses = sorted((record.incarnation, record.is_given_up) for record in run.journal.of(LossRecord))
     assert losses == [(0, False), (1, False), (2, True)]
-    assert [event.is_given_up for event in run.events if isinstance(event, GroupLost)] == [False, False, True]
+    assert [event.record.is_given_up for event in run.events if isinstance(event, GroupLost)] == [False, False, True]
     assert groups_at_the_end(run) == {0, 2}
 
 

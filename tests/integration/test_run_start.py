@@ -96,10 +96,10 @@ def test_what_all_ranks_raise_at_the_start_ends_the_run_at_once_and_is_its_reaso
     assert run.summary.outcome_reason.endswith(ERROR)
     assert max(num_losses(run).values()) <= 2, "the first to raise may have started again before the next one raised"
     lost = [event for event in run.events if isinstance(event, GroupLost)]
-    assert {event.group for event in lost} > {lost[0].group}
+    assert {event.record.group for event in lost} > {lost[0].record.group}
     assert all(ERROR in event.traceback for event in lost)
     for event in lost:
-        (log,) = (run.run_dir / "logs").glob(f"group-{event.group:04d}-rank-0.log")
+        (log,) = (run.run_dir / "logs").glob(f"group-{event.record.group:04d}-rank-0.log")
         assert ERROR in log.read_text()
 
 

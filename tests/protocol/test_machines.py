@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.machines.places import Assignment, Places, Quarantine
-from spare_megatron.formats.codec import encode, set_fields
+from spare_megatron.formats.codec import encode
 from spare_megatron.slow_machines import quarantine
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
@@ -162,7 +162,7 @@ class OverwritesAssignments(AssignmentList):
     """Writes its assignment over the last one that it has read."""
 
     def append(self, assignment: Assignment) -> Assigned | None:
-        self._store.put(keys.assignment(max(0, len(self._entries) - 1)), encode(set_fields(assignment)))
+        self._store.put(keys.assignment(max(0, len(self._entries) - 1)), encode(assignment))
         return super().append(assignment)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.driver.event_command import EventCommand
-from spare_megatron.journal.records import CulpritRecord
+from spare_megatron.journal.records import CulpritRecord, LossRecord
 from spare_megatron.process.reports import (
-    CulpritChanged,
     EventCommandFailed,
     GroupLost,
     GroupRejoined,
@@ -21,7 +20,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 
 pytestmark = pytest.mark.timeout(60)
 
-CULPRIT = CulpritChanged(record=CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, factor=2.0))
+CULPRIT = CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, factor=2.0)
 _APPEND = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
@@ -30,7 +29,7 @@ def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
     command = EventCommand([sys.executable, "-c", _APPEND, str(tmp_path / "events")], tmp_path, failures.append)
     command.on_event(CULPRIT)
     command.on_event(StoreBack(node=0, away_s=1.0))  # none of those that it gets
-    command.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
+    command.on_event(GroupLost(record=LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)))
     command.on_event(GroupRejoined(member=Member(GroupId(1), 1), step=7))
     command.close()
     assert failures == []

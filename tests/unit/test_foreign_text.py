@@ -31,7 +31,6 @@ from spare_megatron.formats.printable import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, MetricsLost, Starting
-from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount
 from spare_megatron.tools.campaign.campaign_table import print_campaign
@@ -188,7 +187,8 @@ class Shown:
             for first, second, third in zip(TEXTS[:400], TEXTS[300:700], TEXTS[600:], strict=False):
                 progress.on_event(Starting(what=first))
                 progress.on_event(MetricsLost(reason=second))
-                progress.on_event(GroupLost(group=GroupId(0), rank=0, cause="", traceback=f"a\n{third}\nb"))
+                lost = LossRecord(group=0, rank=0, cause="", entry_index=0)
+                progress.on_event(GroupLost(record=lost, traceback=f"a\n{third}\nb"))
 
     def said(self) -> None:
         say(*TEXTS)

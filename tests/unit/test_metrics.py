@@ -25,7 +25,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
     EvaluationDecided,
@@ -34,7 +34,6 @@ from spare_megatron.process.reports import (
     GroupRestarted,
     MetricsLost,
     RunPaused,
-    SaveReported,
     StepCommitted,
     StoreMeasured,
 )
@@ -82,7 +81,7 @@ def committed(step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5
 
 
 def lost(group: int) -> GroupLost:
-    return GroupLost(group=GroupId(group), rank=0, cause="killed", traceback="")
+    return GroupLost(record=LossRecord(group=group, rank=0, cause="killed", entry_index=0))
 
 
 def recorded(
@@ -120,7 +119,7 @@ def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Pa
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     steps = [replace(committed(step), terms={"z": step / 2}) for step in range(3)]
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=1)
-    for event in (*steps, restart, *steps[1:], SaveReported(record=SAVED)):
+    for event in (*steps, restart, *steps[1:], SAVED):
         telemetry.on_event(event)
     telemetry.close()
     if fails:
@@ -144,7 +143,7 @@ def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
 
 def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
     back = GroupRejoined(member=Member(GroupId(1), 1), step=2)
-    given_up = replace(lost(1), is_given_up=True)  # the same loss, reported again
+    given_up = replace(lost(1), record=replace(lost(1).record, is_given_up=True))  # the same loss, reported again
     first, second, third = recorded(committed(0), lost(1), given_up, committed(1, num_alive=3), back, committed(2))
     assert [values["spare/fewest_hosts"] for values in (first, second, third)] == [3, 2, 3]
     assert [values["fault/groups_lost"] for values in (first, second, third)] == [0, 1, 1]
@@ -244,7 +243,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         RunPaused(group=GroupId(0), step=5, shards=(ShardId(1),)),
         RunPaused(group=GroupId(0), step=5),
         committed(5),
-        SaveReported(record=SAVED),
+        SAVED,
         GroupRestarted(member=Member(GroupId(0), 1), step=4),
         committed(4),
         EvaluationDecided(group=GroupId(0), step=5, attempt=6, loss=1.0, losses={}, spent_s=1.0),

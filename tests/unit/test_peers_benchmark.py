@@ -18,11 +18,11 @@ from benchmarks.peers.processor_time import INTERVAL_S, ProcessorTime
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.journal import records
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, FaultRecord, Record, UpdateRecord
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, RunEvent
-from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.bench import bench_throughput
 from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, training_alone
 
@@ -215,7 +215,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
             journal.write(record)
         journal.close()
         for _ in range(groups_lost):
-            report(GroupLost(group=GroupId(1), rank=3, cause="SIGKILL", traceback=""))
+            report(GroupLost(record=records.LossRecord(group=1, rank=3, cause="SIGKILL", entry_index=0)))
         return Summary(
             verdict="valid",
             reasons=(),

@@ -237,7 +237,7 @@ class OtherSupervisor:
         self.written: list[str] = []
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        return ["[[[6,0,2]],[],[],[],[],[]]" if key == keys_of_run.assignment(0) else None for key in keys]
+        return ['{"holdings":[[6,0,2]]}' if key == keys_of_run.assignment(0) else None for key in keys]
 
     def exists(self, key: str) -> bool:
         return False

@@ -323,7 +323,7 @@ SHOWN = [
 
 def follow_story(run_dir: Path, *, is_terminal: bool) -> str:
     """What is shown of it, with all that its processes report."""
-    group, lost = GroupId(1), GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="")
+    group, lost = GroupId(1), GroupLost(record=LOST)
     console = RunConsole(file=io.StringIO(), force_terminal=is_terminal)
     write(run_dir, STORY[:5])
     with RunProgress(RunConfig(), console, run_dir) as progress:
@@ -370,7 +370,7 @@ def test_while_the_journal_is_behind_what_is_reported_is_shown_and_not_again(
         num_recomputed=0,
         recoveries=(),
     )
-    lost = GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="")
+    lost = GroupLost(record=LOST)
     rejoined = GroupRejoined(member=Member(GroupId(1), 1), step=2)
     with RunProgress(RunConfig(), console, run_dir) as progress:
         for event in (step, lost, rejoined):
@@ -482,7 +482,7 @@ def test_a_traceback_is_shown_below_the_loss_that_it_explains(tmp_path: Path) ->
     run_dir = write(tmp_path / "run", STORY[:5])
     console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, run_dir) as progress:
-        progress.on_event(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="Traceback:\n  x[/b]\n"))
+        progress.on_event(GroupLost(record=LOST, traceback="Traceback:\n  x[/b]\n"))
     assert isinstance(console.file, io.StringIO)
     lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
     assert lines[1:] == [SHOWN[1], "group 1 rank 0 raised:", "Traceback:", "  x[/b]"]
@@ -492,9 +492,7 @@ def test_that_a_group_is_up_again_is_shown_once_though_each_of_its_nodes_reports
     console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
         for incarnation in (0, 1):
-            progress.on_event(
-                GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=incarnation)
-            )
+            progress.on_event(GroupLost(record=replace(LOST, incarnation=incarnation)))
             for _ in range(2):
                 progress.on_event(RanksReady(group=GroupId(1)))
     assert isinstance(console.file, io.StringIO)

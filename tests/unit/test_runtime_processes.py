@@ -17,6 +17,7 @@ from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.reports import ExitCode, GroupLost, NodeEnded, RanksReady, next_report
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
@@ -122,7 +123,7 @@ def test_a_supervisor_in_the_place_of_one_whose_groups_have_left_fences_none() -
     )
     log = link._begin(store)  # type: ignore[arg-type]
     wanted = FenceWanted(group=GroupId(1), member=None, rank=-1, cause="gone", error="", from_index=0)
-    store.put("assignment/0000000000", "[[[3,1,1]],[],[],[],[],[]]")
+    store.put("assignment/0000000000", '{"holdings":[[3,1,1]]}')
     link._holding = Holding(MachineId(3), PlaceId(1), 1)
     for left, expected in (("yes", HasLeft), (None, FenceWritten)):
         if left is None:
@@ -158,7 +159,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_can_wake(driver: Driver) -> None:
     driver._store = _StoppedStore()  # type: ignore[assignment]
     driver._handle(RanksReady(group=GroupId(0)), 0)
-    driver._handle(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""), 0)
+    driver._handle(GroupLost(record=LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)), 0)
     assert driver._absent_groups == {1}
 
 

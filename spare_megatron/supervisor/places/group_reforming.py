@@ -17,7 +17,7 @@ from spare_megatron.core.machines.places import (
     Places,
     Quarantine,
 )
-from spare_megatron.formats.codec import decode, encode, set_fields
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
 from spare_megatron.stacking.placement import make_placement
@@ -76,7 +76,7 @@ class AssignmentList:
 
     def append(self, assignment: Assignment) -> Assigned | None:
         """Writes the assignment after those that were read; None if another one was written there."""
-        index, text = len(self._entries), encode(set_fields(assignment))
+        index, text = len(self._entries), encode(assignment)
         is_written = self._store.put_if_absent(keys.assignment(index), text) == text
         self.read()
         if not is_written:

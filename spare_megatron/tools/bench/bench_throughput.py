@@ -162,7 +162,7 @@ def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[Ru
 
     def observe(event: RunEvent) -> None:
         if isinstance(event, GroupLost):
-            losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
+            losses.append(f"group {event.record.group}: rank {event.record.rank}: {event.record.cause}")
         on_event(event)
 
     summary = start_run(config, folder, observe)

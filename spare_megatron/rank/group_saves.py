@@ -65,7 +65,7 @@ class GroupSaves:
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.start_copy(action, has_params=not self._ctx.progress.lacks_params)
+        self._snapshotter.start_copy(action)
 
     def resume_postponed(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""

@@ -28,7 +28,6 @@ from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import hosted_by
-from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
 from spare_megatron.state.optimizer_state import OptimizerState, ReplicatedState
@@ -98,7 +97,7 @@ class Assembly:
         saves = GroupSaves(
             ctx,
             saver=Saver(ctx),
-            dispute_saver=None if audit_policy(config) is None else DisputeSaver(ctx),
+            dispute_saver=None if audit_policy(config) is None else Saver(ctx),
             snapshotter=None if self._snapshots is None else Snapshotter(ctx, self._snapshots),
             digests=digests,
         )

@@ -5,9 +5,8 @@ from dataclasses import asdict
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.records import CadenceRecord
+from spare_megatron.journal.records import CadenceRecord, DisputeRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import manifest_of
-from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, emergency_checkpoint_path, file_of
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.rank_context import RankContext
@@ -23,7 +22,7 @@ class GroupSaves:
         ctx: RankContext,
         *,
         saver: Saver,
-        dispute_saver: DisputeSaver | None,
+        dispute_saver: Saver | None,
         snapshotter: Snapshotter | None,
         digests: StateDigests,
     ) -> None:
@@ -38,12 +37,12 @@ class GroupSaves:
 
         Collective over: all ranks of the group.
         """
-        progress, member, has_params = self._ctx.progress, self._ctx.member, not self._ctx.progress.lacks_params
+        member = self._ctx.member
         self._digests.check_saved(action.step)
         if action.cadence is not None and action.member == member:
             record = CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence))
             self._ctx.write_if_leader(record)
-        self._saver.save(action, progress.head, has_params=has_params)
+        self._saver.save(action)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
         self._saver.refuse(action)
@@ -60,12 +59,12 @@ class GroupSaves:
         # Earlier digests may be from before the fault.
         self._digests.check(action.step)
         if action.member == self._ctx.member:
-            self._dispute_saver.save(action, self._ctx.progress.head)
+            self._dispute_saver.save_weights(action)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.start_copy(action, has_params=not self._ctx.progress.lacks_params)
+        self._snapshotter.start_copy(action)
 
     def resume_postponed(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
@@ -91,10 +90,11 @@ class GroupSaves:
         """Journals and reports the saves and snapshots that have ended since the last call."""
         for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
             self._ctx.journal.write(snapshot)  # every holder: no other group may keep this rank position
-        for dispute in self._dispute_saver.take_finished() if self._dispute_saver is not None else ():
-            self._ctx.write_if_leader(dispute)
-        for record in self._saver.take_finished():
+        disputes = [] if self._dispute_saver is None else self._dispute_saver.take_finished()
+        for record in (*disputes, *self._saver.take_finished()):
             self._ctx.write_if_leader(record)
+            if isinstance(record, DisputeRecord):
+                continue
             if self._ctx.agreement.is_leader:
                 self._ctx.send(record)
             self._ctx.progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))

@@ -1,1 +1,1 @@
-"""A rank's state outside its training, and how far the rank has come."""
+"""What the components of a rank share, how far it has come, and the interface of its optimizer state."""

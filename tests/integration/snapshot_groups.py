@@ -14,7 +14,7 @@ from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import HeldSnapshots
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-from spare_megatron.state.rank_context import RankContext
+from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
@@ -59,8 +59,7 @@ class KeptHere:
 def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[Any], list[SnapshotRecord]]:
     """Trains and takes a snapshot after some steps; goes on, and goes on from the snapshot with groups that are new.
 
-    Returns:
-        Losses and digests of the parameters of both; and how the copies of each group ended.
+    Returns losses and digests of the parameters of both; and how the copies of each group ended.
     """
     trainers, hosts = groups.build_groups(config), groups.first_hosts(config)
     train(trainers, config, range(before - 1))
@@ -104,8 +103,9 @@ def take_late(
     The first group keeps all but partitions; each partition is kept by its owner.
     """
     update(trainers, config, step)
+    progress, server = RankProgress(lacks_params=True), cast(SnapshotClient, snapshot_server)
     snapshotters = [
-        Snapshotter(stacked_context(Member(GroupId(group)), trainer=trainer), cast(SnapshotClient, snapshot_server))
+        Snapshotter(stacked_context(Member(GroupId(group)), trainer=trainer, progress=progress), server)
         for group, trainer in enumerate(trainers)
     ]
     action = TakeSnapshot(
@@ -117,10 +117,11 @@ def take_late(
         partition_holders=tuple((owner,) for owner in owners(config)),
     )
     for snapshotter in snapshotters:
-        snapshotter.start_copy(action, has_params=False)
+        snapshotter.start_copy(action)
         snapshotter.await_copy(step + 1)
     assert snapshot_server.kept == {}
     groups.gather(trainers, owners(config))
+    progress.lacks_params = False
     for snapshotter in snapshotters:
         snapshotter.start_postponed()
         snapshotter.await_copy(step + 2)
@@ -134,10 +135,7 @@ def stacked_context(member: Member, **parts: Any) -> RankContext:
 
 
 def loader_of(snapshot_server: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
-    ctx = stacked_context(
-        Member(group, 1),
-        trainer=trainer,
-        agreement=SimpleNamespace(gathered=lambda brought: [brought], waiting_to_restart=lambda groups: ()),
-        store=SimpleNamespace(local_host=lambda: "", put=lambda key, value: None),
-    )
+    agreement = SimpleNamespace(gathered=lambda brought: [brought], waiting_to_restart=lambda groups: ())
+    store = SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)
+    ctx = stacked_context(Member(group, 1), trainer=trainer, agreement=agreement, store=store)
     return SnapshotLoader(ctx, cast(SnapshotClient, snapshot_server))

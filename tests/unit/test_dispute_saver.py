@@ -3,8 +3,7 @@
 import errno
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,9 @@ from spare_megatron.core.log.actions import SaveDispute
 from spare_megatron.journal.records import DisputeRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, WEIGHTS_ALONE, visible_steps
-from spare_megatron.state.checkpoint.dispute_saver import DisputeSaver
+from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.verification import verify
+from spare_megatron.state.rank_context import RankProgress
 from tests.rank_context import rank_context
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,13 +51,11 @@ class Trained:
         self.error: OSError | None = None
         self.folder = run_dir / "disputes"
         trainer: Any = SimpleNamespace(weights_state=lambda: State(self.values, self.gate, self.error))
-        during: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()  # noqa: E731
-        probe: Any = SimpleNamespace(during=during)
-        self.saver = DisputeSaver(rank_context(run_dir=run_dir, trainer=trainer, probe=probe))
+        self.saver = Saver(rank_context(run_dir=run_dir, trainer=trainer, progress=RankProgress(head=7)))
 
     def save(self, step: int) -> None:
         member = Member(GroupId(2), 1)
-        self.saver.save(SaveDispute(step=step, attempt=step + 3, member=member, epoch=1), 7)
+        self.saver.save_weights(SaveDispute(step=step, attempt=step + 3, member=member, epoch=1))
 
     def ended(self) -> list[DisputeRecord]:
         self.gate.set()

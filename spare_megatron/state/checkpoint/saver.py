@@ -1,7 +1,9 @@
-"""One rank's part in saving checkpoints: state is copied between two updates and written while training goes on.
+"""One rank's part in saves: state is copied between two updates and written while training goes on.
 
 Only the next update waits for the copy. The writing thread has its own process group, as collectives of two threads
-would mix. A failed save leaves all as it was. All hosts of state partitions take part (`partition_saver`).
+would mix. A failed save leaves all as it was. All hosts of state partitions take part (`partition_saver`). The
+parameters alone of a step with a dispute, a microbatch that groups have computed to different values, are saved in the
+run's directory for `spare replay`; the newest few are kept.
 """
 
 import contextlib
@@ -10,23 +12,22 @@ import time
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.checkpoint_policy import superseded
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
+from spare_megatron.journal.records import CheckpointRecord, DisputeRecord, SaveOutcome
 from spare_megatron.mcore.group_checkpoint import GroupState, Written, join_partitions
+from spare_megatron.process.processes import say
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
@@ -47,11 +48,15 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Save:
+class SaveJob:
+    """A save of all state in `folder` or, for a `dispute`, of the parameters alone."""
+
     action: SaveCheckpoint
     head: int
-    is_saver: bool
+    folder: Path
+    is_saver: bool = True
     """Whether it is this group's turn; other groups write state partitions only and report no end."""
+    dispute: SaveDispute | None = None
     started_s: float = field(default_factory=time.monotonic)
     stall_s: float = 0.0
     outcome: SaveOutcome = "failed"
@@ -66,6 +71,40 @@ class _Save:
         """Groups that may be writing an earlier checkpoint."""
         return frozenset(self.action.voters) - {self.action.member}
 
+    @property
+    def aside(self) -> Path:
+        """Where it is written before it is published."""
+        return folders.aside_path(self.folder, self.action.step, self.action.member)
+
+    def reason_of(self, error: BaseException) -> str:
+        reason = in_a_line(error)
+        return real_paths(with_folder(reason, self.folder)) if self.dispute is None else f"{reason} (in {self.folder})"
+
+    def record(self) -> CheckpointRecord | DisputeRecord:
+        member, write_s = self.action.member, round(self.write_s, 6)
+        if self.dispute is not None:
+            assert self.outcome != "skipped", "every dispute is saved"
+            return DisputeRecord(
+                group=member.group,
+                step=self.action.step,
+                attempt=self.dispute.attempt,
+                outcome=self.outcome,
+                reason=self.reason,
+                num_bytes=self.num_bytes,
+                write_s=write_s,
+                incarnation=member.incarnation,
+            )
+        return CheckpointRecord(
+            group=member.group,
+            step=self.action.step,
+            outcome=self.outcome,
+            reason=self.reason,
+            num_bytes=self.num_bytes,
+            stall_s=round(self.stall_s, 6),
+            write_s=write_s,
+            incarnation=member.incarnation,
+        )
+
 
 class Saver:
     """Saves in its group's turn, writes partitions in others'. Construction is collective over: ranks of the group."""
@@ -73,33 +112,47 @@ class Saver:
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
         self._folder = folders.folder_of(ctx.config.checkpoint, ctx.spec.run_dir)
-        self._ranks = writing_ranks(ctx.config)
+        timeout = timedelta(seconds=ctx.config.checkpoint.timeout_s)
+        self._ranks = dist.new_group(backend="gloo", timeout=timeout)  # for the writing thread alone
         self._copied = threading.Event()
         self._copied.set()
-        self._on_write = partial(ctx.probe, FaultPoint.SAVE_WRITE)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._store: ControlStore | None = None  # of that thread
-        self._save: _Save | None = None  # whose copy is being made
-        self._under_way: deque[tuple[_Save, Future[None]]] = deque()
+        self._save: SaveJob | None = None  # whose copy is being made
+        self._under_way: deque[tuple[SaveJob, Future[None]]] = deque()
         self._refusing: list[Future[None]] = []
-        self._finished: list[_Save] = []
-        self._postponed: tuple[SaveCheckpoint, int] | None = None
+        self._finished: list[SaveJob] = []
+        self._postponed: SaveJob | None = None
 
     # ------------------------------------------------------------------------------------------ the training's thread
 
-    def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
-        """Starts the save if this group has a part in it. `head` counts the log entries folded so far.
+    def save(self, action: SaveCheckpoint) -> None:
+        """Starts the save if this group has a part in it. Collective over: all ranks of the group.
 
-        A save that lacks parameters waits for `start_postponed`. Collective over: all ranks of the group.
+        A save that lacks parameters waits for `start_postponed`.
         """
-        member = self._ctx.member
+        member, head = self._ctx.member, self._ctx.progress.head
         is_saver = action.member == member
         if not is_saver and not any(member in hosts for hosts in action.hosts):
             return
-        if is_saver and not has_params:
-            self._postponed = action, head
-            return
-        save = _Save(action=action, head=head, is_saver=is_saver)
+        save = SaveJob(action=action, head=head, folder=self._folder, is_saver=is_saver)
+        if is_saver and self._ctx.progress.lacks_params:
+            self._postponed = save
+        else:
+            self._start(save)
+
+    def save_weights(self, dispute: SaveDispute) -> None:
+        """Copies the parameters and starts to write them. Collective over: all ranks of the group."""
+        action = SaveCheckpoint(step=dispute.step, member=dispute.member, voters=(), epoch=dispute.epoch)
+        folder = folders.disputes_of(self._ctx.spec.run_dir)
+        save = SaveJob(action=action, head=self._ctx.progress.head, folder=folder, dispute=dispute)
+        with self._ctx.probe.during(Operation.SAVE):
+            state = self._ctx.trainer.weights_state()
+            state.copy()
+        self._submit(save, self._run, save, state)
+
+    def _start(self, save: SaveJob) -> None:
+        action = save.action
         with self._ctx.probe.during(Operation.SAVE):
             num_under_way = self._ctx.agreement.highest(sum(not writing.done() for _, writing in self._under_way))
             # Hosts of state partitions may still wait for the end of the last save when the next begins.
@@ -108,23 +161,25 @@ class Saver:
                 self._refuse(save)
                 return
             self._ctx.probe(FaultPoint.SAVE)
-            state = self._ctx.trainer.checkpoint_state(hosted_by(action.hosts, member), has_rest=is_saver)
+            hosted = hosted_by(action.hosts, self._ctx.member)
+            state = self._ctx.trainer.checkpoint_state(hosted, has_rest=save.is_saver)
             if num_under_way:
                 state.copy()
             else:
                 self._save = save
                 self._copied.clear()
             writing = self._submit(save, self._run, save, state)
-            if is_saver and not self._ctx.config.checkpoint.asynchronous:
+            if save.is_saver and not self._ctx.config.checkpoint.asynchronous:
                 wait([writing])
         save.stall_s += time.monotonic() - save.started_s
 
     def start_postponed(self, step: int) -> None:
         """Starts a postponed save, as all parameters are here now. Collective over: all ranks of the group."""
         if self._postponed is not None:
-            (action, head), self._postponed = self._postponed, None
-            assert action.step == step, "nothing is updated while parameters are lacking"
-            self.save(action, head, has_params=True)
+            save, self._postponed = self._postponed, None
+            assert save.action.step == step, "nothing is updated while parameters are lacking"
+            save.started_s = time.monotonic()
+            self._start(save)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
         """On the first rank, marks a checkpoint as refused, in the writing thread."""
@@ -143,56 +198,39 @@ class Saver:
     def finish(self) -> None:
         """Waits until nothing is written any more, for `checkpoint.timeout_s` at most."""
         if self._postponed is not None:
-            (action, head), self._postponed = self._postponed, None
-            save = _Save(action=action, head=head, is_saver=True, reason="the parameters have not come together")
+            save, self._postponed = self._postponed, None
+            save.reason, save.started_s = "the parameters have not come together", time.monotonic()
             self._refuse(save)
         with self._ctx.probe.during(Operation.SAVE):
             under_way = [*self._refusing, *(writing for _, writing in self._under_way)]
             wait(under_way, self._ctx.config.checkpoint.timeout_s)
 
-    def take_finished(self) -> list[CheckpointRecord]:
-        """The records of the saves that have ended since the last call."""
+    def take_finished(self) -> list[CheckpointRecord | DisputeRecord]:
+        """The records of this group's saves that have ended since the last call."""
         while self._under_way and self._under_way[0][1].done():
             self._finished.append(self._under_way.popleft()[0])
         finished, self._finished = self._finished, []
-        member = self._ctx.member
-        return [
-            CheckpointRecord(
-                group=member.group,
-                step=save.action.step,
-                outcome=save.outcome,
-                reason=save.reason,
-                num_bytes=save.num_bytes,
-                stall_s=round(save.stall_s, 6),
-                write_s=round(save.write_s, 6),
-                incarnation=member.incarnation,
-            )
-            for save in finished
-            if save.is_saver
-        ]
+        return [save.record() for save in finished if save.is_saver]
 
-    def _refuse(self, save: _Save) -> None:
+    def _refuse(self, save: SaveJob) -> None:
         """Ends a save that does not start, and informs the other groups."""
         if save.action.hosts:
             self._submit(save, self._report_refusal, save)
         else:
             self._finished.append(save)
 
-    def _submit(self, save: _Save, work: Callable[..., None], *arguments: Any) -> Future[None]:
+    def _submit(self, save: SaveJob, work: Callable[..., None], *arguments: Any) -> Future[None]:
         writing = self._thread.submit(work, *arguments)
         self._under_way.append((save, writing))
         return writing
 
     # -------------------------------------------------------------------------------------------- the writing thread
 
-    def _run(self, save: _Save, state: GroupState) -> None:
-        aside = folders.aside_path(self._folder, save.action.step, save.action.member)
+    def _run(self, save: SaveJob, state: GroupState) -> None:
+        aside = save.aside
         try:
             self._agree(lambda: self._prepare(save, aside, state))
-            files: dict[str, folders.StoredFile] = {}
-            if save.is_saver:
-                rest = self._agree(lambda: self._verified(aside, state.write(aside, self._ranks, self._on_write)))
-                files = dict(ChainMap(*rest))
+            files = dict(ChainMap(*self._agree(lambda: self._write(save, state)))) if save.is_saver else {}
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
                 shares = self._write_partitions(save, aside, state)
@@ -203,26 +241,39 @@ class Saver:
                 save.outcome = "saved"
         except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
             if save.outcome != "saved":
-                save.outcome, save.reason = "failed", real_paths(with_folder(in_a_line(error), self._folder))
+                save.outcome, save.reason = "failed", save.reason_of(error)
+            if save.dispute is not None:
+                say(f"the parameters of step {save.action.step} are not saved: {save.reason}")
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
-                    folders.clear_leftovers(self._folder, save.others)
+                    folders.clear_leftovers(save.folder, save.others)
         finally:
             self._copied.set()
             self._report_end(save)
             save.write_s = time.monotonic() - save.started_s
 
-    def _prepare(self, save: _Save, aside: Path, state: GroupState) -> None:
+    def _prepare(self, save: SaveJob, aside: Path, state: GroupState) -> None:
         state.copy()
         self._copied.set()
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
-            folders.require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
+            if save.dispute is None:
+                folders.require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
+            else:
+                aside.parent.mkdir(exist_ok=True)
             folders.clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:
                 save.board.announce_folder()
+
+    def _write(self, save: SaveJob, state: GroupState) -> dict[str, folders.StoredFile]:
+        if save.dispute is not None:
+            return stored(state.write(save.aside, self._ranks, lambda: None))
+        return self._verified(save.aside, state.write(save.aside, self._ranks, self._on_write))
+
+    def _on_write(self) -> None:
+        self._ctx.probe(FaultPoint.SAVE_WRITE)
 
     def _verified(self, folder: Path, written: Written) -> dict[str, folders.StoredFile]:
         files = stored(written)
@@ -230,7 +281,7 @@ class Saver:
             verify_file(folder, name, file)
         return files
 
-    def _write_partitions(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
+    def _write_partitions(self, save: SaveJob, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = PartitionSaver(
             action=save.action,
@@ -246,8 +297,11 @@ class Saver:
         return saver.shares if saver.run() else None
 
     def _publish(
-        self, save: _Save, aside: Path, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]
+        self, save: SaveJob, aside: Path, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]
     ) -> None:
+        if save.dispute is not None:
+            self._publish_weights(save, aside, files)
+            return
         everything = dict(files)
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
@@ -274,12 +328,18 @@ class Saver:
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
-    def _report_refusal(self, save: _Save) -> None:
+    def _publish_weights(self, save: SaveJob, aside: Path, files: Mapping[str, folders.StoredFile]) -> None:
+        manifest = folders.manifest_of(self._ctx.config, save.action, save.head, files)
+        folders.publish(aside, replace(manifest, optimizer={"sharding": folders.WEIGHTS_ALONE}), lambda _: None)
+        folders.drop(save.folder, folders.visible_steps(save.folder)[folders.NUM_DISPUTES_KEPT :])
+        save.outcome, save.num_bytes = "saved", manifest.num_bytes
+
+    def _report_refusal(self, save: SaveJob) -> None:
         with contextlib.suppress(StoreLost):
             self._open_board(save)
         self._report_end(save)
 
-    def _open_board(self, save: _Save) -> None:
+    def _open_board(self, save: SaveJob) -> None:
         """On the first rank, opens the exchange with the other groups, in the writing thread."""
         if self._is_first:
             save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
@@ -288,7 +348,7 @@ class Saver:
         self._store = self._store or open_store(self._ctx.spec.store)
         return self._store
 
-    def _report_end(self, save: _Save) -> None:
+    def _report_end(self, save: SaveJob) -> None:
         """On the first rank, informs the other groups how a save of state partitions has ended here."""
         board, member = save.board, self._ctx.member
         if board is None:
@@ -307,11 +367,6 @@ class Saver:
 
     def _agree(self, work: Callable[[], T]) -> Sequence[T]:
         return agreed(work, self._ranks)
-
-
-def writing_ranks(config: RunConfig) -> dist.ProcessGroup:
-    """The group's ranks, for one thread that writes. Collective over: all ranks of the group."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s))
 
 
 def agreed(work: Callable[[], T], ranks: dist.ProcessGroup) -> Sequence[T]:

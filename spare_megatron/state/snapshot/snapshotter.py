@@ -48,10 +48,10 @@ class Snapshotter:
         self._copy: _Copy | None = None
         self._postponed: TakeSnapshot | None = None
 
-    def start_copy(self, action: TakeSnapshot, *, has_params: bool) -> None:
+    def start_copy(self, action: TakeSnapshot) -> None:
         """Starts to copy what this rank is to store, if anything; without all parameters, `start_postponed` does."""
-        self._postponed = None if has_params else action
-        if self._is_given_up or not has_params:
+        self._postponed = action if self._ctx.progress.lacks_params else None
+        if self._is_given_up or self._postponed is not None:
             return
         began_s = time.monotonic()
         parts = self._parts(action)
@@ -66,7 +66,7 @@ class Snapshotter:
     def start_postponed(self) -> None:
         """Starts a postponed copy: the rank has all parameters of the step."""
         if self._postponed is not None:
-            self.start_copy(self._postponed, has_params=True)
+            self.start_copy(self._postponed)
 
     def _parts(self, action: TakeSnapshot) -> dict[PartKey, StateCopy]:
         """What this rank is to keep; under None all but state partitions."""

@@ -1,6 +1,6 @@
 """Computes the disputed microbatches of a step again and compares with what the groups have stated.
 
-The parameters are those that the run has saved (`state.checkpoint.dispute_saver`); the ranks of one group compute.
+The parameters are those that the run has saved (`state.checkpoint.saver`); the ranks of one group compute.
 """
 
 from collections.abc import Callable, Mapping, Sequence

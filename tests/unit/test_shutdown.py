@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
 IS_THERE = "the store is there"
-PATIENT_S = 10.0
+PATIENT_S = 30.0
 """How long to wait for a process that has been asked to end."""
 
 

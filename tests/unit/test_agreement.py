@@ -42,7 +42,7 @@ def _fence(reason: str) -> Entry:
 @pytest.mark.parametrize("num_bytes", [200, 1015, 1016, 1017, 5000], ids=str)
 def test_all_ranks_read_the_entry_of_the_leader_whatever_its_length(num_bytes: int) -> None:
     leader, other, messages = _group()
-    entry = _fence("x" * (num_bytes - len(encode_entry(_fence("")).encode()) - len(', "reason": ""')))
+    entry = _fence("x" * (num_bytes - len(encode_entry(_fence("")).encode()) - len(',"reason":""')))
     assert len(encode_entry(entry).encode()) == num_bytes
     leader.append(0, entry)
     assert leader.read_entry(0) == entry

@@ -50,7 +50,7 @@ def test_the_other_nodes_of_a_divided_group_learn_of_its_loss() -> None:
     store.put("incarnation/0", "2")  # it has been started again already
     [record] = fence_node(store, Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), 1, CAUSE)
     assert (record.group, record.incarnation) == (0, 2)
-    assert store.values["lost/0/2"] == f'[0, -1, "{CAUSE}"]'
+    assert store.values["lost/0/2"] == f'[0,-1,"{CAUSE}"]'
     assert not store.exists(keys.ALL_GROUPS_READY)
 
 

@@ -44,7 +44,7 @@ class Ledger:
         self._unsaved = dict.fromkeys(CAUSES, 0.0)
 
     def spend(self, cause: str, seconds: float) -> None:
-        self.now_s += seconds
+        self.now_s += float(seconds)  # what NumPy draws is a type of its own, which no entry of the log has
         self._unsaved[cause] += seconds
 
     def spend_until(self, at_s: float, phases: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -99,7 +99,7 @@ def scripts() -> dict[str, str]:
     return {
         ".".join(file.relative_to(ROOT / "benchmarks").with_suffix("").parts): text
         for file, text in found.items()
-        if "__main__" in text
+        if '__name__ == "__main__"' in text
     }
 
 

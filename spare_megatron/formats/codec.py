@@ -20,7 +20,7 @@ def encode(value: object) -> str:
         text = _ENCODER.encode(value)
         if text.isascii() and b"null" not in text:  # msgspec writes NaN as null, too; the json module escapes text
             return text.decode()
-    except (TypeError, UnicodeEncodeError):  # a subclass, such as NumPy's float64; names of files that are no Unicode
+    except (TypeError, UnicodeEncodeError):  # a subclass, such as NumPy's float64; names of files that are not Unicode
         pass
     return json.dumps(value, separators=(",", ":"), default=asdict)
 

@@ -74,7 +74,7 @@ class Ladder:
         self._drained_at_s: dict[int, float] = {}  # by what a machine and those that replace it have in common
 
     def on_admission(self, step: int) -> None:
-        """Groups are taken in with this step."""
+        """Groups are admitted with this step."""
         self._admitting.add(step)
 
     def on_step(self, step: int, step_s: float) -> None:

@@ -371,7 +371,7 @@ def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, .
 def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dispute:
     """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements.
 
-    About a suspect all are heard: a group may have counted it since.
+    About a suspect the statements of all groups count: one may have computed it since without being asked.
     """
     statements = list(dispute.statements)
     for group in sorted(words):

@@ -1,6 +1,7 @@
 """What the codec writes is what the json module writes, and comes back equal, whatever the values are."""
 
 import json
+import re
 from dataclasses import asdict, fields
 from typing import Any, get_args
 
@@ -29,6 +30,11 @@ def read(values: object) -> Any:
     return repr(json.loads(json.dumps(values, sort_keys=True)))
 
 
+def shown(value: object) -> str:
+    """Also of NaN, which equals nothing. -0.0 equals a default of 0.0, and is left out as that."""
+    return re.sub(r"(?<![\w.])-0\.0(?!\d)", "0.0", repr(value))
+
+
 @pytest.mark.parametrize("kind", [*get_args(Entry), Vote])
 @given(data=st.data())
 @DRAWN
@@ -39,7 +45,7 @@ def test_entries_and_votes_hold_what_is_set_and_come_back(kind: type[Any], data:
     text = encode(set_fields(value)) if kind is Vote else encode_entry(value)
     found = {name: of for name, of in asdict(value).items() if getattr(value, name) != usual[name]}
     assert read(json.loads(text)) == read(head | found)
-    assert repr(decode(text, Vote) if kind is Vote else decode_entry(text)) == repr(value)
+    assert shown(decode(text, Vote) if kind is Vote else decode_entry(text)) == shown(value)
 
 
 @pytest.mark.parametrize("name", KINDS)

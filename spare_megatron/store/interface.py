@@ -12,6 +12,13 @@ class StoreLost(Exception):
     """The control store is unreachable or rejects the request."""
 
 
+def lost_key(key: str) -> StoreLost:
+    return StoreLost(
+        f"the control store has lost {key}, which it had confirmed: it was emptied, restored from a backup, or the "
+        f"keys of the run were removed"
+    )
+
+
 class ControlStore(Protocol):
     """A connection to the run's key-value store.
 
@@ -19,8 +26,11 @@ class ControlStore(Protocol):
     `rendezvous` may be called from another thread meanwhile.
     """
 
-    def put_if_absent(self, key: str, value: str) -> str:
-        """Writes the value if the key has none; returns the value that is stored."""
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
+        """Writes the value if the key has none; returns the value that is stored.
+
+        Raises StoreLost, and writes nothing, if a store that can lose keys has lost the key `after`.
+        """
 
     def put(self, key: str, value: str) -> None:
         """Writes the value."""

@@ -165,7 +165,7 @@ class TcpControlStore:
                         self._client.set(key, value)
                     self._is_renewing = False
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:  # noqa: ARG002  (loses no keys)
         return self._request(lambda client: bytes(client.compare_set(key, "", value)).decode())
 
     def put(self, key: str, value: str) -> None:

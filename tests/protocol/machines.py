@@ -79,9 +79,9 @@ class Store(MemoryStore):
             raise Violation(f"{key} is given to other machines, and is written once by compare-and-set")
         super().put(key, value)
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         is_new = key.startswith("assignment/") and key not in self.values
-        found = super().put_if_absent(key, value)
+        found = super().put_if_absent(key, value, after)
         if is_new:
             self._assignments.written(int(key.removeprefix("assignment/")), value)
         return found

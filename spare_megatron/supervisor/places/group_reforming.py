@@ -77,7 +77,8 @@ class AssignmentList:
     def append(self, assignment: Assignment) -> Assigned | None:
         """Writes the assignment after those that were read; None if another one was written there."""
         index, text = len(self._entries), encode(assignment)
-        is_written = self._store.put_if_absent(keys.assignment(index), text) == text
+        after = keys.assignment(index - 1) if index else None
+        is_written = self._store.put_if_absent(keys.assignment(index), text, after) == text
         self.read()
         if not is_written:
             return None

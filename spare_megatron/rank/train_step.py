@@ -24,7 +24,6 @@ from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
-from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
@@ -36,7 +35,6 @@ from spare_megatron.state.rank_context import RankContext, StepUnderWay
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer, admit
-from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import Fenced, GroupOpinion, RankOutcome
 from spare_megatron.voting.log_follower import Stop
 from spare_megatron.voting.voting import plain_vote
@@ -321,14 +319,8 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
 
 
 def _is_decided(ctx: RankContext) -> bool:
-    """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete.
-
-    Raises StoreLost if the rank is to give the step up and save its state alone.
-    """
-    is_over = ctx.agreement.is_over(ctx.progress.head)
-    if not is_over and ctx.progress.is_cut_off():
-        raise StoreLost(CUT_OFF)
-    return is_over
+    """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete."""
+    return ctx.agreement.is_over(ctx.progress.head)
 
 
 def _first(ctx: RankContext, failure: str) -> str:

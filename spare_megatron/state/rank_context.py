@@ -77,7 +77,6 @@ class RankProgress:
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
         is_end_asked: Likewise whether this rank is asked to end the run.
-        is_cut_off: Whether the time for that is over, so that the step under way is to be given up.
     """
 
     head: int = 0
@@ -89,7 +88,6 @@ class RankProgress:
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
     is_end_asked: Callable[[], bool] = lambda: False
-    is_cut_off: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property

@@ -135,6 +135,9 @@ class EtcdControlStore:
         for directory in self._followed.values():
             directory.close()
 
+    def break_off(self) -> None:
+        self._gateway.break_off()
+
     # --------------------------------------------------------------------------------------------------- requests
 
     def _key(self, key: str) -> str:

@@ -205,8 +205,9 @@ class Supervisor:
         return self._store_failure
 
     def _cut_off(self) -> None:
-        """Has the ranks save their state alone, unless the last step is committed and only left to be saved."""
-        if not (self._is_last_committed or self._store_failure):
+        """Has the ranks save their state alone, unless the last step is committed and the store there to save it."""
+        is_being_saved = self._is_last_committed and not self._store_watch.is_away
+        if not (is_being_saved or self._store_failure):
             self._is_cut_off, self._restarts.is_over = True, True
             self._store_failure = CUT_OFF
             self._ranks.ask_to_end(at_once=True)

@@ -31,50 +31,41 @@ Severity = Literal["invalid", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One reason why a journal is not valid.
-
-    Attributes:
-        severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
-        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
-    """
+    """One reason why a journal is not valid."""
 
     severity: Severity
+    """`invalid` contradicts the invariant; `unknown` prevents its proof."""
     reason: str
     place: tuple[Any, ...] = ()
+    """Sort key among the findings of a rule; equal places keep the order in which they were found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedAttempt:
-    """A decided attempt of a step; a committed step may hold sums of several. All members voted.
-
-    Attributes:
-        kept: For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none.
-    """
+    """A decided attempt of a step; a committed step may hold sums of several. All members voted."""
 
     attempt: int
     kept: tuple[int, ...]
+    """For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none."""
     members: Members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A commit entry.
-
-    Attributes:
-        members: Groups that took part when it was written; all of them voted.
-        began_with: Groups that took part when the step began.
-        is_last: It ends the run, whatever the planned number of steps.
-        attempts: Attempts whose buckets may have been kept, ending with the committed one.
-    """
+    """A commit entry."""
 
     index: int
     step: int
     attempt: int
     members: Members
+    """Groups that took part when it was written; all of them voted."""
     began_with: Members
+    """Groups that took part when the step began."""
     saved: bool
     is_last: bool
+    """It ends the run, whatever the planned number of steps."""
     attempts: tuple[FoldedAttempt, ...]
+    """Attempts whose buckets may have been kept, ending with the committed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +79,16 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """State after the first `num_entries` entries, of which none is missing.
-
-    Attributes:
-        num_errors: Of the errors, those of these entries.
-        attempt: Attempt under way; infinite if the run is over.
-        position: (restarts, committed steps): earlier comparisons are settled. Infinite if the run is over.
-    """
+    """State after the first `num_entries` entries, of which none is missing."""
 
     num_entries: int
     num_errors: int
+    """Of the errors, those of these entries."""
     is_over: bool
     attempt: float
+    """Attempt under way; infinite if the run is over."""
     position: tuple[float, float]
+    """(restarts, committed steps): earlier comparisons are settled. Infinite if the run is over."""
 
 
 def placement_of(run: RunRecord) -> Placement:

@@ -124,25 +124,22 @@ class JournalView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places.
-
-    Attributes:
-        went_on: (group, attempt) of each contribution or evaluation in these attempts and the next one.
-        commits: (number among the commits, commit) of each commit on one of these attempts.
-        decided: For each of these attempts of a committed step: number of the commit, position among the step's
-            attempts, the commit, the attempt, and the step's next attempt or None.
-        evaluated: (number among the evaluations, evaluation) of each that was decided on one of these attempts.
-    """
+    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places."""
 
     audits: Sequence[Placed]
     contributions: Sequence[Placed]
     votes: Sequence[Placed]
     updates: Sequence[Placed]
     went_on: Collection[tuple[int, int]]
+    """(group, attempt) of each contribution or evaluation in these attempts and the next one."""
     commits: Sequence[tuple[int, Committed]]
+    """(number among the commits, commit) of each commit on one of these attempts."""
     decided: Sequence[tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]]
+    """For each of these attempts of a committed step: number of the commit, position among the step's attempts, the
+    commit, the attempt, and the step's next attempt or None."""
     evaluations: Sequence[Placed]
     evaluated: Sequence[tuple[int, Evaluation]]
+    """(number among the evaluations, evaluation) of each that was decided on one of these attempts."""
 
 
 def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:

@@ -14,17 +14,14 @@ _STAT_BYTES = 512
 
 @dataclass(slots=True)
 class _Thread:
-    """The last observation of a thread.
-
-    Attributes:
-        times: Nanoseconds that it has run, and that it has waited for a processor.
-        ready_since_s: Monotonic time since which it is known to wait for one; None if it is not.
-        ahead_s: Seconds of its present wait that have been counted already.
-    """
+    """The last observation of a thread."""
 
     times: tuple[int, int]
+    """Nanoseconds that it has run, and that it has waited for a processor."""
     ready_since_s: float | None = None
+    """Monotonic time since which it is known to wait for one; None if it is not."""
     ahead_s: float = 0.0
+    """Seconds of its present wait that have been counted already."""
 
 
 def times_of(pid: int) -> dict[str, tuple[int, int]]:

@@ -23,25 +23,22 @@ _SOURCE, _SINK, _FIRST_NODE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpreadProblem:
-    """Units of demand to place on surviving groups. Arrays of pairs are flat: shard * redundancy + column.
-
-    Attributes:
-        is_alive: For each group; groups beyond those of the placement host nothing and take only cold units.
-        free: For each pair, how many units cost nothing there. 0 where the host is lost.
-        start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
-        pace: Time per round, at least 1, of all groups or of each.
-        rounds: The rounds that units take.
-        fetch: Time before a group can begin a cold unit, in the same unit of time; None if it never can.
-    """
+    """Units of demand to place on surviving groups. Arrays of pairs are flat: shard * redundancy + column."""
 
     placement: Placement
     is_alive: BoolArray
+    """For each group; groups beyond those of the placement host nothing and take only cold units."""
     demand: IntArray
     free: IntArray
+    """For each pair, how many units cost nothing there. 0 where the host is lost."""
     start: IntArray
+    """For each pair, the units placed there at first; at most `free`, and per shard at most its demand."""
     pace: IntArray | int = 1
+    """Time per round, at least 1, of all groups or of each."""
     rounds: Rounds = ONE_BY_ONE
+    """The rounds that units take."""
     fetch: int | None = None
+    """Time before a group can begin a cold unit, in the same unit of time; None if it never can."""
 
     def capacities(self, makespan: int) -> tuple[IntArray, IntArray]:
         """Units, and cold units, that each group can take within a makespan."""
@@ -64,23 +61,20 @@ class SpreadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """A placement of all units at least cost.
-
-    Attributes:
-        flow: For each pair, the hosted units. `cold`: for each shard, its cold units; `lent`: for each group, the cold
-            units that it takes, of any shards.
-        num_moves: Units beyond the free ones, cold units included.
-        num_phases: Distinct lengths of displacement chains that were needed; 0 if the start was complete.
-        shard_potential: For each shard, and `host_potential` for each group, its distance from the unplaced units.
-    """
+    """A placement of all units at least cost."""
 
     flow: IntArray
+    """For each pair, the hosted units. `cold`: for each shard, its cold units; `lent`: for each group, the cold units
+    that it takes, of any shards."""
     cold: IntArray
     lent: IntArray
     makespan: int
     num_moves: int
+    """Units beyond the free ones, cold units included."""
     num_phases: int
+    """Distinct lengths of displacement chains that were needed; 0 if the start was complete."""
     shard_potential: IntArray
+    """For each shard, and `host_potential` for each group, its distance from the unplaced units."""
     host_potential: IntArray
     commons_potential: int
 

@@ -27,19 +27,16 @@ _COLD = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reorder:
-    """Owners after a reorder.
-
-    Attributes:
-        owners: Read-only, shape (num_shards, m): the owner of each microbatch.
-        makespan: Largest number of microbatches of any group.
-        num_moves: Microbatches whose owner changed, those of lost groups included, and all cold ones.
-        path: "orphans" if only microbatches without a surviving owner moved, else "chains".
-    """
+    """Owners after a reorder."""
 
     owners: Owners
+    """Read-only, shape (num_shards, m): the owner of each microbatch."""
     makespan: int
+    """Largest number of microbatches of any group."""
     num_moves: int
+    """Microbatches whose owner changed, those of lost groups included, and all cold ones."""
     path: ReorderPath
+    """"orphans" if only microbatches without a surviving owner moved, else "chains"."""
 
 
 def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:

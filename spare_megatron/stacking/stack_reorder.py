@@ -32,21 +32,17 @@ class StackOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackReorder:
-    """Stack order and owners after a reorder.
-
-    Attributes:
-        owners: Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its
-            stack.
-        num_moves: Shards swapped into the first `depth` of a stack for one that its group does not own.
-        depth: The largest of any group.
-        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2).
-    """
+    """Stack order and owners after a reorder."""
 
     owners: StackArray
+    """Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its stack."""
     order: StackOrder
     depth: int
+    """The largest of any group."""
     num_moves: int
+    """Shards swapped into the first `depth` of a stack for one that its group does not own."""
     phase: Literal[1, 3]
+    """1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2)."""
 
 
 def initial_order(placement: Placement) -> StackOrder:

@@ -58,24 +58,21 @@ class PartitionSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank.
-
-    Attributes:
-        hosts: For each partition, the members that hold its whole state of the present step.
-        owners: For each partition, the host that sends its parameters, as even as hosts allow.
-        repairs: The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first.
-        moves: The copies whose donors release theirs afterwards; until then both are hosts.
-        leaving: Members that are to leave: others are to host what they do, and they get no further copies.
-    """
+    """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank."""
 
     setup: PartitionSetup
     placed: tuple[tuple[GroupId, ...], ...]
     members: tuple[Member, ...]
     hosts: Hosts
+    """For each partition, the members that hold its whole state of the present step."""
     owners: tuple[Member, ...]
+    """For each partition, the host that sends its parameters, as even as hosts allow."""
     repairs: tuple[Repair, ...] = ()
+    """The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first."""
     moves: tuple[Repair, ...] = ()
+    """The copies whose donors release theirs afterwards; until then both are hosts."""
     leaving: tuple[Member, ...] = ()
+    """Members that are to leave: others are to host what they do, and they get no further copies."""
 
     def for_members(self, members: Iterable[Member]) -> "Ownership":
         """The ownership for other members; new ones hold none. Raises StateWipeOut if a partition has no host left."""

@@ -43,25 +43,22 @@ class LogTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What an entry has changed.
-
-    Attributes:
-        voters: Those before the entry.
-        epoch: That before the entry.
-        lost: Voters that a fence or a restart has removed.
-        left: Voters that were drained.
-        admitted: New voters.
-        undone: Committed steps that a restart has undone.
-        contradictions: Why no correct run writes the entry here. It is folded all the same, as its own numbers say.
-    """
+    """What an entry has changed."""
 
     voters: tuple[Member, ...]
+    """Those before the entry."""
     epoch: int
+    """That before the entry."""
     lost: tuple[Member, ...] = ()
+    """Voters that a fence or a restart has removed."""
     left: tuple[Member, ...] = ()
+    """Voters that were drained."""
     admitted: tuple[Member, ...] = ()
+    """New voters."""
     undone: range = range(0)
+    """Committed steps that a restart has undone."""
     contradictions: tuple[str, ...] = ()
+    """Why no correct run writes the entry here. It is folded all the same, as its own numbers say."""
 
 
 class Membership:

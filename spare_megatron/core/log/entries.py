@@ -177,6 +177,8 @@ class Halt:
     """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
+Decision = Commit | Retry | Evaluated | Finish | Resume
+"""Of one attempt."""
 Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}

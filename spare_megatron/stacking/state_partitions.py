@@ -43,10 +43,7 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSetup:
-    """How the optimizer state is partitioned: N partitions on r_o = `redundancy` groups each.
-
-    Domains are `groups_per_domain` groups of consecutive ids that may be lost together.
-    """
+    """N partitions of the optimizer state, each on r_o = `redundancy` groups; a domain may be lost as one."""
 
     num_groups: int
     redundancy: int

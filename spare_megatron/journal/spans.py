@@ -54,39 +54,33 @@ class RecoveryTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An activity of a rank's main thread.
-
-    Attributes:
-        name: An operation of `core.machines.failure_detector`, a forward or backward pass, or a stage of a recovery.
-        began_s: On the monotonic clock of the rank's machine, as `ended_s`.
-        microbatch: (shard, index) of a pass.
-    """
+    """An activity of a rank's main thread."""
 
     name: str
+    """An operation of `core.machines.failure_detector`, a forward or backward pass, or a stage of a recovery."""
     step: int
     began_s: float
+    """On the monotonic clock of the rank's machine, as `ended_s`."""
     ended_s: float
     microbatch: tuple[int, int] | None = None
+    """(shard, index) of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpans:
-    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
-
-    Attributes:
-        lane: The lane of its group.
-        machine: Equal for ranks that share a monotonic clock.
-        wall_s: Wall clock minus that monotonic clock, at the time of writing.
-    """
+    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group."""
 
     group: int
     rank: int
     incarnation: int
     stage: int
     machine: str
+    """Equal for ranks that share a monotonic clock."""
     wall_s: float
+    """Wall clock minus that monotonic clock, at the time of writing."""
     spans: Sequence[Span]
     lane: int = 0
+    """The lane of its group."""
 
 
 def spans_file(run_dir: Path, node: int) -> Path:

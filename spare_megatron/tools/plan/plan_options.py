@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from spare_megatron.formats.parsed_quantities import parse_bytes, parse_duration_s
+from spare_megatron.formats.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
     from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits, Policy

@@ -49,7 +49,7 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
 def choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
     if device.type != "cuda":
         return add_rounded
-    from spare_megatron.mcore.gradients import fixed_point_kernel
+    from spare_megatron.mcore.gradients import kernels
 
-    fixed_point_kernel.check(device)
-    return fixed_point_kernel.add_rounded
+    kernels.check_fixed_point(device)
+    return kernels.add_rounded

@@ -1,6 +1,8 @@
 """The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
 
-It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
+It roughly follows the order in which a backward pass finishes gradients. The space is cut into scatter ranges, each
+shared by lanes that hold the same parameters. A range is divided into one strip per lane, which that lane sums over
+groups, as a bucket, and updates: the rank's own strips. With one lane a range is its strip.
 """
 
 from bisect import bisect_right
@@ -14,8 +16,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from spare_megatron.core.log.bucket_window import cut
 from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
@@ -45,9 +47,8 @@ class FlatParameter:
 
 
 def buffers(chunks: Sequence[Chunk]) -> list[Any]:
-    """Megatron's gradient buffers in the order of the flat space.
-
-    Of a chunk those of divided experts come first: the others have the embeddings, whose gradients are ready last.
+    """Megatron's gradient buffers in the order of the flat space: of a chunk those of divided experts first, as
+    embeddings are ready last.
     """
     wrappers = [chunk.module for chunk in reversed(chunks)]
     return [buffer for wrapper in wrappers for buffer in (*wrapper.expert_parallel_buffers, *wrapper.buffers)]
@@ -72,13 +73,54 @@ def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatSpace:
-    """The flat gradient space of a rank, divided over lanes.
+class ScatterRange:
+    """A range of the flat space that is summed over `num_lanes` ranks as a unit, and this rank's number among them."""
 
-    Attributes:
-        ranges: The scatter ranges; a bucket is this rank's own strip of one.
-        lanes: For each range, the process group of the lanes that share it.
-        own_segments: What the segments hold of own strips; the segments themselves if no other lane shares any.
+    start: int
+    stop: int
+    lane: int = 0
+    num_lanes: int = 1
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def strip_length(self) -> int:
+        """Elements of every strip but the last ones, which may be shorter or empty."""
+        return -(-len(self) // self.num_lanes)
+
+    def strip(self, lane: int) -> range:
+        """The strip of a lane, in the flat space.
+
+        >>> [list(ScatterRange(start=10, stop=15, num_lanes=3).strip(lane)) for lane in range(3)]
+        [[10, 11], [12, 13], [14]]
+        """
+        first = min(self.start + lane * self.strip_length, self.stop)
+        return range(first, min(first + self.strip_length, self.stop))
+
+    @property
+    def own(self) -> range:
+        """This rank's own strip."""
+        return self.strip(self.lane)
+
+
+def scatter_ranges(shared: Sequence[ScatterRange], strip_elements: int) -> tuple[ScatterRange, ...]:
+    """The ranges that the same lanes share, cut so that strips have at most `strip_elements`, ascending without gaps.
+    Where no other lane shares any of `shared`, which are adjacent and ascending, a range may go on into the next.
+    """
+    if all(one.num_lanes == 1 for one in shared):
+        shared = [ScatterRange(start=shared[0].start, stop=shared[-1].stop)]
+    return tuple(
+        replace(one, start=one.start + part.start, stop=one.start + part.stop)
+        for one in shared
+        for part in cut(len(one), one.num_lanes * strip_elements)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSpace:
+    """The flat gradient space of a rank, divided over lanes: a bucket is this rank's own strip of one of the `ranges`,
+    which `lanes` share. `own_segments`: what the segments hold of own strips.
     """
 
     segments: tuple[Segment, ...]
@@ -112,12 +154,8 @@ def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A contiguous range of a bucket.
-
-    Attributes:
-        number: The state partition of these gradients; None if every data-parallel group needs them.
-        place: The range in the bucket.
-        counted: The ranges within it that Megatron counts for the norm; empty where `number` is None.
+    """A contiguous range (`place`) of a bucket in the state partition `number`; None if every data-parallel group needs
+    it. `counted`: the ranges within it that Megatron counts for the norm; empty where `number` is None.
     """
 
     number: PartitionId | None
@@ -164,10 +202,10 @@ def _ranges(
 def _within(part: GradientPart, bucket: range) -> GradientPart:
     """The part that lies in the bucket, relative to the bucket."""
 
-    def cut(place: slice) -> slice:
+    def within(place: slice) -> slice:
         return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
 
-    return replace(part, place=cut(part.place), counted=tuple(map(cut, part.counted)))
+    return replace(part, place=within(part.place), counted=tuple(map(within, part.counted)))
 
 
 def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
@@ -180,9 +218,8 @@ def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
 
 @contextmanager
 def diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
-    """In this context, gradients added before `kept_end` of the flat space are discarded.
-
-    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
+    """In this context, gradients added before `kept_end` of the flat space are discarded: whole parameters accumulate
+    into scratch memory, the kept part of others is restored afterwards.
     """
     kept = [flat for flat in parameters if flat.stop <= kept_end]
     scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)

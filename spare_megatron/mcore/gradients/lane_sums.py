@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, Segment, parts_of
-from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRange, Segment, parts_of
 
 
 class LaneSums:
@@ -36,9 +35,8 @@ class LaneSums:
         self._is_summed = False
 
     def start(self, num_kept: int, num_kept_by_all: int) -> None:
-        """Before a computation, which adds to all ranges but those whose strips all lanes keep.
-
-        `num_kept`: leading strips that this lane keeps as they are.
+        """Before a computation, which adds to all ranges but those that all lanes keep; this lane keeps `num_kept`
+        strips.
         """
         if self._is_alone:
             return

@@ -98,10 +98,7 @@ class RankProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """One rank: what it trains with and how it reaches the others. `rank.assembly` builds it.
-
-    A component of a rank takes this and what is its own. `send` sends a report to the supervisor.
-    """
+    """What one rank trains with, built by `rank.assembly`: a component takes this and what is its own."""
 
     spec: RankSpec
     controller: Controller

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.optimizer_state import ReplicatedState

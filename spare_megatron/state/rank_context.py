@@ -9,7 +9,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import Record
 from spare_megatron.mcore.trainer import GroupTrainer

@@ -26,7 +26,7 @@ from spare_megatron.core.log.votes import Digests, Vote
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.codec import encode, set_fields
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.journal.records import Record, VoteRecord, digest_of_work
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.stacking.layout import GroupId, Member

@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.core.log.actions import ReadVotes
 from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.core.log.votes import Vote
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys

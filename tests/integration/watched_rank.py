@@ -24,7 +24,7 @@ from spare_megatron.core.log.events import Event
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer

@@ -15,7 +15,7 @@ import torch
 
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.events import Held, RestartState
-from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
+from spare_megatron.formats.frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.process.snapshot_wire import Part

@@ -13,7 +13,7 @@ import torch
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.formats.pieces import PIECE_BYTES
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe

@@ -10,7 +10,7 @@ from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.machines.group_starts import in_order_to_give
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.process.processes import say
@@ -210,7 +210,7 @@ class _Fetch(threading.Thread):
 
     def _require_donor(self) -> None:
         if self.is_left:
-            raise TransferBroken("it is lost")
+            raise ConnectionBroken("it is lost")
 
 
 class _Probed:

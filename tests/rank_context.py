@@ -22,6 +22,7 @@ def rank_context(
     run_dir: Path = Path(),
     agreement: Any = None,
     servers: Mapping[Member, Address] | None = None,
+    head: int = 0,
     **parts: Any,
 ) -> RankContext:
     """That of rank 0 of the group, whose peers have these piece servers. What is not given is None."""
@@ -37,6 +38,7 @@ def rank_context(
             run_dir=run_dir,
             wiped_out_at_s=None,
         ),
+        "controller": SimpleNamespace(head=head),
         "voting": SimpleNamespace(agreement=agreement),
         "store": SimpleNamespace(wait=lambda key, _timeout_s: addresses[key]),
         "probe": SilentProbe(),

@@ -69,7 +69,6 @@ class RankProgress:
     """How far one rank has come.
 
     Attributes:
-        head: Log entries folded so far.
         num_steps: Committed steps in the parameters.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
@@ -80,7 +79,6 @@ class RankProgress:
         is_cut_off: Whether the time for that is over, so that the step under way is to be given up.
     """
 
-    head: int = 0
     num_steps: int = 0
     num_restarts: int = 0
     lacks_params: bool = False

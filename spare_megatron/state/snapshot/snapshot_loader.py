@@ -174,7 +174,7 @@ class SnapshotLoader:
 
         Its node may still run, and is waited for where no other has the copy.
         """
-        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.progress.head):
+        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.controller.head):
             return False
         self._lost.add(holder)
         return True

@@ -41,7 +41,7 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
     with ctx.probe.during(Operation.JOIN):
         donor = transfer.run(action)
     if progress.lacks_params:
-        ctx.agreement.publish_digest(progress.head - 1, NO_DIGEST)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, NO_DIGEST)
         return
     digests.compute()
     digests.compute_rest(copied_from=None if donor is None else donor.group)
@@ -50,7 +50,7 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
             confirm(ctx, digests.value.params, action)
         ctx.send(GroupRejoined(member=ctx.member, step=action.step))
     else:
-        ctx.agreement.publish_digest(progress.head - 1, digests.value.params)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, digests.value.params)
     # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
     digests.write(action.step)
     progress.num_steps = action.step
@@ -76,7 +76,7 @@ def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
 
 def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None]:
     """The digests published so far by groups that took part before and still do."""
-    head = ctx.progress.head
+    head = ctx.controller.head
     left = [member.group for member in action.earlier if not ctx.agreement.is_lost(member, head)]
     return ctx.agreement.digests(head - 1, left)
 
@@ -137,7 +137,7 @@ class StateTransfer:
         raise JoinFailed(failure)
 
     def _is_lost(self, member: Member) -> bool:
-        return self._ctx.agreement.is_lost(member, self._ctx.progress.head)
+        return self._ctx.agreement.is_lost(member, self._ctx.controller.head)
 
     def _fetch_from(self, donor: Member, step: int) -> "_Fetch":
         """Fetches from this donor, and gives up as soon as the log says that it is lost."""

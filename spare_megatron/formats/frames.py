@@ -66,9 +66,9 @@ class Address:
         return cls(host=host, port=int(port), token=token)
 
 
-def listen(host: str, most_waiting: int) -> tuple[socket.socket, Address]:
+def listen(host: str, most_waiting: int | None = None) -> tuple[socket.socket, Address]:
     """A server's socket on a free port of an IP address of this machine, and the address that its clients need.
-    `most_waiting`: connections that may wait to be accepted.
+    `most_waiting`: connections that may wait to be accepted; None leaves it to the kernel.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=most_waiting)

@@ -3,7 +3,6 @@
 It is a description (everything but tensors) and the tensors' bytes, read and written in place without a second copy.
 """
 
-import json
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, HashingWriter
@@ -64,7 +64,7 @@ class IncomingState:
     """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
     def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> None:
-        state = json.loads(description)
+        state = decode(description, dict)
         if state["model"] != _shapes(chunks):
             raise ForeignState(_OTHER_PARAMETERS)
         if state.get("strips") != _strips(optimizer):
@@ -89,7 +89,7 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> Outgoing
         "optimizer": _encoded(optimizer.state_dict(), tensors),
         "strips": _strips(optimizer),
     }
-    return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
+    return OutgoingState(description=encode(state).encode(), tensors=TensorBytes(tensors))
 
 
 def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:

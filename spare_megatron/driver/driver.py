@@ -20,7 +20,7 @@ from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import shortage
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.records import EndRecord, RestartRecord
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
@@ -46,7 +46,6 @@ from spare_megatron.process.reports import (
     GoOn,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     LeftNodeGone,
     MachineMoved,
     NodeEnded,
@@ -324,11 +323,11 @@ class Driver:
             case NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)
                 return
-            case GroupRejoined(member=member) | GroupRestarted(member=member):
-                self._last_rejoined[member.group] = member.incarnation
+            case GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation):
+                self._last_rejoined[GroupId(group)] = incarnation
                 self._ladder.on_admission(report.step)
                 self._stop_reason = ""
-                if isinstance(report, GroupRestarted):
+                if isinstance(report, RestartRecord):
                     self._num_steps = report.step
             case StoreGone(reason=reason):
                 self._without_store.add(sender)

@@ -13,7 +13,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import sequences_before
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.formats.output import named_errors
-from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.observe.metrics import (
@@ -32,7 +32,6 @@ from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     MetricsLost,
     RecordsHeld,
     RunPaused,
@@ -197,8 +196,8 @@ class Telemetry:
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case GroupRestarted(member=member, step=step):
-                self._absent.discard(member.group)
+            case RestartRecord(group=group, step=step):
+                self._absent.discard(GroupId(group))
                 if step < self._next_step:  # the first report of this restart
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)

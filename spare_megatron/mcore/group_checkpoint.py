@@ -7,13 +7,12 @@ into boxes. A reader needs no knowledge of partitions: it asks for boxes and get
 import copy
 import hashlib
 import io
-import json
 import math
 import os
 import pickle
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from spare_megatron.formats.codec import encode
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import OWN
 from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
@@ -248,7 +248,7 @@ class GroupState:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
                 torch.save(self._common, file)
             with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
-                file.write(json.dumps(asdict(FORMAT)).encode())
+                file.write(encode(FORMAT).encode())
         return files.written
 
 

@@ -1,6 +1,5 @@
 """The state of a rank for a group that rejoins, a copy or a file: a description and the tensors' bytes, in place."""
 
-import json
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, HashingWriter
@@ -60,7 +60,7 @@ class IncomingState:
     """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
     def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> None:
-        state = json.loads(description)
+        state = decode(description, dict)
         if state["model"] != _shapes(chunks):
             raise ForeignState(_OTHER_PARAMETERS)
         if state.get("strips") != _strips(optimizer):
@@ -85,7 +85,7 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> Outgoing
         "optimizer": _encoded(optimizer.state_dict(), tensors),
         "strips": _strips(optimizer),
     }
-    return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
+    return OutgoingState(description=encode(state).encode(), tensors=TensorBytes(tensors))
 
 
 def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:

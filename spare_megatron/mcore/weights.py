@@ -3,11 +3,10 @@ tensors of one layer at a time. Tensors of layers are stacked along a first dime
 """
 
 import io
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from spare_megatron.config.model.model_tensors import ModelTensor
+from spare_megatron.formats.codec import encode
 from spare_megatron.mcore.group_checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
 from spare_megatron.mcore.inert_pickle import named_damage, read_metadata
 from spare_megatron.mcore.model.model import Chunk
@@ -194,7 +194,7 @@ def write_weights(
     with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
         torch.save(dict(common), file)
     with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
-        file.write(json.dumps(asdict(FORMAT)).encode())
+        file.write(encode(FORMAT).encode())
     return files.written
 
 

@@ -125,10 +125,7 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
     found = []
     for number in numbers:
         slot = ring.slots[number % NUM_SPANS]
-        place = None if slot.shard < 0 else (slot.shard, slot.index)
-        found.append(
-            Span(name=NAMES[slot.name], step=slot.step, began_s=slot.began_s, ended_s=slot.ended_s, microbatch=place)
-        )
+        found.append(Span(NAMES[slot.name], slot.step, slot.began_s, slot.ended_s, slot.shard, slot.index))
     overwritten = max(0, ring.num_spans - NUM_SPANS + 1 - numbers.start)
     return found[overwritten:], end
 

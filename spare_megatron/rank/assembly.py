@@ -74,7 +74,7 @@ class Assembly:
             spec=spec,
             controller=controller,
             trainer=trainer,
-            voting=Voting(agreement, relay, write=journal.write, probe=probe),
+            voting=Voting(agreement, relay, head=lambda: controller.head, write=journal.write, probe=probe),
             communicator=_communicator(spec, trainer, controller, device, store, probe),
             store=store,
             journal=journal,

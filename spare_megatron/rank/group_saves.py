@@ -110,6 +110,6 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
         sha256=sha256,
         params_sha256=trainer.params_sha256(),
         slices=ctx.optimizer_state.digests_by_name(),
-        manifest=asdict(manifest_of(spec.config, action, ctx.agreement.head, {})),
+        manifest=asdict(manifest_of(spec.config, action, ctx.controller.head, {})),
     )
     describe(path, saved)

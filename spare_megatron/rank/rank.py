@@ -156,7 +156,6 @@ class _Rank:
             parts.ctx, restart_loader=parts.components.loader, announced=self._report_waiting, paused=self._report_pause
         )
         first = rejoin.run()
-        self._progress.head = self._controller.head
         self._progress.num_restarts = self._controller.num_restarts
         return first
 

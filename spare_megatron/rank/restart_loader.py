@@ -11,7 +11,6 @@ from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
-from spare_megatron.process.reports import GroupRestarted
 from spare_megatron.stacking.state_partitions import Hosts, hosted_by
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
@@ -134,8 +133,7 @@ class RestartLoader:
         digests.check(action.step)
         record = self._record(action)
         self._ctx.write_if_leader(record)
-        source, rejected = record.loaded_from, tuple(record.rejected)
-        self._ctx.send(GroupRestarted(member=self._ctx.member, step=action.step, source=source, rejected=rejected))
+        self._ctx.send(record)
 
     def _load(self, action: LoadCheckpoint) -> None:
         self.reader.stop()

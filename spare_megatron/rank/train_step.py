@@ -251,7 +251,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         _contribute(ctx, parts, action)
     with ctx.probe.during(Operation.REDUCE):
         sums.sum_rest(partial(_is_decided, ctx))  # to its end, or until another group is lost
-        lacking = report_incomplete(ctx.communicator, ctx.agreement, ctx.progress.head) if sums.has_given_up else ""
+        lacking = report_incomplete(ctx.communicator, ctx.agreement, ctx.controller.head) if sums.has_given_up else ""
     outcome = _outcome(ctx, parts, action)
     digests = parts.digests.for_vote()
     with ctx.probe.during(Operation.SETTLE):
@@ -318,7 +318,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
 
 def _is_decided(ctx: RankContext) -> bool:
     """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete."""
-    return ctx.agreement.is_over(ctx.progress.head)
+    return ctx.agreement.is_over(ctx.controller.head)
 
 
 def _first(ctx: RankContext, failure: str) -> str:
@@ -397,7 +397,6 @@ def read_entry(ctx: RankContext, parts: Components, index: int) -> Sequence[Even
     with ctx.probe.during(Operation.AWAIT_ENTRY):
         entry = ctx.voting.read_entry(index)
     progress, group, clock = ctx.progress, ctx.member.group, parts.reports.clock
-    progress.head = index + 1
     ctx.write_if_leader(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
     if isinstance(entry, Fence):
         if entry.hits(ctx.member):

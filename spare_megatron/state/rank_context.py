@@ -9,7 +9,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import Record
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -69,7 +69,6 @@ class RankProgress:
     """How far one rank has come.
 
     Attributes:
-        head: Log entries folded so far.
         num_steps: Committed steps in the parameters.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
@@ -79,7 +78,6 @@ class RankProgress:
         is_end_asked: Likewise whether this rank is asked to end the run.
     """
 
-    head: int = 0
     num_steps: int = 0
     num_restarts: int = 0
     lacks_params: bool = False

@@ -10,7 +10,7 @@ from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, LossRecord, StartRecord
+from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RestartRecord, StartRecord
 from spare_megatron.machine.gpus import ClockReader
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
@@ -26,7 +26,6 @@ from spare_megatron.process.reports import (
     GoOn,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     LeftNodeGone,
     MachineMoved,
     MachineQuarantined,
@@ -76,7 +75,7 @@ from spare_megatron.supervisor.store_link import (
 )
 from spare_megatron.voting.log_follower import controller_setup
 
-_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | GroupRestarted | RunPaused
+_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | RestartRecord | RunPaused
 """Reports of which only those of the leader, rank 0, are forwarded."""
 _SAVING_S = 60.0
 """Time that ranks have to save their state once the control store is given up."""
@@ -299,8 +298,8 @@ class Supervisor:
                 self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.start_watching(group)
-            case GroupRejoined(member=member) | GroupRestarted(member=member):
-                self._restarts.on_admitted(member.group)
+            case GroupRejoined(member=(group, _)) | RestartRecord(group=group):
+                self._restarts.on_admitted(GroupId(group))
             case RestartAwaited():
                 self._restarts.on_wipe_out()
                 return True

@@ -114,8 +114,6 @@ class GroupAgreement:
         self._is_alone = ranks.size() == 1
         self.is_leader = ranks.rank() == 0
         self._appended = (-1, "")  # index and text of the entry that the log holds where this rank wrote last
-        self.head = 0
-        """The index after the last entry that `read_entry` returned; `read_entries` does not move it."""
 
     def is_written(self, index: int) -> bool:
         """Whether the log entry is written; this rank alone asks the store."""
@@ -297,7 +295,6 @@ class GroupAgreement:
         """
         text = self._broadcast((text or self.await_entry(index)) if self.is_leader else "")
         self._log.note(index, text)  # every rank finds out by itself that the store has lost it
-        self.head = index + 1
         return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:

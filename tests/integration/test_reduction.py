@@ -261,7 +261,7 @@ class Rank:
             config=RunConfig(reduce=ReduceConfig(overlap=overlaps)),
             trainer=trainer,
             communicator=self.communicator,
-            voting=Votes(self.agreement, None, write=self.records.append, probe=self.probe),
+            voting=Votes(self.agreement, None, head=lambda: 0, write=self.records.append, probe=self.probe),
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             progress=self.progress,
@@ -279,7 +279,7 @@ class Rank:
 
     def attempt(self, number: int, *kept: int) -> Vote:
         train_step.attempt_reduce(self.ctx, self.parts, action(number, *kept))
-        self.progress.head += 1
+        self.ctx.controller.head += 1
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:

@@ -6,7 +6,6 @@ of groups that hold every partition), if all groups that have saved hold the sam
 the last step was committed and not undone. It loads only at the layout that wrote it, and this module without torch.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +14,8 @@ from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.config.training.terms import step_of
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.whole_files import parsed_json
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.run_record import RunRecord
@@ -81,7 +80,7 @@ def describe(path: Path, saved: SavedRank) -> None:
     file = path / f"{_stem(saved.group, saved.rank)}{_DESCRIPTION}"
     aside = file.with_suffix(".tmp")
     with aside.open("w") as out:
-        json.dump(asdict(saved), out)
+        out.write(encode(saved))
         out.flush()
         os.fsync(out.fileno())
     aside.rename(file)
@@ -124,8 +123,8 @@ def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
-            saved = SavedRank(**parsed_json(file.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
+            saved = decode(file.read_bytes(), SavedRank)
+        except (OSError, ValueError) as error:
             raise NotACheckpoint(f"{path.name}: {file.name} cannot be read: {error}") from error
         by_group.setdefault(saved.group, {})[saved.rank] = saved
     whole = {group: ranks for group, ranks in by_group.items() if len(ranks) == next(iter(ranks.values())).num_ranks}

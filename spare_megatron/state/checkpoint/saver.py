@@ -131,7 +131,7 @@ class Saver:
         """Starts the save if this group has a part in it, once its parameters are here. Collective over: all ranks of
         the group.
         """
-        member, head = self._ctx.member, self._ctx.progress.head
+        member, head = self._ctx.member, self._ctx.controller.head
         is_saver = action.member == member
         if not is_saver and not any(member in hosts for hosts in action.hosts):
             return
@@ -145,7 +145,7 @@ class Saver:
         """Copies the parameters and starts to write them. Collective over: all ranks of the group."""
         action = SaveCheckpoint(step=dispute.step, member=dispute.member, voters=(), epoch=dispute.epoch)
         folder = folders.disputes_of(self._ctx.spec.run_dir)
-        save = SaveJob(action=action, head=self._ctx.progress.head, folder=folder, dispute=dispute)
+        save = SaveJob(action=action, head=self._ctx.controller.head, folder=folder, dispute=dispute)
         with self._ctx.probe.during(Operation.SAVE):
             state = self._ctx.trainer.weights_state()
             state.copy()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.formats.codec import decode, encode
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, TurnedAway, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
@@ -147,7 +147,7 @@ class SnapshotLoader:
                     return
                 except TurnedAway as error:
                     failure, alive_at_s = str(error), time.monotonic()
-                except TransferBroken as error:
+                except ConnectionBroken as error:
                     failure = str(error)
                     self._broken.add(server)
                 except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
@@ -170,7 +170,7 @@ class SnapshotLoader:
         """Whether the log says anew that the holder is lost: another may have the copy; if none, its node is waited
         for.
         """
-        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.progress.head):
+        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.controller.head):
             return False
         self._lost.add(holder)
         return True

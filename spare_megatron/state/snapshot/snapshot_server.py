@@ -18,7 +18,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 from spare_megatron.core.log.events import Held, HeldPartition
-from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.processes import Child, end_child, log_to_file, start_child

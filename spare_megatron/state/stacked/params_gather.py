@@ -41,7 +41,7 @@ class ParamsGather:
         member group, and all ranks of the group.
         """
         lost: StoreLost | None = None
-        head, members = self._ctx.progress.head, self._ctx.communicator.members
+        head, members = self._ctx.controller.head, self._ctx.communicator.members
 
         def is_over() -> bool:
             nonlocal lost

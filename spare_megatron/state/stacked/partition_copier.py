@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, TokenBucket
 from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
 from spare_megatron.process.processes import say
@@ -165,7 +165,7 @@ class PartitionRepairs:
             self._copy(repair, index, server)
         except WrongStep:
             return _OTHER_STEP_S
-        except (NotOffered, TransferBroken) as error:
+        except (NotOffered, ConnectionBroken) as error:
             say(f"state partition {repair.partition}, from group {repair.donor.group}: {error}")
             self._hang_up()
             return _BROKEN_S

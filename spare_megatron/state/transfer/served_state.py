@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 
-from spare_megatron.formats.piece_frames import NotOffered, WrongStep
+from spare_megatron.formats.frames import NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.state.optimizer_state import Content
 

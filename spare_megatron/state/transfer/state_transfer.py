@@ -10,7 +10,7 @@ from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.machines.group_starts import in_order_to_give
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.process.processes import say
@@ -40,7 +40,7 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
     with ctx.probe.during(Operation.JOIN):
         donor = transfer.run(action)
     if progress.lacks_params:
-        ctx.agreement.publish_digest(progress.head - 1, NO_DIGEST)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, NO_DIGEST)
         return
     digests.compute()
     digests.compute_rest(copied_from=None if donor is None else donor.group)
@@ -49,7 +49,7 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
             confirm(ctx, digests.value.params, action)
         ctx.send(GroupRejoined(member=ctx.member, step=action.step))
     else:
-        ctx.agreement.publish_digest(progress.head - 1, digests.value.params)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, digests.value.params)
     # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
     digests.write(action.step)
     progress.num_steps = action.step
@@ -73,7 +73,7 @@ def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
 
 def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None]:
     """The digests published so far by groups that took part before and still do."""
-    head = ctx.progress.head
+    head = ctx.controller.head
     left = [member.group for member in action.earlier if not ctx.agreement.is_lost(member, head)]
     return ctx.agreement.digests(head - 1, left)
 
@@ -130,7 +130,7 @@ class StateTransfer:
         raise JoinFailed(failure)
 
     def _is_lost(self, member: Member) -> bool:
-        return self._ctx.agreement.is_lost(member, self._ctx.progress.head)
+        return self._ctx.agreement.is_lost(member, self._ctx.controller.head)
 
     def _fetch_from(self, donor: Member, step: int) -> "_Fetch":
         """Fetches from this donor, and gives up as soon as the log says that it is lost."""
@@ -202,7 +202,7 @@ class _Fetch(threading.Thread):
 
     def _require_donor(self) -> None:
         if self.is_left:
-            raise TransferBroken("it is lost")
+            raise ConnectionBroken("it is lost")
 
 
 class _Probed:

@@ -3,16 +3,14 @@ the code, identifies it in a file of results, so that results of other scenarios
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.special import stdtrit
 
-from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
@@ -213,7 +211,7 @@ def pending(cases: Iterable[Case], done: Mapping[str, CaseResult]) -> tuple[Case
 
 def encode_result(result: CaseResult) -> str:
     """The result as JSON, without a line end."""
-    return json.dumps(asdict(result), separators=(",", ":"))
+    return encode(result)
 
 
 def decode_results(text: str) -> dict[str, CaseResult]:
@@ -227,9 +225,8 @@ def decode_results(text: str) -> dict[str, CaseResult]:
 
 def _decode(line: str, number: int) -> CaseResult:
     try:
-        fields: Any = parsed_json(line)
-        return CaseResult(**fields)
-    except (TypeError, ValueError) as error:
+        return decode(line, CaseResult)
+    except ValueError as error:
         raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
 
 

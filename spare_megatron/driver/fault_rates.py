@@ -28,7 +28,7 @@ from spare_megatron.faults.points import (
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId, PlaceId
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement
 
 LLAMA3_INTERRUPTIONS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
     {
@@ -296,17 +296,16 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
     faults = config.faults
     if faults.mean_steps is None:
         return ()
-    spare, weights = config.spare, kind_weights(config)
+    weights, num_rejoins = kind_weights(config), config.spare.rejoins
     is_stacked = config.optimizer.sharding == "stacked"
-    num_groups = config.layout.num_groups
     condition = _Condition(
-        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
+        placement=config.placement,
         needs_majority=any(KINDS[kind].corrupts_state for kind in weights),
         recovery_steps=faults.recovery_steps,
-        num_rejoins=spare.rejoins,
+        num_rejoins=num_rejoins,
         has_last_resort=config.data.access == "shared",
         partitions=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
-        machines=_Machines(config) if spare.rejoins and can_reform(config.parallel) else None,
+        machines=_Machines(config) if num_rejoins and can_reform(config.parallel) else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)

@@ -14,7 +14,7 @@ from spare_megatron.faults.points import (
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement
 
 PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {
     FaultPoint.PATCH,
@@ -113,9 +113,7 @@ def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int
 
 
 def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
-    trace, num_groups = config.faults.trace, config.layout.num_groups
-    spare = config.spare
-    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
+    trace, num_groups, placement = config.faults.trace, config.layout.num_groups, config.placement
     lost = {GroupId(fault.group) for fault in trace if fault.group is not None}
     groups: list[GroupId] = []
     for index, (fault, share) in enumerate(zip(trace, shares, strict=True)):

@@ -8,7 +8,6 @@ from typing import Literal
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
-from spare_megatron.stacking.placement import make_placement
 
 Request = Literal["drain", "grow"]
 _FOLDER = "requests"
@@ -111,12 +110,10 @@ def why_not_drained(
     the end of each step (`core.controller.departures`).
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)
-    spare = config.spare
-    placement = make_placement(spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain)
-    lost = [] if config.data.access == "shared" else [int(shard) for shard in placement.uncovered(left)]
+    lost = [] if config.data.access == "shared" else [int(shard) for shard in config.placement.uncovered(left)]
     if left and not lost:
         return ""
-    what = f"no host for shards {lost} (spare.redundancy={spare.redundancy})" if lost else "no group"
+    what = f"no host for shards {lost} (spare.redundancy={config.spare.redundancy})" if lost else "no group"
     return (
         f"without groups {[int(group) for group in groups]} the run would have {what}: drain fewer groups, or wait "
         f"until others have come back; `spare status` shows which take part"

@@ -139,8 +139,8 @@ def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups
         offsets = tuple(range(redundancy))
     else:
         raise ValueError(
-            f"spare.groups_per_domain={groups_per_domain} keeps hosts apart, and spare.placement=consecutive puts them "
-            "beside each other; set spare.placement to golomb or spare.groups_per_domain to 1"
+            f"groups_per_domain={groups_per_domain} keeps hosts apart, and placement=consecutive puts them beside each "
+            "other; set placement to golomb or groups_per_domain to 1"
         )
     return Placement(
         hosts=tuple(tuple(GroupId((shard - o) % num_groups) for o in offsets) for shard in range(num_groups))

@@ -26,7 +26,7 @@ class RestartLimits:
     """
 
     max_restarts: int
-    window_s: float
+    window_s: float = 3600.0
     wait_s: float
 
 
@@ -241,6 +241,6 @@ def _too_many(num_recent: int, limits: RestartLimits) -> str:
     if not limits.max_restarts:
         return "checkpoint.max_restarts=0 allows no restart"
     return (
-        f"training has restarted {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
-        f"seconds of training, the most that checkpoint.max_restarts allows"
+        f"training has restarted {num_recent} times within {limits.window_s:g} seconds of training, the most that "
+        f"checkpoint.max_restarts allows"
     )

@@ -117,7 +117,7 @@ def manifest_of(
         terms=terms_of(config),
         layout=asdict(layout),
         placement={
-            "kind": spare.placement,
+            "kind": "golomb",
             "redundancy": spare.redundancy,
             "groups_per_domain": spare.groups_per_domain,
             "microbatches_per_shard": spare.microbatches_per_shard,

@@ -20,7 +20,6 @@ from spare_megatron.core.machines.places import (
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor.places.group_rendezvous import present_members
@@ -129,13 +128,8 @@ class GroupReforming:
         self._groups_per_domain = config.spare.groups_per_domain
         self._after_s = reform_after_s(config)
         self._left_out = left_out
-        spare, num_groups = config.spare, config.layout.num_groups
         # Shards that all groups can read need no host.
-        self._placement = (
-            None
-            if config.data.access == "shared"
-            else make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
-        )
+        self._placement = None if config.data.access == "shared" else config.placement
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
 

@@ -12,18 +12,15 @@ from spare_megatron.core.audits.audits import default_every_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPrice:
-    """Audits every `every_steps` steps.
-
-    Attributes:
-        price: Share of a step's compute that they add; less where groups have slack.
-        horizon_steps: Steps within which a lasting fault is found.
-        found_share: Share of faults in a single microbatch that are found; more where groups have slack.
-    """
+    """Audits every `every_steps` steps."""
 
     every_steps: int
     price: float
+    """Share of a step's compute that they add; less where groups have slack."""
     horizon_steps: int
+    """Steps within which a lasting fault is found."""
     found_share: float
+    """Share of faults in a single microbatch that are found; more where groups have slack."""
 
 
 def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditPrice:

@@ -21,15 +21,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossIntervals:
-    """Mean seconds between independent losses; ValueError unless both are above 0.
-
-    Attributes:
-        group_s: F, of one group by itself.
-        domain_s: F_d, of one whole domain.
-    """
+    """Mean seconds between independent losses; ValueError unless both are above 0."""
 
     group_s: float
+    """F, of one group by itself."""
     domain_s: float
+    """F_d, of one whole domain."""
 
     def __post_init__(self) -> None:
         if not (self.group_s > 0 and self.domain_s > 0):

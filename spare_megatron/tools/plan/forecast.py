@@ -47,17 +47,14 @@ from spare_megatron.tools.plan.repair import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What to expect between restarts.
-
-    Attributes:
-        lived_s: T_f, mean seconds of training until a restart.
-        stretch: Mean step time over the step time without losses, with the steps that pauses have computed again.
-        pauses: Pauses for shards without a host.
-    """
+    """What to expect between restarts."""
 
     lived_s: float
+    """T_f, mean seconds of training until a restart."""
     stretch: float
+    """Mean step time over the step time without losses, with the steps that pauses have computed again."""
     pauses: Pauses = field(default_factory=Pauses)
+    """Pauses for shards without a host."""
 
 
 def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Forecast:

@@ -15,17 +15,14 @@ from spare_megatron.core.saves.endurance import FloatArray, coverage_probabiliti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The parts of a step without a loss, and how often groups are lost. ValueError if a time is out of its range.
-
-    Attributes:
-        shard_s: Seconds to compute one shard.
-        reduce_s: Seconds of a step that do not grow with the load, mainly the reduction.
-        loss_interval_s: Mean seconds between two losses anywhere, exponentially distributed.
-    """
+    """The parts of a step without a loss, and how often groups are lost. ValueError if a time is out of its range."""
 
     shard_s: float
+    """Seconds to compute one shard."""
     reduce_s: float
+    """Seconds of a step that do not grow with the load, mainly the reduction."""
     loss_interval_s: float
+    """Mean seconds between two losses anywhere, exponentially distributed."""
 
     def __post_init__(self) -> None:
         if not (self.shard_s > 0 and self.reduce_s >= 0 and self.loss_interval_s > 0):

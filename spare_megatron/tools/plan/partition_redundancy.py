@@ -17,20 +17,17 @@ MAX_CANDIDATE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionPlan:
-    """A number of hosts for each state partition, and what to expect of it.
-
-    Attributes:
-        redundancy: r_o.
-        time_to_wipe_out_s: Mean seconds until a partition has lost all hosts.
-        time_to_wipe_out_without_copies_s: The same without repairs.
-        time_to_train_ratio: That of the plan, including restarts for lost state.
-    """
+    """A number of hosts for each state partition, and what to expect of it."""
 
     redundancy: int
+    """r_o."""
     copy_s: float
     time_to_wipe_out_s: float
+    """Mean seconds until a partition has lost all hosts."""
     time_to_wipe_out_without_copies_s: float
+    """The same without repairs."""
     time_to_train_ratio: float
+    """That of the plan, including restarts for lost state."""
 
 
 def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s: float, back_s: float | None) -> float:

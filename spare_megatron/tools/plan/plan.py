@@ -81,26 +81,23 @@ MAX_CANDIDATE = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A redundancy, and what to expect of it.
-
-    Attributes:
-        policy: Granularity, and whether groups come back.
-        cadence_s: T_c*, the best cadence.
-        endured_losses: Expected lost groups before a restart; a group that comes back counts each time.
-        time_to_wipe_out_s: T_f, from a restart on until a shard has no host and none is back within the time of one.
-        stretch: Mean step time over the step time without losses, between restarts.
-        availability: The share of time spent on steps that count: A* of the time that no pause takes.
-        time_to_train_ratio: stretch / availability: expected time to train over that without losses and saves.
-    """
+    """A redundancy, and what to expect of it."""
 
     policy: Policy
+    """Granularity, and whether groups come back."""
     redundancy: int
     cadence_s: float
+    """T_c*, the best cadence."""
     endured_losses: float
+    """Expected lost groups before a restart; a group that comes back counts each time."""
     time_to_wipe_out_s: float
+    """T_f, from a restart on until a shard has no host and none is back within the time of one."""
     stretch: float
+    """Mean step time over the step time without losses, between restarts."""
     availability: float
+    """The share of time spent on steps that count: A* of the time that no pause takes."""
     time_to_train_ratio: float
+    """stretch / availability: expected time to train over that without losses and saves."""
     pause_interval_s: float
     """Mean seconds of training between pauses for a host of a shard."""
 

@@ -13,27 +13,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of `spare plan`.
-
-    Attributes:
-        plan: The plan of the requested policy.
-        frugal: The same policy with the least redundancy at which training hardly takes longer.
-        slices: How many groups should host each state partition.
-        alternatives: The best plan of each policy that the options allow.
-        assumed: Names of the facts that were not given.
-        widths: The plan of the policy for groups of each number of lanes asked for.
-        slow: What slow groups cost, if how often they are slow was given; beside the plan, which knows none.
-    """
+    """The result of `spare plan`."""
 
     facts: "ClusterFacts"
     plan: "Plan"
+    """The plan of the requested policy."""
     frugal: "Plan"
+    """The same policy with the least redundancy at which training hardly takes longer."""
     slices: "PartitionPlan"
+    """How many groups should host each state partition."""
     alternatives: tuple["Plan", ...]
+    """The best plan of each policy that the options allow."""
     limits: "HoldingLimits | None"
     assumed: frozenset[str]
+    """Names of the facts that were not given."""
     widths: tuple["WidthPlan", ...] = ()
+    """The plan of the policy for groups of each number of lanes asked for."""
     slow: "SlowCost | None" = None
+    """What slow groups cost, if how often they are slow was given; beside the plan, which knows none."""
 
 
 def as_figures(answer: Answer) -> dict[str, Any]:

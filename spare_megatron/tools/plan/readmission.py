@@ -21,19 +21,16 @@ _ROUNDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinTimes:
-    """How a lost group comes back. ValueError if a value is out of its range.
-
-    Attributes:
-        repair_s: R, mean seconds from a loss until its hardware is repaired; above 0.
-        transfer_s: X, seconds to fetch the state, during which the others train on.
-        join_s: J, seconds that all groups wait when groups are admitted, once for all that are ready.
-        num_spares: n, idle hardware, in groups.
-    """
+    """How a lost group comes back. ValueError if a value is out of its range."""
 
     repair_s: float
+    """R, mean seconds from a loss until its hardware is repaired; above 0."""
     transfer_s: float = 0.0
+    """X, seconds to fetch the state, during which the others train on."""
     join_s: float = 0.0
+    """J, seconds that all groups wait when groups are admitted, once for all that are ready."""
     num_spares: int = 0
+    """n, idle hardware, in groups."""
 
     def __post_init__(self) -> None:
         if not (self.repair_s > 0 and self.transfer_s >= 0 and self.join_s >= 0 and self.num_spares >= 0):

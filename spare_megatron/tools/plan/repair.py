@@ -20,17 +20,14 @@ _RARE = 1e3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairTimes:
-    """How often one group is lost and when it is back. ValueError unless both times are above 0.
-
-    Attributes:
-        group_interval_s: F, mean seconds from when a group is up until it is lost: N loss intervals of the system.
-        repair_s: R, mean seconds from its loss until it takes part again.
-        wait_s: W, seconds for which a shard without a host is waited for; None restarts at once.
-    """
+    """How often one group is lost and when it is back. ValueError unless both times are above 0."""
 
     group_interval_s: float
+    """F, mean seconds from when a group is up until it is lost: N loss intervals of the system."""
     repair_s: float
+    """R, mean seconds from its loss until it takes part again."""
     wait_s: float | None = None
+    """W, seconds for which a shard without a host is waited for; None restarts at once."""
 
     def __post_init__(self) -> None:
         if not (self.group_interval_s > 0 and self.repair_s > 0):
@@ -51,15 +48,12 @@ class RepairTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survival:
-    """The distribution of the time until wipe-out, as a step function.
-
-    Attributes:
-        times_s: Seconds since all groups were up, ascending.
-        shares_s: Mean seconds of training between each time and the one before; runs that have ended count 0.
-    """
+    """The distribution of the time until wipe-out, as a step function."""
 
     times_s: FloatArray
+    """Seconds since all groups were up, ascending."""
     shares_s: FloatArray
+    """Mean seconds of training between each time and the one before; runs that have ended count 0."""
 
     @property
     def mean_s(self) -> float:
@@ -122,15 +116,12 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """Pauses for hosts of shards that are expected, for no longer than W each.
-
-    Attributes:
-        share: Share of the time between restarts that training pauses.
-        interval_s: Mean seconds of training between pauses.
-    """
+    """Pauses for hosts of shards that are expected, for no longer than W each."""
 
     share: float = 0.0
+    """Share of the time between restarts that training pauses."""
     interval_s: float = LONGEST_S
+    """Mean seconds of training between pauses."""
 
 
 def pauses(num_groups: int, redundancy: int, repair: RepairTimes, late_s: float) -> Pauses:

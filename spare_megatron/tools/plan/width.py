@@ -14,20 +14,17 @@ from spare_megatron.tools.plan.plan import Plan, optimize, predict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthPlan:
-    """The plan for groups of some lanes.
-
-    Attributes:
-        num_lanes: D.
-        lost_share: Share of all ranks that a loss takes away until a group is whole again: a group, or with the policy
-            "reform" at most a group.
-        rank_share: Share of its gradients that a rank sums over groups, and of its optimizer state that it holds.
-    """
+    """The plan for groups of some lanes."""
 
     num_lanes: int
+    """D."""
     num_groups: int
     plan: Plan
     lost_share: float
+    """Share of all ranks that a loss takes away until a group is whole again: a group, or with the policy "reform" at
+    most a group."""
     rank_share: float
+    """Share of its gradients that a rank sums over groups, and of its optimizer state that it holds."""
 
 
 def plans_by_width(

@@ -19,20 +19,17 @@ from spare_megatron.store.spec import TcpStoreSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTask:
-    """What one rank is to compute: `microbatches` (shard, index) of a step, with the parameters that `config` loads.
-
-    Attributes:
-        store: Host and port of the store by which the ranks of the group meet.
-        number: Of the rank among those that may share its device.
-        parent: The process that starts it, and with which it ends.
-    """
+    """What one rank is to compute: `microbatches` (shard, index) of a step, with the parameters that `config` loads."""
 
     config: str
     parent: int
+    """The process that starts it, and with which it ends."""
     store: tuple[str, int]
+    """Host and port of the store by which the ranks of the group meet."""
     rank: int
     device: str
     number: int
+    """Of the rank among those that may share its device."""
     step: int
     microbatches: list[tuple[int, int]]
 

@@ -23,28 +23,25 @@ Table = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSteps:
-    """The committed steps in the order of the log; all arrays have one element per step.
-
-    Attributes:
-        ended_s: When the groups read the commit, median over groups, in seconds since the run's record.
-        loss: Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`.
-        is_undone: A restart from a checkpoint discarded the step.
-        members: The groups that took part when it was committed.
-        lost: The groups that began it and were lost before its commit.
-        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported.
-        load: Microbatches of it that each group computed, same shape.
-    """
+    """The committed steps in the order of the log; all arrays have one element per step."""
 
     step: npt.NDArray[np.int64]
     ended_s: Floats
+    """When the groups read the commit, median over groups, in seconds since the run's record."""
     loss: Floats
+    """Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`."""
     grad_norm: Floats
     learning_rate: Floats
     is_undone: npt.NDArray[np.bool_]
+    """A restart from a checkpoint discarded the step."""
     members: Sequence[frozenset[int]]
+    """The groups that took part when it was committed."""
     lost: Sequence[frozenset[int]]
+    """The groups that began it and were lost before its commit."""
     step_s: Table
+    """Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported."""
     load: Table
+    """Microbatches of it that each group computed, same shape."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -57,16 +54,13 @@ class CommittedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paces:
-    """How fast ranks computed, in some of the committed steps.
-
-    Attributes:
-        commit: Indices of the steps.
-        ratio: Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps,
-            groups, ranks of a group); NaN if not reported.
-    """
+    """How fast ranks computed, in some of the committed steps."""
 
     commit: npt.NDArray[np.intp]
+    """Indices of the steps."""
     ratio: Table
+    """Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps, groups,
+    ranks of a group); NaN if not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +75,18 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoss:
-    """A group found lost.
-
-    Attributes:
-        found_s: Seconds since the run's record.
-        rank: The rank that did not arrive; -1 if its whole node is lost.
-        pending: Operations of its ranks at that time, as far as known.
-        is_given_up: The group stays away.
-    """
+    """A group found lost."""
 
     found_s: float
+    """Seconds since the run's record."""
     group: int
     rank: int
+    """The rank that did not arrive; -1 if its whole node is lost."""
     cause: str
     pending: str
+    """Operations of its ranks at that time, as far as known."""
     is_given_up: bool
+    """The group stays away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,17 +30,14 @@ from spare_megatron.tools.simulate.scenario import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Mean seconds beyond the typical ones: medians leave out single slow steps and recoveries, wall time has them.
-
-    Attributes:
-        step_s: Of a step without a loss, from the end of the step before.
-        warm_up_s: The same for a warm-up step after groups came back, beyond the time to admit them.
-        recovery_s: Of a recovery from a single loss in which the step was reduced again.
-    """
+    """Mean seconds beyond the typical ones: medians leave out single slow steps and recoveries, wall time has them."""
 
     step_s: float = 0.0
+    """Of a step without a loss, from the end of the step before."""
     warm_up_s: float = 0.0
+    """The same for a warm-up step after groups came back, beyond the time to admit them."""
     recovery_s: float = 0.0
+    """Of a recovery from a single loss in which the step was reduced again."""
 
 
 def scatter_of(
@@ -81,23 +78,18 @@ _SIGMA_OF_MAD = 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The costs of a run, by the names of `CostModel`; None where the run has nothing to measure a cost by.
-
-    Attributes:
-        num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
-        num_joins: Admissions of groups that nothing else disturbed.
-        full_speed_groups: From the processors of the machine; the other costs are fitted.
-        scatter: Mean excess of the run's times over these costs.
-        untold: Sentences on what the run could not measure.
-    """
+    """The costs of a run, by the names of `CostModel`; None where the run has nothing to measure a cost by."""
 
     name: str
     num_groups: int
     num_steps: int
+    """Steps without a loss, after the warm-up of the run and of groups that came back."""
     num_recoveries: int
     num_joins: int
+    """Admissions of groups that nothing else disturbed."""
     compute_s: float
     full_speed_groups: float
+    """From the processors of the machine; the other costs are fitted."""
     pipeline_fill: float
     jitter: float
     reduce_s: float
@@ -109,7 +101,9 @@ class Calibration:
     join_s: float | None
     fit: ComputeFit
     scatter: Scatter
+    """Mean excess of the run's times over these costs."""
     untold: tuple[str, ...]
+    """Sentences on what the run could not measure."""
 
     @property
     def costs(self) -> dict[str, float]:

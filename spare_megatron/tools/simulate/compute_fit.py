@@ -60,21 +60,18 @@ _NUM_FILLS = 21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The time that groups of one load took beside the loads of the others.
-
-    Attributes:
-        what: "step" or "patch".
-        loads: Microbatches of all groups that computed, ascending.
-        load: Microbatches of the groups that were timed.
-        median_s: Median time until the last of these groups was done.
-        count: Steps or patches behind the median.
-    """
+    """The time that groups of one load took beside the loads of the others."""
 
     what: str
+    """"step" or "patch"."""
     loads: tuple[int, ...]
+    """Microbatches of all groups that computed, ascending."""
     load: int
+    """Microbatches of the groups that were timed."""
     median_s: float
+    """Median time until the last of these groups was done."""
     count: int
+    """Steps or patches behind the median."""
     fitted_s: float
 
     @property

@@ -44,20 +44,16 @@ What = Literal["commit", "save", "join", "loss", "restart"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """An entry of the decision log.
-
-    Attributes:
-        at_s: When the entry is folded.
-        what: A commit that orders a save or admits groups is named for that; a restart is recorded when training
-            resumes.
-        num_alive: Groups that take part after the entry, before any join.
-        num_steps: Steps committed by then and not rolled back.
-    """
+    """An entry of the decision log."""
 
     at_s: float
+    """When the entry is folded."""
     what: What
+    """A commit that orders a save or admits groups is named for that; a restart is recorded when training resumes."""
     num_alive: int
+    """Groups that take part after the entry, before any join."""
     num_steps: int
+    """Steps committed by then and not rolled back."""
 
 
 def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:

@@ -16,32 +16,26 @@ UNNAMED = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Groups lost together.
-
-    Attributes:
-        groups: Ascending; groups that are down already are not lost again.
-        repair_s: Seconds until repaired, if the cause or the trace says so.
-    """
+    """Groups lost together."""
 
     at_s: float
     groups: tuple[GroupId, ...]
+    """Ascending; groups that are down already are not lost again."""
     repair_s: float | None = None
+    """Seconds until repaired, if the cause or the trace says so."""
     cause: str = UNNAMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A cause of losses. ValueError if a value is out of its range.
-
-    Attributes:
-        name: One word, for the journal and tables.
-        weight: Its share of all losses, in any unit, such as counts.
-        repair_s: Seconds from such a loss until the hardware works again; None takes the scenario's repair_s.
-    """
+    """A cause of losses. ValueError if a value is out of its range."""
 
     name: str
+    """One word, for the journal and tables."""
     weight: float
+    """Its share of all losses, in any unit, such as counts."""
     repair_s: float | None = None
+    """Seconds from such a loss until the hardware works again; None takes the scenario's repair_s."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < inf:

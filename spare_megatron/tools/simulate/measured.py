@@ -48,27 +48,24 @@ def refuse_unlike(run: RunRecord) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """The times of a committed step. Times that every group reports are medians over the groups.
-
-    Attributes:
-        loads: Group -> microbatches in its contribution to the first attempt.
-        compute_s: Group -> from the start of the step to its contribution to the first attempt.
-        reduce_s: From the last contribution to the commit.
-        update_s: From the commit to the end of the optimizer step.
-        step_s: From the start of the step to the end of the optimizer step.
-        disturbance: `start` and `join`: warm-up of the run and of admitted groups; `loss`: a loss or a second attempt;
-            `fault`: a fault that cost no group.
-    """
+    """The times of a committed step. Times that every group reports are medians over the groups."""
 
     step: int
     loads: Mapping[int, int]
+    """Group -> microbatches in its contribution to the first attempt."""
     compute_s: Mapping[int, float]
+    """Group -> from the start of the step to its contribution to the first attempt."""
     reduce_s: float
+    """From the last contribution to the commit."""
     update_s: float
+    """From the commit to the end of the optimizer step."""
     step_s: float
+    """From the start of the step to the end of the optimizer step."""
     began_at_s: float
     ended_at_s: float
     disturbance: Disturbance
+    """`start` and `join`: warm-up of the run and of admitted groups; `loss`: a loss or a second attempt; `fault`: a
+    fault that cost no group."""
 
     @property
     def is_clean(self) -> bool:
@@ -83,23 +80,20 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimes:
-    """The times of a recovery.
-
-    Attributes:
-        recovery: Its stages, along the survivor that finished its own compute last.
-        loads: Group -> microbatches of its patches.
-        hidden_s: From the loss to the end of the last survivor's own compute; 0 for a later loss.
-        fence_s: From the loss to the fence that the supervisor wrote; None if it wrote none.
-        is_retried: Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched.
-    """
+    """The times of a recovery."""
 
     recovery: Recovery
+    """Its stages, along the survivor that finished its own compute last."""
     num_alive: int
     loads: Mapping[int, int]
+    """Group -> microbatches of its patches."""
     patch_s: Mapping[int, float]
     hidden_s: float
+    """From the loss to the end of the last survivor's own compute; 0 for a later loss."""
     fence_s: float | None
+    """From the loss to the fence that the supervisor wrote; None if it wrote none."""
     is_retried: bool
+    """Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched."""
 
 
 def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
@@ -239,18 +233,15 @@ _Life = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTime:
-    """The loss of a group.
-
-    Attributes:
-        step: The step during which it happened; for a loss between two steps, the later one, which found it.
-        into_s: Seconds from the start of that step.
-        back_after: The step at whose end the group was admitted again; None if it was not.
-    """
+    """The loss of a group."""
 
     group: int
     step: int
+    """The step during which it happened; for a loss between two steps, the later one, which found it."""
     into_s: float
+    """Seconds from the start of that step."""
     back_after: int | None
+    """The step at whose end the group was admitted again; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

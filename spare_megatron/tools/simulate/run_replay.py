@@ -40,18 +40,15 @@ _LATEST = 0.999
 
 @dataclass(slots=True)
 class _Pending:
-    """A loss that has yet to strike.
-
-    Attributes:
-        at_s: When; infinite while it waits for the sum that it came after.
-        is_stop: Whether it prevented the commit of that reduction.
-        own_at_s: The moment as long after the compute as measured.
-    """
+    """A loss that has yet to strike."""
 
     at_s: float
+    """When; infinite while it waits for the sum that it came after."""
     loss: LossTime
     is_stop: bool
+    """Whether it prevented the commit of that reduction."""
     own_at_s: float
+    """The moment as long after the compute as measured."""
 
 
 class PlacedLosses:
@@ -184,21 +181,18 @@ class JoinPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A run's measured times beside those predicted from given costs.
-
-    Attributes:
-        steps: By number of groups, descending.
-        median_recovery: Medians over the recoveries that have a prediction; None if none has.
-        wall: From the end of the first of these steps to the end of the last.
-    """
+    """A run's measured times beside those predicted from given costs."""
 
     name: str
     steps: tuple[StepPrediction, ...]
+    """By number of groups, descending."""
     recoveries: tuple[RecoveryPrediction, ...]
     joins: tuple[JoinPrediction, ...]
     median_recovery: Prediction | None
+    """Medians over the recoveries that have a prediction; None if none has."""
     median_join: Prediction | None
     wall: Prediction
+    """From the end of the first of these steps to the end of the last."""
 
 
 def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:

@@ -65,14 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """The result of one simulation. Further attributes are those of its scenario and of `world.Result`.
-
-    Attributes:
-        redundancy: 1 for checkpoint_only.
-        terms: What each cause adds to the ratio, which is 1 without losses and saves.
-        wall_s: Real seconds of the simulation.
-        stalled: Why the run was given up, in which case there are no figures; else empty.
-    """
+    """The result of one simulation. Further attributes are those of its scenario and of `world.Result`."""
 
     digest: str
     name: str
@@ -80,6 +73,7 @@ class CaseResult:
     granularity: str
     num_groups: int
     redundancy: int
+    """1 for checkpoint_only."""
     seed: int
     num_steps: int = 0
     end_s: float = 0.0
@@ -92,9 +86,12 @@ class CaseResult:
     losses: int = 0
     losses_by_cause: dict[str, int] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
+    """What each cause adds to the ratio, which is 1 without losses and saves."""
     decision_s: float = 0.0
     wall_s: float = 0.0
+    """Real seconds of the simulation."""
     stalled: str = ""
+    """Why the run was given up, in which case there are no figures; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +113,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`.
-
-    Attributes:
-        terms: What each cause adds to the ratio on average; their sum is the ratio - 1.
-        wall_s: Real seconds of all simulations together, as is decision_s.
-    """
+    """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`."""
 
     policy: str
     granularity: str
@@ -137,8 +129,10 @@ class Figures:
     losses_by_cause: dict[str, float]
     name: str
     terms: dict[str, float]
+    """What each cause adds to the ratio on average; their sum is the ratio - 1."""
     decision_s: float
     wall_s: float
+    """Real seconds of all simulations together, as is decision_s."""
 
 
 def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int]) -> tuple[Scenario, ...]:

@@ -65,17 +65,14 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines:
-    """Consecutive objects of a file, one on a line; `num_input_bytes` is their share of it, which may be compressed.
-
-    Attributes:
-        unit: What messages count in the file: its lines, or the items of its array.
-        first: Number of the first one, from 1.
-    """
+    """Consecutive objects of a file, one on a line; `num_input_bytes` is their share of it, which may be compressed."""
 
     path: Path
     key: str
     unit: str
+    """What messages count in the file: its lines, or the items of its array."""
     first: int
+    """Number of the first one, from 1."""
     lines: bytes
     num_input_bytes: int
 

@@ -39,24 +39,21 @@ SpellOut = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSource:
-    """What a tokenizer is made of.
-
-    Attributes:
-        name: As the user gave it, for messages.
-        paths: The files that were read.
-        content: Of the file with the vocabulary.
-        end_of_document: The text of the token that ends a document; empty if only the vocabulary can say.
-        split_pattern: Regular expression that splits text before merges, for tiktoken.
-        special_tokens: Beside the ranks of tiktoken.
-    """
+    """What a tokenizer is made of."""
 
     kind: str
     name: str
+    """As the user gave it, for messages."""
     paths: tuple[Path, ...] = ()
+    """The files that were read."""
     content: bytes = b""
+    """Of the file with the vocabulary."""
     end_of_document: str = ""
+    """The text of the token that ends a document; empty if only the vocabulary can say."""
     split_pattern: str = ""
+    """Regular expression that splits text before merges, for tiktoken."""
     special_tokens: tuple[tuple[str, int], ...] = ()
+    """Beside the ranks of tiktoken."""
 
     @property
     def identity(self) -> str:
@@ -75,23 +72,20 @@ def _no_other_tokens(text: str) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer at work.
-
-    Attributes:
-        name: The options that chose it, for messages.
-        vocab_size: Largest id there is, added and special tokens included, and one.
-        end_of_document: Id that is appended to each document.
-        encode: Returns the ids of each text, without those that begin or end it.
-        spell_out: Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot.
-        is_byte_0_text: Whether text may contain byte 0.
-    """
+    """A tokenizer at work."""
 
     name: str
+    """The options that chose it, for messages."""
     vocab_size: int
+    """Largest id there is, added and special tokens included, and one."""
     end_of_document: int
+    """Id that is appended to each document."""
     encode: Encode
+    """Returns the ids of each text, without those that begin or end it."""
     spell_out: SpellOut = _no_other_tokens
+    """Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot."""
     is_byte_0_text: bool = True
+    """Whether text may contain byte 0."""
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

@@ -21,8 +21,6 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """How far two runs are equal."""
-
     num_steps: tuple[int, int]
     num_common: int
     """Steps whose losses and gradient norms both journals hold."""

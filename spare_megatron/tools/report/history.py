@@ -75,8 +75,6 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoss:
-    """A group found lost."""
-
     found_s: float
     """Seconds since the run's record."""
     group: int
@@ -91,8 +89,6 @@ class GroupLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run."""
-
     run: RunRecord
     verdict: str
     figures: dict[str, object]
@@ -160,7 +156,8 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
         - run_state.began_s,
         checkpoints=[
-            (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
+            (at_s - run_state.began_s, record)
+            for at_s, record in sorted(run_state.checkpoints, key=lambda saved: saved[0])
         ],
         culprits=run_state.culprits,
         num_places_taken=run_state.num_places_taken,
@@ -176,10 +173,6 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
-
-
-def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
-    return checkpoint[0]
 
 
 def _told_commits(run_state: RunState) -> list[Committed]:

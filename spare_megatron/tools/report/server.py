@@ -32,8 +32,6 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """What a page shows."""
-
     version: int
     """Differs whenever there is something new."""
     text: str

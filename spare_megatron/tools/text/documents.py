@@ -33,7 +33,6 @@ _ONE_A_LINE = "write each document as a JSON object on a line of its own"
 _LINES_TRIED = 100
 _MARK = "\ufeff"
 _BLANK = " \t\r\n" + _MARK
-
 Form = Literal["lines", "value"]
 """How a file holds JSON: an object on each line, or one value, an array of objects or an object."""
 

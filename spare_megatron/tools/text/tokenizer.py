@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _UNREACHABLE = "\0end of document\0"
 """In place of a token that text is not to become."""
 _PIECE = 0x0A
 """Tag of a piece in a model of SentencePiece."""
-
 Ids = Sequence[int] | np.ndarray[Any, Any]
 Encode = Callable[[list[str]], Sequence[Ids]]
 SpellOut = Callable[[str], Sequence[int]]
@@ -39,8 +38,6 @@ SpellOut = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSource:
-    """What a tokenizer is made of."""
-
     kind: str
     name: str
     """As the user gave it, for messages."""
@@ -72,8 +69,6 @@ def _no_other_tokens(text: str) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer at work."""
-
     name: str
     """The options that chose it, for messages."""
     vocab_size: int
@@ -120,15 +115,7 @@ def read_tokenizer(
         )
     if split_pattern.startswith("@"):
         split_pattern = _content("--split-pattern", Path(split_pattern[1:])).decode("utf-8").rstrip("\r\n")
-    return TokenizerSource(
-        kind=kind,
-        name=name,
-        paths=source.paths,
-        content=source.content,
-        end_of_document=end_of_document,
-        split_pattern=split_pattern,
-        special_tokens=tuple(map(_special_token, special_tokens)),
-    )
+    return replace(source, split_pattern=split_pattern, special_tokens=tuple(map(_special_token, special_tokens)))
 
 
 def _read_hf(name: str, path: Path, end_of_document: str) -> TokenizerSource:

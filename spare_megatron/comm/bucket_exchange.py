@@ -4,7 +4,7 @@ A local sum is judged on the device, copied to a staging buffer and summed over 
 local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
 which a group brings unsound gradients arrives with their number: it ends the attempt on every rank that receives it.
 Complete sums are checked on the device, and what is wrong is found when the attempt ends.
-Ranks of a group post at the same points of backward passes (docs/protocol.md, Order of posts).
+Ranks of a group post at the same points of backward passes (docs/protocol_sums.md, Order of posts).
 """
 
 from collections.abc import Callable, Sequence

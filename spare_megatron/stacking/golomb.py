@@ -3,7 +3,7 @@
 r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs
 N >= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement, max over k != 0 of
 |sum_o exp(2 pi i k o / N)|. With failure domains of d consecutive groups, few hosts per domain take precedence. The
-argument is in docs/protocol.md.
+argument is in docs/protocol_dealing.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

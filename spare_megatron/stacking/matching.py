@@ -5,7 +5,7 @@ survivor, by way of the commons node. Within the makespan T a group that takes p
 (T - fetch) // p for cold units; `stacking.paces.Rounds` says how many units fit, one each by default. On a pair (s, h)
 the first `free[s, h]` units stay at no cost, every other unit moves at cost 1, and a cold one costs more than all moves
 together. Primal-dual minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8).
-Proof: docs/protocol.md.
+Proof: docs/protocol_dealing.md.
 """
 
 from bisect import bisect_left

@@ -6,7 +6,7 @@ dealt to them (`exceptions`); everything else follows from the log. Integers alo
 A deviation z, in units of the mean deviation so far, has the tail probability u of Student's t with 3 degrees of
 freedom, but at least the share of far deviations so far. Its evidence is the log likelihood ratio ln(a u^(a - 1)) of a
 density that favours small u (Beta(a, 1)). Sums of it over steps, never below 0, exceed h in quiet once in e^h steps at
-most (Lorden 1971). docs/protocol.md derives the threshold.
+most (Lorden 1971). docs/protocol_dealing.md derives the threshold.
 """
 
 from collections import deque

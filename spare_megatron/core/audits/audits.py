@@ -2,7 +2,7 @@
 
 All hosts of a microbatch compute it to the same bits, so a mismatch is never noise. It is settled before the commit:
 the entry Retry names hosts that compute the microbatch, too, and a group is fenced once two others agree against it, or
-once it contradicts itself. One word against one decides nothing (docs/protocol.md, Audits).
+once it contradicts itself. One word against one decides nothing (docs/protocol_wrong_numbers.md, Audits).
 """
 
 from collections import Counter

@@ -19,8 +19,7 @@ from functools import lru_cache
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.formats.codec import encode, set_fields
-from spare_megatron.formats.piece_frames import Address
-from spare_megatron.formats.vote_frames import Inbox, Kind, Message, pack, send
+from spare_megatron.formats.frames import Address, Frame, Inbox, Kind, send_at_once
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store
@@ -59,21 +58,19 @@ class _Voter:
 
     def send(self) -> None:
         """Votes by way of its relay."""
-        group, incarnation = self.leader.member
-        text = _vote_text(self.is_complete)
-        message = Message(Kind.VOTE, self.leader.attempt, text, int(group), incarnation)
-        send(self.connection, pack(message, self.token))
+        frame = Frame(Kind.VOTE, self.leader.attempt, self.leader.member, _vote_text(self.is_complete).encode())
+        send_at_once(self.connection, frame.packed(self.token))
         self.is_relayed = True
 
     def hear(self) -> bool:
         """Takes in what has come; whether the attempt is decided."""
         is_decided = False
-        for message in self.inbox.receive(self.connection):
-            if message.kind is Kind.CLOSED:
-                self.closed = message.number
-            elif self.is_relayed and message.number == self.leader.index:
+        for frame in self.inbox.receive(self.connection):
+            if frame.kind is Kind.CLOSED:
+                self.closed = frame.number
+            elif self.is_relayed and frame.number == self.leader.index:
                 # If it is a loss, its relay, which is not lost, reads the votes.
-                is_decided = self.leader.hear(_entry(message.text))
+                is_decided = self.leader.hear(_entry(str(frame.content, "utf-8")))
                 self.is_relayed = not is_decided
         return is_decided
 

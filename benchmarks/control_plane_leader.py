@@ -111,9 +111,10 @@ class Leader:
         control = ControlConfig(vote_fan_in=roster.fan_in, heartbeat_interval_s=TIMEOUT_S)  # nobody is given up
         config = RunConfig(control=control, layout=LayoutConfig(num_groups=len(roster.all)))
         self._parts = open_relay(member, store, config.control, config.layout.num_groups) if uses_relays else None
-        self._voting = Voting(self._agreement, self._parts, write=lambda _: None, probe=SilentProbe())
         self._voters = self._left = roster.all
         self.attempt = self.index = 0
+        silent = SilentProbe()
+        self._voting = Voting(self._agreement, self._parts, head=lambda: self.index, write=lambda _: None, probe=silent)
         self._known_at_s = 0.0
 
     def decide(self, *, is_complete: bool = True) -> float:

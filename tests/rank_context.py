@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.optimizer_state import ReplicatedState
+from spare_megatron.state.optimizer_state import OptimizerState
 from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.store import keys
 
@@ -22,6 +22,7 @@ def rank_context(
     run_dir: Path = Path(),
     agreement: Any = None,
     servers: Mapping[Member, Address] | None = None,
+    head: int = 0,
     **parts: Any,
 ) -> RankContext:
     """That of rank 0 of the group, whose peers have these piece servers. What is not given is None."""
@@ -37,6 +38,7 @@ def rank_context(
             run_dir=run_dir,
             wiped_out_at_s=None,
         ),
+        "controller": SimpleNamespace(head=head),
         "voting": SimpleNamespace(agreement=agreement),
         "store": SimpleNamespace(wait=lambda key, _timeout_s: addresses[key]),
         "probe": SilentProbe(),
@@ -45,5 +47,5 @@ def rank_context(
     addresses = {keys.piece_server(other, 0): str(address) for other, address in (servers or {}).items()}
     names = [field.name for field in fields(RankContext) if field.init]
     ctx = RankContext(**dict.fromkeys(names) | known | parts)  # type: ignore[arg-type]
-    ctx.optimizer_state = ReplicatedState(SimpleNamespace(gradients=None), ctx.communicator)  # type: ignore[arg-type]
+    ctx.optimizer_state = OptimizerState(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     return ctx

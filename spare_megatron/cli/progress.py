@@ -22,7 +22,7 @@ from spare_megatron.journal.event_texts import (
 )
 from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
-from spare_megatron.journal.records import CulpritRecord, UpdateRecord
+from spare_megatron.journal.records import CulpritRecord, RestartRecord, UpdateRecord
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
@@ -34,7 +34,6 @@ from spare_megatron.process.reports import (
     EventCommandFailed,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     KernelsChosen,
     MetricsLost,
     RanksReady,
@@ -145,7 +144,7 @@ class RunProgress:
                 self._committed(event)
             case GroupRejoined(member=member, step=step):
                 self._show_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
-            case GroupRestarted():
+            case RestartRecord():
                 self._wiped_out_at = self._reported = None
             case CheckpointRejected(reason=reason):
                 self._show(f"checkpoint rejected: {reason}; trying the one before")
@@ -253,7 +252,7 @@ class RunProgress:
 
 def describe_request(by: str, limit_s: float | None) -> str:
     """A line about a request to end the run."""
-    text = f"{by}: the run ends after the step under way, with a checkpoint"
+    text = f"{by}: the run ends after the step under way, with a checkpoint if more were to come"
     if limit_s is None:
         return text
     return f"{text}; a second signal ends it at once, as does the end of control.end_grace_s={limit_s:g}"

@@ -13,7 +13,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import sequences_before
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.formats.output import named_errors
-from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.observe.metrics import (
@@ -32,7 +32,6 @@ from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     MetricsLost,
     RecordsHeld,
     RunPaused,
@@ -40,7 +39,6 @@ from spare_megatron.process.reports import (
     StoreMeasured,
 )
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 
 _QUIET_STEPS = 101
 """A step without incidents takes the median of this many recent steps with all groups."""
@@ -168,16 +166,14 @@ class Telemetry:
         self._run = run
         self._sinks = sinks
         self._clock = clock
-        spare = config.spare
-        groups = config.layout.num_groups
-        self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
+        self._placement = config.placement
         self._absent: set[GroupId] = set()
         self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._store: dict[str, Value] = {}
         self._next_step = 0
         self._evaluated_by = -1  # attempt
-        self._goodput = LiveGoodput(groups, clock())
+        self._goodput = LiveGoodput(config.layout.num_groups, clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
@@ -197,8 +193,8 @@ class Telemetry:
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case GroupRestarted(member=member, step=step):
-                self._absent.discard(member.group)
+            case RestartRecord(group=group, step=step):
+                self._absent.discard(GroupId(group))
                 if step < self._next_step:  # the first report of this restart
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)

@@ -169,7 +169,10 @@ _LATER_TERMS = {
 
 
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before."""
+    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before.
+
+    The json module writes them: the codec writes large numbers otherwise, and digests of earlier versions must match.
+    """
     values = [terms[name] for name in TERMS]
     values += [{name: terms[name]} for name, before in _LATER_TERMS.items() if terms[name] != before]
     text = json.dumps(values, separators=(",", ":"))

@@ -1,11 +1,11 @@
 """Spans: what ranks spent their time on around an event, in `RUN_DIR/timeline`, one file per node."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.records import RecoveryRecord
 from spare_megatron.stacking.layout import GroupId
@@ -52,41 +52,38 @@ class RecoveryTimes:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """An activity of a rank's main thread.
 
     Attributes:
         name: An operation of `core.machines.failure_detector`, a forward or backward pass, or a stage of a recovery.
         began_s: On the monotonic clock of the rank's machine, as `ended_s`.
-        microbatch: (shard, index) of a pass.
+        shard: That of a pass, as `microbatch` is its index; else -1.
     """
 
     name: str
     step: int
     began_s: float
     ended_s: float
-    microbatch: tuple[int, int] | None = None
+    shard: int = -1
+    microbatch: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpans:
-    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
-
-    Attributes:
-        lane: The lane of its group.
-        machine: Equal for ranks that share a monotonic clock.
-        wall_s: Wall clock minus that monotonic clock, at the time of writing.
-    """
+    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group."""
 
     group: int
     rank: int
     incarnation: int
     stage: int
     machine: str
+    """Equal for ranks that share a monotonic clock."""
     wall_s: float
+    """Wall clock minus that monotonic clock, at the time of writing."""
     spans: Sequence[Span]
     lane: int = 0
+    """The lane of its group."""
 
 
 def spans_file(run_dir: Path, node: int) -> Path:
@@ -98,12 +95,8 @@ class SpansFile(AppendingFile):
         super().__init__(spans_file(run_dir, node))
 
     def write(self, spans: RankSpans) -> None:
-        rows = [
-            [span.name, span.step, round(span.began_s, 6), round(span.ended_s, 6), *(span.microbatch or ())]
-            for span in spans.spans
-        ]
-        head = {name: getattr(spans, name) for name in RankSpans.__slots__ if name != "spans"}
-        self.append(json.dumps(head | {"spans": rows}, separators=(",", ":")) + "\n")
+        rows = [span._replace(began_s=round(span.began_s, 6), ended_s=round(span.ended_s, 6)) for span in spans.spans]
+        self.append(encode(replace(spans, spans=rows)) + "\n")
 
 
 def read_spans_of(run_dir: Path) -> list[RankSpans]:
@@ -118,11 +111,6 @@ def read_spans_of(run_dir: Path) -> list[RankSpans]:
 
 def _decode(text: str, file: Path) -> RankSpans:
     try:
-        fields = json.loads(text)
-        spans = [
-            Span(name=name, step=step, began_s=began_s, ended_s=ended_s, microbatch=tuple(place) if place else None)
-            for name, step, began_s, ended_s, *place in fields.pop("spans")
-        ]
-        return RankSpans(**fields, spans=spans)
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        return decode(text, RankSpans)
+    except ValueError as error:
         raise ValueError(f"{file}: damaged line: {error}: {text[:80]}") from error

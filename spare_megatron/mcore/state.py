@@ -1,9 +1,5 @@
-"""The whole state of a rank: handed to a group that rejoins, copied to host memory, or saved.
+"""The state of a rank for a group that rejoins, a copy or a file: a description and the tensors' bytes, in place."""
 
-It is a description (everything but tensors) and the tensors' bytes, read and written in place without a second copy.
-"""
-
-import json
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, HashingWriter
@@ -40,9 +37,8 @@ class OutgoingState:
 
 
 class StateCopy:
-    """A rank's state to be copied to host memory by another thread, before the next update.
-
-    The copy has the length of the description (8 bytes, big-endian), the description and the tensors.
+    """A rank's state to be copied to host memory by another thread, before the next update: the length of the
+    description (8 bytes, big-endian), the description and the tensors.
     """
 
     def __init__(self, state: OutgoingState, copies: HostCopies) -> None:
@@ -64,7 +60,7 @@ class IncomingState:
     """Receives the state of another group's rank. Raises ForeignState if its `description` is of another model."""
 
     def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> None:
-        state = json.loads(description)
+        state = decode(description, dict)
         if state["model"] != _shapes(chunks):
             raise ForeignState(_OTHER_PARAMETERS)
         if state.get("strips") != _strips(optimizer):
@@ -89,7 +85,7 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> Outgoing
         "optimizer": _encoded(optimizer.state_dict(), tensors),
         "strips": _strips(optimizer),
     }
-    return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
+    return OutgoingState(description=encode(state).encode(), tensors=TensorBytes(tensors))
 
 
 def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> OutgoingState:
@@ -99,9 +95,8 @@ def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> Outgoin
 
 
 def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer | DividedOptimizer) -> TensorsDigest:
-    """Digest of a rank's state beside the parameters that its optimizer updates, bitwise equal in all groups.
-
-    That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
+    """Digest of optimizer state and, in bf16 models, bf16 parameters: bitwise equal in all groups, unlike model
+    buffers.
     """
     if isinstance(optimizer, DividedOptimizer):
         return optimizer.digest()
@@ -135,10 +130,8 @@ def load_state(
     optimizer: AnyOptimizer,
     partitions: Collection[PartitionId] = (),
 ) -> None:
-    """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
-
-    With stacked state the files together have all partitions, and `partitions` are held. The optimizer must be
-    new.
+    """Loads files that `save_state` wrote for this position into a new rank. Raises ForeignState for another model.
+    With stacked state the files together have all partitions, and `partitions` are held.
     """
     is_stacked = isinstance(optimizer, StackedOptimizer)
     # Memory-mapped if stacked, since a rank needs only parts of the files; otherwise the loaded tensors are used.

@@ -3,15 +3,16 @@ the run's directory that only its owner can read. HMAC proves the key; what foll
 """
 
 import contextlib
-import json
 import os
-import secrets
 import socket
 import struct
 import time
 from multiprocessing import ProcessError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+
+from spare_megatron.formats.codec import decode, encode
+from spare_megatron.formats.frames import Address, listen
 
 _STRANGER_S = 10
 """Longest time for a peer to prove that it has the key."""
@@ -21,22 +22,19 @@ _POLL_S = 0.5
 
 
 class Listener:
-    """Listens for the supervisor of one node, and publishes its address in the run's directory, which both share.
-    `host` is this machine's address as the other one reaches it.
-    """
+    """Listens for the supervisor of one node at `host`, and publishes the address in the run's directory."""
 
     def __init__(self, run_dir: Path, node: int, host: str) -> None:
-        self._key = secrets.token_bytes(32)
         self._file = _file(run_dir, node)
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        text = json.dumps({"host": host, "port": self._socket.getsockname()[1], "key": self._key.hex()})
+        self._socket, address = listen(host)
+        self._key = bytes.fromhex(address.token)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_suffix(".tmp")
         with contextlib.suppress(FileNotFoundError):
             new.unlink()
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as stream:
-            stream.write(text)
+            stream.write(encode(address))
         new.rename(self._file)
         self._socket.setblocking(False)
 
@@ -73,21 +71,21 @@ def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
     reason = "no driver has written it"
     while True:
         try:
-            place = json.loads(file.read_text())
+            address = decode(file.read_text(), Address)
         except FileNotFoundError:
-            place = None
-        except OSError as error:  # shared storage may lose a file that is being replaced
-            place, reason = None, f"it cannot be read: {error}"
-        if place is not None:
+            address = None
+        except (OSError, ValueError) as error:  # shared storage may lose a file that is being replaced
+            address, reason = None, f"it cannot be read: {error}"
+        if address is not None:
             try:
-                connection = _connection(socket.create_connection((place["host"], place["port"]), timeout=_STRANGER_S))
-                key = bytes.fromhex(place["key"])
+                connection = _connection(socket.create_connection((address.host, address.port), timeout=_STRANGER_S))
+                key = bytes.fromhex(address.token)
                 answer_challenge(connection, key)
                 deliver_challenge(connection, key)
                 _wait_for_ever(connection)
                 return connection
             except (OSError, EOFError, ProcessError) as error:
-                reason = f"{place['host']}:{place['port']} does not answer: {error}"
+                reason = f"{address.host}:{address.port} does not answer: {error}"
         if time.monotonic() >= end_s:
             raise ValueError(
                 f"node {node} is not awaited by a driver ({file}): {reason}; start `spare train` (or "

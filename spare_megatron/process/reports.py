@@ -17,7 +17,7 @@ from spare_megatron.journal.records import (
     ExaminationRecord,
     LossRecord,
     RecoveryRecord,
-    StateOrigin,
+    RestartRecord,
 )
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, ShardId
 
@@ -49,6 +49,7 @@ class ExitCode(IntEnum):
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
+# Each rank sends a RestartRecord as it sends GroupRejoined. A CheckpointRecord comes from the leader alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +85,6 @@ class RunPaused:
     group: GroupId
     step: int
     shards: tuple[ShardId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRestarted:
-    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader. `step`:
-    committed steps that it has loaded. `rejected`: checkpoints and snapshots that could not be used, with the reasons.
-    """
-
-    member: Member
-    step: int
-    source: StateOrigin = "storage"
-    rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +190,7 @@ RankReport = (
     | GroupRejoined
     | RestartAwaited
     | RunPaused
-    | GroupRestarted
+    | RestartRecord
     | StepCommitted
     | EvaluationDecided
     | CheckpointRecord

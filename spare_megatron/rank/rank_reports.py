@@ -96,7 +96,7 @@ class RankReports:
             makespan=step.makespan,
             step_s=step_s,
             split_s=split_s,
-            head=self._ctx.progress.head,
+            head=self._ctx.controller.head,
             epoch=step.epoch,
             num_recomputed=step.num_recomputed,
             recoveries=tuple(recoveries),

@@ -88,7 +88,6 @@ class Rejoin:
         is_restart = isinstance(entry, Restart) and agreement.member in entry.members
         now_s = time.monotonic() if is_restart else self._restart_loader.now_s()
         actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
-        agreement.head = controller.head
         self._note(index, entry, was_wiped_out)
         return self._first(actions)
 

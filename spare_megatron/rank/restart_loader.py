@@ -11,7 +11,6 @@ from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
-from spare_megatron.process.reports import GroupRestarted
 from spare_megatron.stacking.state_partitions import Hosts, hosted_by
 from spare_megatron.state.checkpoint.checkpoint_folder import (
     Checkpoint,
@@ -66,10 +65,7 @@ class RestartLoader:
         self._wiped_out_at_s = None
 
     def candidates(self) -> tuple[CheckpointCandidate, ...]:
-        """The newest checkpoints of this training that pass `glance` and are not withdrawn, three at most.
-
-        Raises `OSError` if the checkpoint folder cannot be read.
-        """
+        """The newest usable checkpoints of this training, three at most. OSError: their folder cannot be read."""
         self._require_folder()
         self._offered = {}
         rejected: list[str] = []
@@ -107,9 +103,8 @@ class RestartLoader:
             self.reader.read(offer, self._offered[offer], numbers)
 
     def find_snapshots(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...]]:
-        """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold.
-
-        Collective over: all ranks of the group, after `offers`, if that is called.
+        """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold. Collective
+        over: all ranks of the group.
         """
         if self._snapshots is None:
             return (), ()
@@ -129,9 +124,8 @@ class RestartLoader:
                 self._load_first(self._first, () if ownership is None else ownership.hosts)
 
     def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
-        """Loads the checkpoint, the snapshot or the run's initial state; the first vote compares it.
-
-        Collective over: all ranks of the group. Raises `JoinFailed` if it is gone.
+        """Loads the checkpoint, snapshot or initial state; the first vote compares it. Collective over: all ranks of
+        the group. Raises `JoinFailed` if it is gone.
         """
         self._load(action)
         progress = self._ctx.progress
@@ -139,8 +133,7 @@ class RestartLoader:
         digests.check(action.step)
         record = self._record(action)
         self._ctx.write_if_leader(record)
-        source, rejected = record.loaded_from, tuple(record.rejected)
-        self._ctx.send(GroupRestarted(member=self._ctx.member, step=action.step, source=source, rejected=rejected))
+        self._ctx.send(record)
 
     def _load(self, action: LoadCheckpoint) -> None:
         self.reader.stop()

@@ -100,14 +100,13 @@ def exceptions(measured: Mapping[GroupId, int], dealt: Mapping[GroupId, int]) ->
 
 @dataclass(slots=True)
 class _Evidence:
-    """About one group: sums that it is slower, then that it is faster than dealt, each for large and small factors.
-
-    `since`: steps since each sum was 0. `paces`: the latest ones.
-    """
+    """About one group: sums that it is slower, then that it is faster than dealt, each for large and small factors."""
 
     sums: list[int] = field(default_factory=lambda: [0] * 4)
     since: list[int] = field(default_factory=lambda: [0] * 4)
+    """Steps since each sum was 0."""
     paces: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
+    """The latest ones."""
 
     def add(self, permille: int, gains: Iterable[int]) -> None:
         self.paces.append(permille)
@@ -123,10 +122,7 @@ class _Evidence:
 
 
 class PaceEvidence:
-    """Evidence about the groups' paces and the paces that follow from it. Equal after the same entries.
-
-    `dealt`: thousandths by group, where they are not `LIKE`.
-    """
+    """Evidence about the groups' paces. Equal after the same entries. `dealt`: thousandths by group, if not `LIKE`."""
 
     def __init__(self) -> None:
         self.dealt: dict[GroupId, int] = {}

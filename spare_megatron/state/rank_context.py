@@ -9,7 +9,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import Record
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -69,7 +69,6 @@ class RankProgress:
     """How far one rank has come.
 
     Attributes:
-        head: Log entries folded so far.
         num_steps: Committed steps in the parameters.
         lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
         gather_evidence: Why the last broken gather failed, as far as this rank knows.
@@ -77,10 +76,8 @@ class RankProgress:
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
         is_end_asked: Likewise whether this rank is asked to end the run.
-        is_cut_off: Whether the time for that is over, so that the step under way is to be given up.
     """
 
-    head: int = 0
     num_steps: int = 0
     num_restarts: int = 0
     lacks_params: bool = False
@@ -89,7 +86,6 @@ class RankProgress:
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
     is_end_asked: Callable[[], bool] = lambda: False
-    is_cut_off: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property
@@ -100,10 +96,7 @@ class RankProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """One rank: what it trains with and how it reaches the others. `rank.assembly` builds it.
-
-    A component of a rank takes this and what is its own. `send` sends a report to the supervisor.
-    """
+    """What one rank trains with, built by `rank.assembly`: a component takes this and what is its own."""
 
     spec: RankSpec
     controller: Controller

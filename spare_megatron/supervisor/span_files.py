@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spare_megatron.journal.records import RestartRecord
 from spare_megatron.journal.spans import RankSpans, Span, SpansFile
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.processes import say
-from spare_megatron.process.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted, StoreAway
+from spare_megatron.process.reports import GroupLost, GroupRejoined, RankKey, StepCommitted, StoreAway
 from spare_megatron.process.span_ring import read_spans
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
@@ -55,7 +56,7 @@ class Timeline:
                 self._open()
                 for key in self._ranks.of(GroupId(record.group)):
                     self._write(key, is_lost=True)
-            case GroupRejoined() | GroupRestarted() | StoreAway():
+            case GroupRejoined() | RestartRecord() | StoreAway():
                 self._open()
 
     def close(self) -> None:

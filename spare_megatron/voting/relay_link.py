@@ -5,8 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from spare_megatron.formats.piece_frames import Address
-from spare_megatron.formats.vote_frames import Inbox, Kind, Message, RelayBroken, pack, send
+from spare_megatron.formats.frames import Address, ConnectionBroken, Frame, Inbox, Kind, connect, send_at_once
 from spare_megatron.stacking.layout import Member
 
 RETRY_ATTEMPTS = 100
@@ -14,10 +13,8 @@ RETRY_ATTEMPTS = 100
 
 
 class RelayLink:
-    """A member's connection to its current relay, opened with the first vote and again when the relay changes.
-
-    `find` looks up the address of a member's relay, if it has published one. Waits for the relay `timeout_s` at most,
-    counted from the sending of a vote.
+    """A member's connection to its current relay, opened with the first vote and again when the relay changes. `find`:
+    the address that a relay has published. Waits `timeout_s` at most from the sending of a vote.
     """
 
     def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
@@ -34,10 +31,7 @@ class RelayLink:
         self._end_s = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
-        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately.
-
-        `head` is the number of log entries read so far.
-        """
+        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately."""
         self._end_s = time.monotonic() + self._timeout_s
         if relay != self._relay:
             self.close()
@@ -50,10 +44,11 @@ class RelayLink:
             while _has_come(connection, 0.0):
                 is_closed |= attempt in self._receive(connection)
             if self._last_entry < self._waited_for:
-                raise RelayBroken("it has not passed an entry on")
+                raise ConnectionBroken("it has not passed an entry on")
             if not is_closed:
-                send(connection, self._pack(attempt, vote))
-        except RelayBroken:
+                frame = Frame(Kind.VOTE, attempt, self._member, vote.encode())
+                send_at_once(connection, frame.packed(self._token))
+        except ConnectionBroken:
             self._give_up(attempt + RETRY_ATTEMPTS)
             return False
         self._entries = {index: entry for index, entry in self._entries.items() if index >= head}
@@ -72,7 +67,7 @@ class RelayLink:
             try:
                 if attempt in self._receive(self._connection):
                     return ""
-            except RelayBroken:
+            except ConnectionBroken:
                 self._give_up(0)
         return self._entries.get(index, "")
 
@@ -82,29 +77,21 @@ class RelayLink:
     def _connect(self, relay: Member) -> socket.socket:
         address = self._find(relay)
         if address is None:
-            raise RelayBroken("it has published no address")
-        try:
-            connection = socket.create_connection((address.host, address.port), timeout=self._timeout_s)
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            raise RelayBroken(str(error)) from error
+            raise ConnectionBroken("it has published no address")
+        connection = connect(address, self._timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._inbox, self._token = connection, Inbox(address.token), address.token
         return connection
-
-    def _pack(self, attempt: int, vote: str) -> bytes:
-        message = Message(Kind.VOTE, attempt, vote, int(self._member.group), self._member.incarnation)
-        return pack(message, self._token)
 
     def _receive(self, connection: socket.socket) -> list[int]:
         """Receives what has arrived; returns the attempts on which the relay declines votes."""
         closed = []
-        for message in self._inbox.receive(connection):
-            if message.kind is Kind.ENTRY:
-                self._entries[message.number] = message.text
-                self._last_entry = max(self._last_entry, message.number)
-            elif message.kind is Kind.CLOSED:
-                closed.append(message.number)
+        for frame in self._inbox.receive(connection):
+            if frame.kind is Kind.ENTRY:
+                self._entries[frame.number] = str(frame.content, "utf-8")
+                self._last_entry = max(self._last_entry, frame.number)
+            elif frame.kind is Kind.CLOSED:
+                closed.append(frame.number)
                 self._waited_for = -1  # the relay owes no entry
         return closed
 

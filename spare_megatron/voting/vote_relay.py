@@ -1,6 +1,5 @@
 """A relay: collects the votes of its block while its leader votes, and passes the next log entry on to the voters."""
 
-import secrets
 import selectors
 import socket
 import time
@@ -8,8 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from spare_megatron.core.log.relays import BlockVotes
-from spare_megatron.formats.piece_frames import Address
-from spare_megatron.formats.vote_frames import Inbox, Kind, Message, RelayBroken, pack, send
+from spare_megatron.formats.frames import ConnectionBroken, Frame, Inbox, Kind, listen, send_at_once
 from spare_megatron.stacking.layout import GroupId, Member
 
 _POLL_S = 0.02
@@ -20,23 +18,21 @@ _STRANGERS = 16
 
 @dataclass(slots=True)
 class _Client:
-    """One connection; its member is known from the first message on."""
+    """One connection; its member is known from the first frame on."""
 
     inbox: Inbox
     member: Member | None = None
 
 
 class VoteRelay:
-    """The relay of one leader, driven by its calls. It has no thread: between calls, messages wait in its sockets.
+    """The relay of one leader, driven by its calls. It has no thread: between calls, frames wait in its sockets.
 
     It listens on a free port of the IP address `host`, for a block of at most `fan_in` groups.
     """
 
     def __init__(self, host: str, fan_in: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=fan_in + _STRANGERS)
+        self._listener, self.address = listen(host, fan_in + _STRANGERS)
         self._listener.setblocking(False)
-        self.address = Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
         self._most_clients = fan_in + _STRANGERS
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -61,14 +57,14 @@ class VoteRelay:
                 break
         self._absent |= votes.missing
         self._entry_receivers = votes.entry_receivers
-        closed = pack(Message(Kind.CLOSED, votes.attempt), self.address.token)
+        closed = Frame(Kind.CLOSED, votes.attempt).packed(self.address.token)
         for connection, client in list(self._clients.items()):
             if client.member not in self._entry_receivers:
                 self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
         """Sends the log entry at the index to the members whose votes the last `collect` took."""
-        data = pack(Message(Kind.ENTRY, index, entry), self.address.token)
+        data = Frame(Kind.ENTRY, index, content=entry.encode()).packed(self.address.token)
         for connection, client in list(self._clients.items()):
             if client.member in self._entry_receivers:
                 self._send(connection, data)
@@ -114,19 +110,20 @@ class VoteRelay:
     def _receive(self, connection: socket.socket, votes: BlockVotes) -> None:
         client = self._clients[connection]
         try:
-            for message in client.inbox.receive(connection):
-                client.member = Member(GroupId(message.group), message.incarnation)
+            for frame in client.inbox.receive(connection):
+                group, incarnation = frame.pair
+                client.member = Member(GroupId(group), incarnation)
                 if client.member in self._absent:
                     self._absent -= {client.member}
-                if message.kind is Kind.VOTE:
-                    votes.add_vote(message.number, client.member, message.text)
-        except RelayBroken:
+                if frame.kind is Kind.VOTE:
+                    votes.add_vote(frame.number, client.member, str(frame.content, "utf-8"))
+        except ConnectionBroken:
             self._drop(connection)
 
     def _send(self, connection: socket.socket, data: bytes) -> None:
         try:
-            send(connection, data)
-        except RelayBroken:
+            send_at_once(connection, data)
+        except ConnectionBroken:
             self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:

@@ -26,7 +26,7 @@ from spare_megatron.core.log.votes import Digests, Vote
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.codec import encode, set_fields
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.journal.records import Record, VoteRecord, digest_of_work
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.stacking.layout import GroupId, Member
@@ -92,16 +92,22 @@ def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_
 class Voting:
     """A group's votes and decisions; no `parts` where all groups vote directly, and on ranks that are not leaders.
 
-    `write` journals a record.
+    `head` returns the index of the next entry to read, `write` journals a record.
     """
 
     def __init__(
-        self, agreement: GroupAgreement, parts: RelayParts | None, *, write: Callable[[Record], None], probe: Probe
+        self,
+        agreement: GroupAgreement,
+        parts: RelayParts | None,
+        *,
+        head: Callable[[], int],
+        write: Callable[[Record], None],
+        probe: Probe,
     ) -> None:
         self.agreement = agreement
         self._member = agreement.member
         self._parts = parts
-        self._write, self._probe = write, probe
+        self._head, self._write, self._probe = head, write, probe
         self._attempt, self._vote = -1, ""  # the last one
         self._voters: Sequence[Member] = ()
         self._reliance = Reliance(None)
@@ -142,9 +148,8 @@ class Voting:
         return [votes for votes in found if votes is not None]
 
     def read_votes(self, action: ReadVotes) -> list[VotesRead]:
-        """The votes cast so far on a leader that is to read them, else nothing.
-
-        Nothing if the group's relay reads them, or if a vote is still missing: the group that casts it reads them all.
+        """The votes so far on a leader that is to read them. None if its relay reads them, or if a vote is missing: the
+        group that casts it reads them all.
         """
         with self._probe.during(Operation.VOTE):
             if not self.agreement.is_leader or self._reliance.is_placed:
@@ -184,9 +189,8 @@ class Voting:
     # ----------------------------------------------------------------------------------------------- over the relays
 
     def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
-        """Leader: casts the group's only vote on the attempt, or sends it to the relay; `confirm` must follow.
-
-        Returns all votes if the last one may be among those cast, for the leader to decide.
+        """Leader: casts the group's only vote on the attempt or sends it to the relay; `confirm` must follow. Returns
+        all votes if the last one may be among those cast, for the leader to decide.
         """
         self._attempt, self._vote, self._voters = attempt, encode(set_fields(vote)), voters
         blocks = self.agreement.blocks(voters)
@@ -196,14 +200,14 @@ class Voting:
         if parts is not None and len(block) > 1:
             if relay == self._member:
                 return self._cast(self._collect(block, parts))
-            if parts.link.send(relay, attempt, self._vote, self.agreement.head):
+            if parts.link.send(relay, attempt, self._vote, self._head()):
                 self._reliance = Reliance(relay)
                 return None
         return self._cast({self._member: self._vote})
 
     def confirm(self) -> VotesRead | None:
         """Waits for the next entry from the relay; casts the vote directly if it does not come. Returns as `vote`."""
-        if not self._reliance.is_placed or self._relayed_entry(self.agreement.head):
+        if not self._reliance.is_placed or self._relayed_entry(self._head()):
             return None
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
@@ -240,7 +244,7 @@ class Voting:
 
     def _collect(self, block: Sequence[Member], parts: RelayParts) -> Mapping[Member, str]:
         votes = BlockVotes(self._attempt, block, self._member, self._vote)
-        index = self.agreement.head
+        index = self._head()
 
         def is_decided() -> bool:
             nonlocal index

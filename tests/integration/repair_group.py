@@ -8,7 +8,7 @@ from functools import partial
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.gradients.partitions import StatePartitions

@@ -130,10 +130,9 @@ class Rank:
         self.communicator = Communicator(others, 1 - index)
         self.agreement = Agreement(index)
         self.staging = Staging(self._new_staging)
-        self.progress = RankProgress(head=HEAD, lacks_params=True)
-        ctx = rank_context(
-            self.agreement.member, agreement=self.agreement, communicator=self.communicator, progress=self.progress
-        )
+        self.progress = RankProgress(lacks_params=True)
+        parts = {"communicator": self.communicator, "progress": self.progress}
+        ctx = rank_context(self.agreement.member, agreement=self.agreement, head=HEAD, **parts)
         self.gather = ParamsGather(ctx, self.optimizer, self.staging)
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.audits.suspicion import LossWatch
@@ -252,7 +252,7 @@ class Rank:
             is_alone=is_alone,
             trainer=trainer,
             communicator=self.communicator,
-            bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
+            bucket_sums=BucketSums(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,
@@ -261,7 +261,7 @@ class Rank:
             config=RunConfig(reduce=ReduceConfig(overlap=overlaps)),
             trainer=trainer,
             communicator=self.communicator,
-            voting=Votes(self.agreement, None, write=self.records.append, probe=self.probe),
+            voting=Votes(self.agreement, None, head=lambda: 0, write=self.records.append, probe=self.probe),
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             progress=self.progress,
@@ -279,7 +279,7 @@ class Rank:
 
     def attempt(self, number: int, *kept: int) -> Vote:
         train_step.attempt_reduce(self.ctx, self.parts, action(number, *kept))
-        self.progress.head += 1
+        self.ctx.controller.head += 1
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:

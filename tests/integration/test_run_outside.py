@@ -188,7 +188,7 @@ def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) ->
             if (part.group, part.stage) == (0, stage) and span.name not in RECOVERY_NAMES.values()
         ]
         for name in ("forward", "backward"):
-            passes = [span.microbatch for span in spans if (span.name, span.step) == (name, before)]
+            passes = [(span.shard, span.microbatch) for span in spans if (span.name, span.step) == (name, before)]
             assert sorted(passes) == [(0, index) for index in range(num_microbatches)]
         assert all(earlier.ended_s <= later.ended_s for earlier, later in pairwise(spans))
 

@@ -13,7 +13,7 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfi
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
-from spare_megatron.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
+from spare_megatron.process.reports import RanksReady, RunEvent, RunStopped
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint import checkpoint_reader
@@ -65,7 +65,7 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
     assert [entry["entry"] for entry in entries_of(run.journal)].count("restart") == 1
     records = run.journal.of(RestartRecord)
     assert sorted((r.group, r.step, r.rework_steps) for r in records) == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
-    assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
+    assert {event.group for event in run.events if isinstance(event, RestartRecord)} == {0, 1, 2}
     assert not [event for event in run.events if isinstance(event, RunStopped)]
     assert same_bits(config, whole, run)
     traces = traces_of(run.run_dir)
@@ -124,7 +124,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
     assert_restarted(run, 1)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
     for event in events:
-        if isinstance(event, GroupRestarted):
+        if isinstance(event, RestartRecord):
             [text] = event.rejected
             assert text.startswith("step-00000004: ")
             assert text.endswith("does not fit its SHA-256: its content has changed")
@@ -151,7 +151,7 @@ def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_h
     fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
     assert (fences[0]["group"], fences[0]["discard"]) == (1, True)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
-    rejected = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    rejected = {text for event in run.events if isinstance(event, RestartRecord) for text in event.rejected}
     assert rejected == {f"step-00000004 is refused: group 1: {fences[0]['reason']}"}
     assert same_bits(config, whole, run)
 
@@ -200,7 +200,7 @@ def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) 
     config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
-    assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
+    assert {event.group for event in run.events if isinstance(event, RestartRecord)} == {0, 1, 2}
 
 
 def test_groups_that_span_nodes_start_again(text_corpus: Path, tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_groups_that_span_nodes_start_again(text_corpus: Path, tmp_path: Path) -
     config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
-    assert [event.member.group for event in run.events if isinstance(event, GroupRestarted)].count(1) == 1
+    assert [event.group for event in run.events if isinstance(event, RestartRecord)].count(1) == 1
     assert all(len(found) == 1 for found in losses_of(run.journal).values()), "steps 0 and 1 came out as before"

@@ -14,7 +14,7 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerC
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord
-from spare_megatron.process.reports import GroupRestarted, RunEvent
+from spare_megatron.process.reports import RunEvent
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.snapshot_memory import memory_files
@@ -168,6 +168,6 @@ def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(
     run = run_with(with_damage, config, tmp_path / "run")
     assert_restarted(run, 1)
     assert restarts_of(run) == {(3, 2, "storage")}
-    rejected = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    rejected = {text for event in run.events if isinstance(event, RestartRecord) for text in event.rejected}
     assert any("the snapshot of attempt" in text and "SHA-256" in text for text in rejected)
     assert same_bits(config, undisturbed, run)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from spare_megatron.core.log.events import Held, HeldPartition
-from spare_megatron.formats.piece_frames import Address, NotOffered
+from spare_megatron.formats.frames import Address, NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec

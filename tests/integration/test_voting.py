@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.core.log.actions import ReadVotes
 from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.core.log.votes import Vote
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
@@ -42,7 +42,13 @@ class Leader:
         addresses[member] = relay.address
         link = RelayLink(member, addresses.get, LONG_S)
         self.parts = RelayParts(relay=relay, link=link, collect_s=collect_s)
-        self.voting = Voting(self.agreement, self.parts, write=lambda _: None, probe=SilentProbe())
+        self.head, write = 0, lambda _: None
+        self.voting = Voting(self.agreement, self.parts, head=lambda: self.head, write=write, probe=SilentProbe())
+
+    def read_entry(self, index: int) -> Any:
+        entry = self.voting.read_entry(index)
+        self.head = index + 1
+        return entry
 
     def vote(self, attempt: int, *, is_complete: bool = True) -> Any:
         return self.voting.vote(attempt, Vote(is_complete=is_complete, plan_digest="p"), VOTERS)
@@ -74,7 +80,7 @@ def test_a_round_costs_the_store_a_few_operations_for_each_block_and_none_for_ot
         all_leaders[2].agreement.append(attempt, entry)
         for leader in (all_leaders[0], all_leaders[2], all_leaders[1], all_leaders[3]):
             assert leader.voting.confirm() is None
-            assert leader.voting.read_entry(attempt) == entry
+            assert leader.read_entry(attempt) == entry
     assert [leader.store.num_casts for leader in all_leaders] == [4, 0, 4, 0]
     # The leader that appends the entry does not ask for it, and those that vote by way of a relay get it there.
     assert [leader.store.num_waits for leader in all_leaders] == [4, 0, 0, 0]
@@ -113,7 +119,7 @@ def after_fences(*lost: int) -> tuple[list[Leader], dict[str, Any]]:
         data[keys.entry(index)] = encode_entry(Fence(group=GroupId(group), reason="killed"))
         for leader in all_leaders[:2]:
             assert leader.voting.confirm() is None
-            assert leader.voting.read_entry(index).group == group
+            assert leader.read_entry(index).group == group
     return all_leaders, data
 
 
@@ -148,7 +154,7 @@ def test_after_a_loss_who_has_cast_its_vote_itself_reads_the_votes() -> None:
     all_leaders[2].parts.relay.close()
     assert all_leaders[3].voting.confirm() is None
     data[keys.entry(0)] = encode_entry(Fence(group=GroupId(2), reason="killed"))
-    all_leaders[3].voting.read_entry(0)
+    all_leaders[3].read_entry(0)
     assert all_leaders[3].read_votes() == {0, 1, 3}
 
 
@@ -159,14 +165,14 @@ def test_a_group_that_has_not_voted_in_time_is_fenced_and_not_those_that_wait_fo
         assert all_leaders[number].vote(0) is None
     all_leaders[2].parts.relay.close()
     assert all_leaders[3].voting.confirm() is None
-    fence = all_leaders[0].voting.read_entry(0)
+    fence = all_leaders[0].read_entry(0)
     assert isinstance(fence, Fence)
     assert fence.group == 2
     assert fence.reason == f"it has not voted on attempt 0: {keys.entry(0)} was not written within 50 s"
-    assert all_leaders[3].voting.read_entry(0) == fence
+    assert all_leaders[3].read_entry(0) == fence
     assert [key for key in data if key.startswith("log/")] == [keys.entry(0)]
     with pytest.raises(StoreTimeout):
-        all_leaders[0].voting.read_entry(1)  # group 2 is out, and no other group is to blame
+        all_leaders[0].read_entry(1)  # group 2 is out, and no other group is to blame
 
 
 def test_a_decision_that_is_missing_although_all_have_voted_fences_no_other_group() -> None:
@@ -174,7 +180,7 @@ def test_a_decision_that_is_missing_although_all_have_voted_fences_no_other_grou
     for number in (1, 3, 0, 2):
         all_leaders[number].vote(0)
     with pytest.raises(StoreTimeout):
-        all_leaders[0].voting.read_entry(0)
+        all_leaders[0].read_entry(0)
     assert keys.entry(0) not in data
 
 
@@ -192,7 +198,7 @@ def one_commit_later() -> tuple[list[Leader], dict[str, Any]]:
     for leader in all_leaders[1], all_leaders[0]:
         assert leader.vote(0) is None
     data[keys.entry(0)] = encode_entry(Commit(step=0, attempt=0))
-    assert all_leaders[0].voting.read_entry(0) == all_leaders[1].voting.read_entry(0)
+    assert all_leaders[0].read_entry(0) == all_leaders[1].read_entry(0)
     return all_leaders, data
 
 
@@ -214,7 +220,7 @@ def test_a_relay_that_learns_of_a_loss_waits_for_its_block_which_finds_out_by_it
     assert [leader.store.num_casts for leader in all_leaders[:2]] == [2, 0]
     for leader in all_leaders[0], all_leaders[1]:
         assert leader.voting.confirm() is None
-        assert isinstance(leader.voting.read_entry(1), Fence)
+        assert isinstance(leader.read_entry(1), Fence)
     assert all_leaders[1].store.num_waits == 0
 
 

@@ -24,7 +24,7 @@ from spare_megatron.core.log.events import Event
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer
@@ -176,8 +176,7 @@ class _Now:
     def wait_for_other_votes(self) -> None:
         """Waits until every other group has voted on the attempt.
 
-        Raises:
-            TimeoutError: They did not in time; then the fault never strikes, and the test that wants it fails.
+        TimeoutError: they did not in time; then the fault never strikes, and the test that wants it fails.
         """
         assert self.action is not None
         others = [voter for voter in self.action.voters if voter.group != self.spec.group]
@@ -283,7 +282,7 @@ class _LateContent(PartitionContent):
 
 def _late_contents(watch: Watch, optimizer: StackedOptimizer) -> list[PartitionContent]:
     contents: list[PartitionContent] = []
-    for number in range(optimizer.partitions.num_partitions):
+    for number in optimizer.partitions.numbers:
         content = _LateContent(optimizer, PartitionId(number))
         content.first_update = watch.no_pieces_before
         contents.append(content)
@@ -342,7 +341,7 @@ class _WatchedAttempts:
             waits.append(partial(_wait_for_copies, ctx.optimizer_state))
         waits += [partial(_wait_for_window, spec.run_dir, node) for step, node in watch.windows if step == action.step]
         if self._is_held_back(action):
-            waits.append(partial(DecisionLog(open_store(spec.store)).wait, ctx.progress.head, _TIMEOUT_S))
+            waits.append(partial(DecisionLog(open_store(spec.store)).wait, ctx.controller.head, _TIMEOUT_S))
         for wait in waits:
             with ctx.probe.during(Operation.AWAIT_ENTRY):
                 wait()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from spare_megatron.formats.piece_frames import NONCE_BYTES, Address
+from spare_megatron.formats.frames import NONCE_BYTES, Address
 
 Point = Literal["connection", "greeting", "answer"]
 POINTS: tuple[Point, ...] = ("connection", "greeting", "answer")
@@ -22,11 +22,7 @@ _SYN_SENT = "02"
 
 
 class SilentServer:
-    """Silent from some point on: it takes no connection, or does not greet, or greets and does not answer.
-
-    Args:
-        point: The point.
-    """
+    """Silent from some point on: it takes no connection, or does not greet, or greets and does not answer."""
 
     def __init__(self, point: Point) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -45,11 +41,7 @@ class SilentServer:
         self._num_knocking = self._count_knocking()
 
     def await_client(self, timeout_s: float) -> None:
-        """Returns when a client waits at the point.
-
-        Raises:
-            TimeoutError: None has come so far in time.
-        """
+        """Returns when a client waits at the point. TimeoutError: none has come so far in time."""
         end_s = time.monotonic() + timeout_s
         while not (self._is_reached.is_set() or self._count_knocking() > self._num_knocking):
             if time.monotonic() > end_s:

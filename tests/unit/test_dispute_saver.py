@@ -17,7 +17,6 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, WEIGHTS_ALONE, visible_steps
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.verification import verify
-from spare_megatron.state.rank_context import RankProgress
 from tests.rank_context import rank_context
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,7 +50,7 @@ class Trained:
         self.error: OSError | None = None
         self.folder = run_dir / "disputes"
         trainer: Any = SimpleNamespace(weights_state=lambda: State(self.values, self.gate, self.error))
-        self.saver = Saver(rank_context(run_dir=run_dir, trainer=trainer, progress=RankProgress(head=7)))
+        self.saver = Saver(rank_context(run_dir=run_dir, trainer=trainer, head=7))
 
     def save(self, step: int) -> None:
         member = Member(GroupId(2), 1)

@@ -25,13 +25,12 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, RestartRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     MetricsLost,
     RunPaused,
     StepCommitted,
@@ -80,6 +79,10 @@ def committed(step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5
     )
 
 
+def restarted(group: int, step: int) -> RestartRecord:
+    return RestartRecord(group=group, incarnation=1, step=step, rework_steps=0, restart_s=1.0)
+
+
 def lost(group: int) -> GroupLost:
     return GroupLost(record=LossRecord(group=group, rank=0, cause="killed", entry_index=0))
 
@@ -97,7 +100,7 @@ def recorded(
 
 
 def test_each_step_is_reported_once_and_again_after_a_restart() -> None:
-    restarts = [GroupRestarted(member=Member(GroupId(group), 1), step=1) for group in (0, 1)]
+    restarts = [restarted(group, 1) for group in (0, 1)]
     steps = [committed(0), committed(0, group=1), committed(1), committed(2), *restarts, committed(1), committed(2)]
     found = recorded(*steps)
     assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
@@ -118,7 +121,7 @@ def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Pa
     sinks = open_sinks(CONFIG, tmp_path, reasons.append, on_step, rest_s=0.0)
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     steps = [replace(committed(step), terms={"z": step / 2}) for step in range(3)]
-    restart = GroupRestarted(member=Member(GroupId(0), 1), step=1)
+    restart = restarted(0, 1)
     for event in (*steps, restart, *steps[1:], SAVED):
         telemetry.on_event(event)
     telemetry.close()
@@ -133,7 +136,7 @@ def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Pa
 
 def test_steps_that_a_restart_throws_away_have_been_of_no_use() -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
-    restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
+    restart = restarted(0, 10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
     found = recorded(*steps[:100], restart, *steps[100:], clock=map(float, itertools.count()).__next__)
     assert found[99]["perf/goodput"] == pytest.approx(1.0)
@@ -170,7 +173,7 @@ def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name() -> None:
     commit(7, 20.5)  # 3 s to take one in
     commit(8, 21.75)
     telemetry.on_event(lost(1))
-    telemetry.on_event(GroupRestarted(member=Member(GroupId(0), 1), step=7))  # without steps 7 and 8
+    telemetry.on_event(restarted(0, 7))  # without steps 7 and 8
     commit(7, 27.0)
     commit(8, 28.0)
     telemetry.close()
@@ -220,10 +223,8 @@ def test_an_evaluation_is_written_once_and_again_when_a_restart_repeats_it() -> 
     first = EvaluationDecided(
         group=GroupId(1), step=2, attempt=2, loss=1.5, losses={"validation": 2.0, "wiki": 1.0}, spent_s=0.25
     )
-    restarted = GroupRestarted(member=Member(GroupId(0), 1), step=2)
-    found = recorded(
-        committed(0), committed(1), first, replace(first, group=GroupId(0)), restarted, replace(first, attempt=5)
-    )
+    again, later = replace(first, group=GroupId(0)), replace(first, attempt=5)
+    found = recorded(committed(0), committed(1), first, again, restarted(0, 2), later)
     of_sets = {"eval/validation/loss": 2.0, "eval/wiki/loss": 1.0}
     assert found[2:] == [{"step": 1, "eval/loss": 1.5, **of_sets, "eval/spent_s": 0.25}] * 2
 
@@ -244,7 +245,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         RunPaused(group=GroupId(0), step=5),
         committed(5),
         SAVED,
-        GroupRestarted(member=Member(GroupId(0), 1), step=4),
+        restarted(0, 4),
         committed(4),
         EvaluationDecided(group=GroupId(0), step=5, attempt=6, loss=1.0, losses={}, spent_s=1.0),
         committed(5),

@@ -13,7 +13,7 @@ import torch
 from spare_megatron.config.schema import OptimizerConfig, RunConfig
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
@@ -160,12 +160,12 @@ class FakeClient:
     def __init__(self, address: Address, timeout_s: float, *, is_over: Callable[[], bool]) -> None:
         self.donor = Member(GroupId(address.port))
         if self.donor in self.donors.lost:
-            raise TransferBroken("no server is there")
+            raise ConnectionBroken("no server is there")
 
     def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
         donors = self.donors
         if self.donor in donors.lost:
-            raise TransferBroken("gone")
+            raise ConnectionBroken("gone")
         present = int((donors.now_s - donors.late_s) / donors.step_s)
         if present != step:
             raise WrongStep(present)

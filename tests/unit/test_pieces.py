@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.formats.piece_frames import (
+from spare_megatron.formats import frames
+from spare_megatron.formats.frames import (
     NONCE_BYTES,
     Address,
+    ConnectionBroken,
     NotOffered,
-    TransferBroken,
     TurnedAway,
     WrongStep,
     receive,
@@ -246,13 +247,13 @@ def test_no_reader_reads_while_the_state_changes(source: StateSource, server: Pi
 def test_a_stranger_is_refused_and_gets_nothing(source: StateSource, server: PieceServer) -> None:
     source.offer(STEP, {"state": Bytes(100)})
     stranger = replace(server.address, token=secrets.token_hex(32))
-    with closing(PieceClient(stranger, TIMEOUT_S)) as client, pytest.raises(TransferBroken, match=r"closed|nothing"):
+    with closing(PieceClient(stranger, TIMEOUT_S)) as client, pytest.raises(ConnectionBroken, match=r"closed|nothing"):
         client.fetch("state", STEP, Piece(0, 100))
     with socket.create_connection((server.address.host, server.address.port), TIMEOUT_S) as connection:
-        receive(connection, NONCE_BYTES, TIMEOUT_S)
+        receive(connection, memoryview(bytearray(NONCE_BYTES)), TIMEOUT_S)
         connection.sendall(secrets.token_bytes(200))
-        with pytest.raises(TransferBroken):
-            receive(connection, 1, TIMEOUT_S)
+        with pytest.raises(ConnectionBroken):
+            receive(connection, memoryview(bytearray(1)), TIMEOUT_S)
     with closing(PieceClient(server.address, TIMEOUT_S)) as client:
         assert len(client.fetch("state", STEP, Piece(0, 100))) == 100, "others are served as before"
 
@@ -261,15 +262,12 @@ def test_more_than_a_piece_is_not_served(source: StateSource, server: PieceServe
     source.offer(STEP, {"state": Bytes(LARGEST_PIECE_BYTES + 1)})
     with closing(PieceClient(server.address, TIMEOUT_S)) as client:
         assert len(client.fetch("state", STEP, Piece(1, LARGEST_PIECE_BYTES + 1))) == LARGEST_PIECE_BYTES
-        with pytest.raises(TransferBroken):
+        with pytest.raises(ConnectionBroken):
             client.fetch("state", STEP, Piece(0, LARGEST_PIECE_BYTES + 1))
 
 
 class Relay:
-    """Between one client and a server; passes what the server says through `change`, with its position in the stream.
-
-    `change` returns what the client gets, and None to hang up.
-    """
+    """Passes what a server sends to one client through `change`, with its position in the stream; None: hangs up."""
 
     def __init__(self, server: Address, change: object) -> None:
         self._server = server
@@ -313,19 +311,17 @@ def _flipped(position: int, data: bytes) -> bytes:
     return data[:index] + bytes([data[index] ^ 4]) + data[index + 1 :]
 
 
-def _cut(position: int, data: bytes) -> bytes | None:
-    return None if position > 0 else data
-
-
 @pytest.mark.parametrize(
-    ("change", "reason"), [(_flipped, "damaged"), (_cut, "closed|nothing comes")], ids=["damaged", "hung_up"]
+    ("change", "reason"),
+    [(_flipped, "damaged"), (lambda position, data: data if not position else None, "closed|nothing comes")],
+    ids=["damaged", "hung_up"],
 )
 def test_what_comes_damaged_or_not_at_all_is_not_taken(
     source: StateSource, server: PieceServer, change: object, reason: str
 ) -> None:
     source.offer(STEP, {"state": Bytes(PIECE_BYTES)})
     with closing(Relay(server.address, change)) as relay, closing(PieceClient(relay.address, TIMEOUT_S)) as client:
-        with pytest.raises(TransferBroken, match=reason):
+        with pytest.raises(ConnectionBroken, match=reason):
             client.fetch("state", STEP, Piece(0, PIECE_BYTES))
 
 
@@ -346,16 +342,28 @@ def test_the_answer_to_one_connection_is_worth_nothing_in_another(source: StateS
         return data if position < NONCE_BYTES else old[position - NONCE_BYTES :][: len(data)]
 
     with closing(Relay(server.address, play_back)) as relay, closing(PieceClient(relay.address, TIMEOUT_S)) as client:
-        with pytest.raises(TransferBroken, match="damaged"):
+        with pytest.raises(ConnectionBroken, match="damaged"):
             client.fetch("state", STEP, Piece(0, 100))
+
+
+def test_a_frame_that_is_repeated_in_its_connection_is_not_taken() -> None:
+    token, room = secrets.token_hex(32), memoryview(bytearray(9))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.Channel(ours, token, b"nonce").send(frames.Frame(frames.Kind.PIECE, STEP, (3, 7), b"some"), TIMEOUT_S)
+        ours.sendall(theirs.recv(PIECE_BYTES) * 2)
+        channel = frames.Channel(theirs, token, b"nonce")
+        assert channel.receive(room, TIMEOUT_S) == frames.Frame(frames.Kind.PIECE, STEP, (3, 7), b"some")
+        with pytest.raises(ConnectionBroken, match="damaged"):
+            channel.receive(room, TIMEOUT_S)
 
 
 def test_a_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = Address(host="127.0.0.1", port=mute.getsockname()[1], token=secrets.token_hex(32))
-        with pytest.raises(TransferBroken, match=r"within 0\.3 s"):
+        with pytest.raises(ConnectionBroken, match=r"within 0\.3 s"):
             PieceClient(address, SHORT_S)
-    with pytest.raises(TransferBroken, match="no connection"):
+    with pytest.raises(ConnectionBroken, match="no connection"):
         PieceClient(address, TIMEOUT_S)
 
 
@@ -368,7 +376,7 @@ def ask(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> None
 def test_a_silent_server_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
     """Wherever that is. A machine without power closes no connection, and its time is that of a slow one."""
     looks, began_s = chain([False, False], repeat(True)), time.monotonic()
-    with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match="not waited for any longer"):
+    with closing(SilentServer(point)) as silent, pytest.raises(ConnectionBroken, match="not waited for any longer"):
         ask(silent.address, TIMEOUT_S, lambda: next(looks))
     assert time.monotonic() - began_s < TIMEOUT_S / 2
 
@@ -381,7 +389,7 @@ def test_a_silent_server_is_waited_for_while_it_may_be_of_use(point: Point) -> N
         looks.append(time.monotonic())
         return False
 
-    with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match=r"within 0\.3 s"):
+    with closing(SilentServer(point)) as silent, pytest.raises(ConnectionBroken, match=r"within 0\.3 s"):
         ask(silent.address, SHORT_S, look)
     assert looks
 
@@ -396,7 +404,7 @@ def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: S
     server.close()
     assert [thread for thread in threading.enumerate() if thread.name == "pieces"] == []
     for client in clients:
-        with pytest.raises(TransferBroken):
+        with pytest.raises(ConnectionBroken):
             client.fetch("state", STEP, Piece(0, 100))
         client.close()
 

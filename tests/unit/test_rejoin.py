@@ -34,7 +34,6 @@ class Agreement:
     def __init__(self, member: Member, entries: Sequence[Entry]) -> None:
         self.member = member
         self.is_leader = False
-        self.head = 0
         self._entries = list(entries)
 
     def is_at_end(self, index: int) -> bool:

@@ -26,6 +26,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.node_connection import Listener, connect
+from spare_megatron.tools.replay import replay_ranks
 from spare_megatron.tools.replay.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
 from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.version import code_digest
@@ -33,7 +34,7 @@ from tests.unit.journal_in_memory import JournalInMemory
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 60.0
-TASK = {"step": 2, "microbatches": [(0, 1)]}
+WANTED = replay_ranks.Wanted(step=2, microbatches=[(0, 1)])
 
 
 def config_of(num_groups: int, num_nodes: int, launcher: str = "hand", **cluster: object) -> RunConfig:
@@ -159,7 +160,7 @@ def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(
     said: list[str] = []
     others = psutil.Process().children()  # a fork server of earlier tests
     with pytest.raises(ValueError, match=message):
-        compute(config, tmp_path, parts(config, 1), TASK, Where(group=1, wait_s=WAIT_S, on_awaited=said.append))
+        compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S, on_awaited=said.append))
     thread.join(WAIT_S)
     assert not thread.is_alive()
     assert said == ["this machine acts as node 2 of group 1", f"on node 3: spare replay {tmp_path} --node 3"]
@@ -174,7 +175,7 @@ def test_a_machine_that_does_not_come_is_named_and_no_rank_starts(tmp_path: Path
     missing = f"node 3: `spare replay {tmp_path} --node 3` did not connect from there within 0 s; is .* on storage that"
     others = psutil.Process().children()
     with pytest.raises(ValueError, match=missing):
-        compute(config, tmp_path, parts(config, 1), TASK, Where(group=1, wait_s=0.0))
+        compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=0.0))
     assert psutil.Process().children() == others
 
 
@@ -202,7 +203,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal(config: RunConfig, run_dir: Path, group: int) -> str:
     with pytest.raises(ValueError, match="node") as refused:
-        compute(config, run_dir, parts(config, group, [[4, 0, 1]]), TASK, Where(group=group, wait_s=WAIT_S))
+        compute(config, run_dir, parts(config, group, [[4, 0, 1]]), WANTED, Where(group=group, wait_s=WAIT_S))
     return str(refused.value)
 
 
@@ -261,7 +262,8 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
         assert asking is not None
         asking.send(DescribeMachine())
         assert asking.recv().host == socket.gethostname()
-        task = {**TASK, "store": silent_store, "rank": 0, "device": "cpu", "number": 0}
+        one = replay_ranks.PartRank(rank=0, device="cpu", number=0)
+        task = replay_ranks.ReplayTask(store=silent_store, rank=one, wanted=WANTED)
         asking.send(ComputePart(config=dump_run_config(config_of(1, 1)), tasks=(task,)))
         (rank,) = until(lambda: psutil.Process(part.pid).children())
         if how == "the command ends":

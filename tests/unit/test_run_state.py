@@ -41,7 +41,6 @@ from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
-    GroupRestarted,
     KernelsChosen,
     RanksReady,
     RunStopped,
@@ -473,7 +472,7 @@ def test_a_wipe_out_before_a_restart_is_shown_once_though_each_group_reports_it(
         for _ in range(2):
             progress.on_event(stopped)
             progress.on_event(replace(stopped, group=GroupId(1)))
-            progress.on_event(GroupRestarted(member=Member(GroupId(0), 1), step=3))
+            progress.on_event(RestartRecord(group=0, incarnation=1, step=3, rework_steps=0, restart_s=1.0))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("wiped out after 3 committed steps: shard 1 has no host") == 2
 

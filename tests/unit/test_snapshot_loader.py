@@ -15,12 +15,11 @@ import torch
 
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.events import Held, RestartState
-from spare_megatron.formats.piece_frames import Address, NotOffered, TurnedAway
+from spare_megatron.formats.frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.snapshot import snapshot_loader
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
@@ -96,7 +95,7 @@ def loader(
         trainer=SimpleNamespace(incoming_state=lambda description: incoming, stacked=None),
         agreement=agreement,
         store=SimpleNamespace(wait=lambda key, timeout_s: values[key]),
-        progress=RankProgress(head=HEAD),
+        head=HEAD,
     )
     return SnapshotLoader(ctx, cast(SnapshotClient, None))
 

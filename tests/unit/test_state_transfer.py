@@ -13,7 +13,7 @@ import torch
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address
+from spare_megatron.formats.frames import Address
 from spare_megatron.formats.pieces import PIECE_BYTES
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
@@ -49,14 +49,8 @@ class Probe(SilentProbe):
 
 
 class Rank:
-    """The one rank of a group, whose state is so many times the same byte.
-
-    Args:
-        member: Its group.
-        value: The byte.
-        servers: Where others serve their state.
-        is_lost: What the log says.
-        others_have_it: What the other ranks of the group say, each time they are asked.
+    """The one rank of a group, whose state is so many times the byte `value`. `servers`: where others serve theirs;
+    `is_lost` is by the log; `others_have_it`: what the other ranks of the group answer, each time.
     """
 
     def __init__(
@@ -81,13 +75,14 @@ class Rank:
             shared=lambda flags: [flag and next(said) for flag in flags],
         )
         config = RunConfig(reduce=ReduceConfig(timeout_s=TIMEOUT_S))
-        self.progress = RankProgress(head=HEAD)
+        self.progress = RankProgress()
         ctx = rank_context(
             member,
             config=config,
             agreement=agreement,
             trainer=self,
             servers=servers,
+            head=HEAD,
             probe=self.probe,
             progress=self.progress,
         )

@@ -103,19 +103,16 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispute:
-    """A microbatch that groups have computed to different digests, or whose loss is suspect.
-
-    Attributes:
-        statements: All so far, in the order of votes; a group may have made several.
-        asked: The groups that compute it in the attempt that this opens.
-        is_suspicion: Opened by a loss (`core.audits.suspects`): statements are digests of the loss, and may all agree.
-    """
+    """A microbatch that groups have computed to different digests, or whose loss is suspect."""
 
     microbatch: Microbatch
     statements: tuple[Statement, ...]
+    """All so far, in the order of votes; a group may have made several."""
     asked: tuple[GroupId, ...]
+    """The groups that compute it in the attempt that this opens."""
     num_rounds: int = 1
     is_suspicion: bool = False
+    """Opened by a loss (`core.audits.suspects`): statements are digests of the loss, and may all agree."""
 
     @property
     def differs(self) -> bool:

@@ -1,25 +1,29 @@
 """Runs Slurm's commands and parses their output."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.formats.codec import decode, encode, set_fields
 
-JOB_FILE = "job.json"
-"""File in a job's folder that names the job."""
+JOB_FILE = "job.json"  # in a job's folder: a `_Job`
 
 UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
 """States of a job that has not ended."""
 
-JobId = int | str
-"""A job's number, or ARRAY_TASK for a job of an array."""
+JobId = int | str  # a job's number, or ARRAY_TASK for a job of an array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    job_id: JobId
+    tasks: Mapping[str, str] | None = None  # of an array
+
 
 _TIMEOUT_S = 60.0
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
@@ -33,9 +37,7 @@ class Unanswered(ValueError):
 
 
 def submit(script: Path) -> int:
-    """Submits the script with sbatch. Returns the number of the job, or of the array. ValueError: sbatch is missing or
-    rejects the script. Unanswered: the script may have been accepted.
-    """
+    """Submits a script; returns the number of the job or array. ValueError: refused. Unanswered: perhaps accepted."""
     printed = call("sbatch", "--parsable", str(script))
     numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
     if not numbers:
@@ -45,27 +47,23 @@ def submit(script: Path) -> int:
 
 def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
     """Records in a job's folder which job it is, and for an array, which setting each task's folder has (`tasks`)."""
-    text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
-    (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
+    (folder / JOB_FILE).write_text(encode(set_fields(_Job(job_id=job_id, tasks=tasks))) + "\n")
 
 
 def job_of(folder: Path) -> JobId:
     """The job that the folder belongs to. Raises ValueError if it is no job's folder."""
-    job_id = _noted(folder)["job_id"]
-    assert isinstance(job_id, int | str), "as it was noted"
-    return job_id
+    return _noted(folder).job_id
 
 
 def tasks_of(folder: Path) -> Mapping[str, str]:
     """The task folders of an array with the setting that distinguishes each; empty for a single job."""
-    return dict(_noted(folder).get("tasks", {}))
+    return _noted(folder).tasks or {}
 
 
-def _noted(folder: Path) -> Mapping[str, Any]:
+def _noted(folder: Path) -> _Job:
     try:
-        noted = parsed_json((folder / JOB_FILE).read_text())
-        return {"job_id": noted["job_id"], **noted}
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode((folder / JOB_FILE).read_text(), _Job)
+    except (OSError, ValueError):
         raise ValueError(f"{folder} holds no {JOB_FILE}: name the directory that `spare submit` printed") from None
 
 

@@ -134,9 +134,8 @@ def weights_on(device: torch.device) -> Weights:
 
 
 class SumChecks:
-    """Checksums of staged buckets, one for each section, a range of the bucket that is summed and sent by itself.
-
-    What is counted beside the gradients is part of each of them.
+    """Checksums of staged buckets and what is counted beside them, one for each section of a bucket that is summed by
+    itself.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:

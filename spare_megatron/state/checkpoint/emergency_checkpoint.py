@@ -6,7 +6,6 @@ of groups that hold every partition), if all groups that have saved hold the sam
 the last step was committed and not undone. It loads only at the layout that wrote it, and this module without torch.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +14,8 @@ from typing import Any
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.config.training.terms import step_of
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.whole_files import parsed_json
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.run_record import RunRecord
@@ -36,14 +35,8 @@ class NotFinished(NotACheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
-    """What one rank has saved.
-
-    Attributes:
-        num_ranks: Ranks of the group.
-        sha256: Of the file, which has `num_bytes`.
-        params_sha256: Of the parameters in it.
-        slices: The digest of each optimizer state partition in it; empty if it holds all state.
-        manifest: Of the checkpoint that the file is a part of, without files.
+    """What one rank of `num_ranks` has saved. `sha256`: of the file; `params_sha256`: of the parameters in it;
+    `slices`: digests of its state partitions, none if it holds all. `manifest`: of the checkpoint that it is a part of.
     """
 
     run_dir: str
@@ -87,7 +80,7 @@ def describe(path: Path, saved: SavedRank) -> None:
     file = path / f"{_stem(saved.group, saved.rank)}{_DESCRIPTION}"
     aside = file.with_suffix(".tmp")
     with aside.open("w") as out:
-        json.dump(asdict(saved), out)
+        out.write(encode(saved))
         out.flush()
         os.fsync(out.fileno())
     aside.rename(file)
@@ -124,14 +117,14 @@ def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
 
 
 def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
-    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable. The
-    journal has to prove the commit of its steps, unless the run is known to have committed them.
+    """The manifest of an emergency checkpoint. Raises `NotACheckpoint` if it is not usable: unless `num_committed`
+    covers them, the journal has to prove the commit of its steps.
     """
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
-            saved = SavedRank(**parsed_json(file.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
+            saved = decode(file.read_bytes(), SavedRank)
+        except (OSError, ValueError) as error:
             raise NotACheckpoint(f"{path.name}: {file.name} cannot be read: {error}") from error
         by_group.setdefault(saved.group, {})[saved.rank] = saved
     whole = {group: ranks for group, ranks in by_group.items() if len(ranks) == next(iter(ranks.values())).num_ranks}
@@ -159,9 +152,7 @@ def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
 
 
 def saved_state(checkpoint: CheckpointConfig, run_dir: Path, num_committed: int) -> str:
-    """A text on where ranks of a run that has committed so many steps have saved their state, and whether the next run
-    can load it; empty if nowhere.
-    """
+    """Where ranks of a run have saved their state, and whether the next run can load it, as text; empty if nowhere."""
     places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
     found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.formats.codec import decode, encode
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, TurnedAway, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState, IncomingState
@@ -65,9 +65,8 @@ class SnapshotLoader:
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
-        """Announces this rank's intact snapshots. Collective over: all ranks of the group.
-
-        Returns those of rank positions, those of partitions that all ranks have, and why others are unusable.
+        """Announces this rank's intact snapshots. Returns those of rank positions, those of partitions that all ranks
+        have, and why others are unusable. Collective over: all ranks of the group.
         """
         held: tuple[Held, ...] = ()
         partitions: tuple[HeldPartition, ...] = ()
@@ -99,10 +98,8 @@ class SnapshotLoader:
         )
 
     def load(self, attempt: int, hosts: Hosts, members: Collection[Member]) -> None:
-        """Loads the snapshot of this attempt, from the rank's own node where it is there, with what the group hosts.
-
-        `members` restart and load it as well. Raises JoinFailed if no server has it any more, or none that has it has
-        answered in time.
+        """Loads the snapshot of this attempt with what the group hosts, from the rank's own node where it is there.
+        Raises JoinFailed if no server has it any more, or none has answered in time.
         """
 
         @cache
@@ -150,7 +147,7 @@ class SnapshotLoader:
                     return
                 except TurnedAway as error:
                     failure, alive_at_s = str(error), time.monotonic()
-                except TransferBroken as error:
+                except ConnectionBroken as error:
                     failure = str(error)
                     self._broken.add(server)
                 except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
@@ -170,11 +167,10 @@ class SnapshotLoader:
         )
 
     def _has_just_lost(self, holder: Member) -> bool:
-        """Whether the log says for the first time that the holder is lost: another may have the copy.
-
-        Its node may still run, and is waited for where no other has the copy.
+        """Whether the log says anew that the holder is lost: another may have the copy; if none, its node is waited
+        for.
         """
-        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.progress.head):
+        if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.controller.head):
             return False
         self._lost.add(holder)
         return True

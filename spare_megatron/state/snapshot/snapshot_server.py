@@ -18,7 +18,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 from spare_megatron.core.log.events import Held, HeldPartition
-from spare_megatron.formats.piece_frames import NotOffered
+from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.process import snapshot_wire as wire
 from spare_megatron.process.processes import Child, end_child, log_to_file, start_child
@@ -165,9 +165,8 @@ class SnapshotServer:
             memory.close()
 
     def _free_earlier(self, position: int, attempt: int, previous: int) -> None:
-        """Frees snapshots of the position before an attempt, except the previous one.
-
-        A part keeps one freed memory for its next snapshot, unless no snapshot of it is left here.
+        """Frees snapshots of the position before an attempt, except the previous one; a part that is still held here
+        keeps one memory for its next snapshot.
         """
         freed: list[_Memory] = []
         with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, TokenBucket
 from spare_megatron.mcore.optimizer.stacked_optimizer import PieceState, StackedOptimizer
 from spare_megatron.process.processes import say
@@ -60,7 +60,7 @@ class PartitionContent:
 
 def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
-    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]
+    return [PartitionContent(optimizer, number) for number in optimizer.partitions.numbers]
 
 
 class PartitionRepairs:
@@ -97,9 +97,8 @@ class PartitionRepairs:
         threading.Thread(target=self._run, name="repair", daemon=True).start()
 
     def assign(self, action: StartRepairs) -> None:
-        """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied.
-
-        Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
+        """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied. Hosted ones
+        without state begin here at the start of a run; later that raises `ValueError`.
         """
         hosted = set(hosted_by(action.hosts, self._ctx.member))
         with self._lock:
@@ -166,7 +165,7 @@ class PartitionRepairs:
             self._copy(repair, index, server)
         except WrongStep:
             return _OTHER_STEP_S
-        except (NotOffered, TransferBroken) as error:
+        except (NotOffered, ConnectionBroken) as error:
             say(f"state partition {repair.partition}, from group {repair.donor.group}: {error}")
             self._hang_up()
             return _BROKEN_S

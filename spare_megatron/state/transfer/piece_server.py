@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Protocol
 
-from spare_megatron.formats import piece_frames as wire
-from spare_megatron.formats.pieces import Piece
+from spare_megatron.formats import frames
+from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, Piece
 
 MOST_CONNECTIONS = 64
 """Connections at a time; more are turned away. A rank is the donor of a few others."""
@@ -16,28 +16,23 @@ _PAUSE_S = 0.05
 """After a failed accept: file descriptors may be available again."""
 _IDLE_S = 60.0
 """A client that requests nothing for this long is dropped."""
+_MOST_NAME_BYTES = 32
 
 
 class Source(Protocol):
     """The state that is served. Several threads read it."""
 
     def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
-        """The piece of the state of this name, as of this step, until the thread's next call.
-
-        Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
-        """
+        """The piece, until the thread's next call. Raises `WrongStep`, or `NotOffered` for an unknown name or range."""
 
 
 class PieceServer:
-    """The server of one rank, on a free port. Its threads are daemons: they end with the process at the latest.
-
-    `timeout_s` is the longest wait for a client to take an answer. More than `most_connections` at once are refused.
+    """The server of one rank, on a free port, in daemon threads. `timeout_s`: longest wait for a client to take an
+    answer.
     """
 
     def __init__(self, host: str, source: Source, timeout_s: float, most_connections: int = MOST_CONNECTIONS) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=most_connections)
-        self.address = wire.Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
+        self._listener, self.address = frames.listen(host, most_connections)
         self._source = source
         self._timeout_s = timeout_s
         self._most_connections = most_connections
@@ -87,25 +82,29 @@ class PieceServer:
 
     def _serve_client(self, connection: socket.socket) -> None:
         try:
-            nonce = secrets.token_bytes(wire.NONCE_BYTES)
+            nonce = secrets.token_bytes(frames.NONCE_BYTES)
             connection.settimeout(self._timeout_s)
             connection.sendall(nonce)
-            channel = wire.Channel(connection, self.address.token, nonce, self._timeout_s)
-            while (asked := channel.next_request(_IDLE_S)) is not None:
-                self._answer(channel, *asked)
-        except (wire.TransferBroken, OSError):
-            pass  # its client will see that it is closed
+            channel = frames.Channel(connection, self.address.token, nonce)
+            name = memoryview(bytearray(_MOST_NAME_BYTES))
+            while True:
+                asked = channel.receive(name, _IDLE_S)
+                channel.send(self._answer(asked), self._timeout_s)
+        except (frames.ConnectionBroken, OSError):
+            pass  # the client has left, or will see that it is closed
         finally:
             with self._lock:
                 self._connections.remove(connection)
             connection.close()
 
-    def _answer(self, channel: wire.Channel, request: wire.Request, signed: bytes) -> None:
+    def _answer(self, asked: frames.Frame) -> frames.Frame:
+        piece = Piece(*asked.pair)
+        if asked.kind is not frames.Kind.PIECE_WANTED or not 0 < piece.size <= LARGEST_PIECE_BYTES:
+            raise frames.ConnectionBroken(f"{piece} is no piece of at most {LARGEST_PIECE_BYTES} bytes")
         try:
-            content = self._source.read(request.name, request.step, request.piece)
-        except wire.WrongStep as error:
-            channel.answer(signed, wire.Status.WRONG_STEP, error.present)
-        except wire.NotOffered:
-            channel.answer(signed, wire.Status.NOT_OFFERED, request.step)
-        else:
-            channel.answer(signed, wire.Status.PIECE, request.step, content)
+            content = self._source.read(str(asked.content, "ascii"), asked.number, piece)
+        except frames.WrongStep as error:
+            return frames.Frame(frames.Kind.WRONG_STEP, error.present)
+        except frames.NotOffered:
+            return frames.Frame(frames.Kind.NOT_OFFERED)
+        return frames.Frame(frames.Kind.PIECE, asked.number, asked.pair, content)

@@ -10,7 +10,7 @@ from spare_megatron.core.log.actions import AdmitGroups
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.machines.group_starts import in_order_to_give
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.piece_frames import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.state import IncomingState
 from spare_megatron.process.processes import say
@@ -33,15 +33,14 @@ class JoinFailed(Exception):
 
 
 def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, action: AdmitGroups) -> None:
-    """Admits groups, of which this may be one; the next vote compares all.
-
-    Collective over: all ranks of the group. Raises `JoinFailed` if this group is admitted and cannot get the state.
+    """Admits groups; the next vote compares all. Collective over: all ranks of the group. Raises `JoinFailed` if this
+    group is one of them and cannot get the state.
     """
     progress = ctx.progress
     with ctx.probe.during(Operation.JOIN):
         donor = transfer.run(action)
     if progress.lacks_params:
-        ctx.agreement.publish_digest(progress.head - 1, NO_DIGEST)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, NO_DIGEST)
         return
     digests.compute()
     digests.compute_rest(copied_from=None if donor is None else donor.group)
@@ -50,17 +49,15 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
             confirm(ctx, digests.value.params, action)
         ctx.send(GroupRejoined(member=ctx.member, step=action.step))
     else:
-        ctx.agreement.publish_digest(progress.head - 1, digests.value.params)
+        ctx.agreement.publish_digest(ctx.controller.head - 1, digests.value.params)
     # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
     digests.write(action.step)
     progress.num_steps = action.step
 
 
 def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
-    """Checks that more than half of the groups that took part before hold the copied parameters (`digest`).
-
-    Otherwise copies of a wrong state could outvote the right ones. Groups lost since the admission, the last
-    log entry folded, do not count. Raises JoinFailed if they do not, or not within `reduce.timeout_s`.
+    """Checks that more than half of the earlier groups that are not lost hold the copied parameters (`digest`): copies
+    of a wrong state could outvote the right ones. Raises JoinFailed if not, or not within `reduce.timeout_s`.
     """
     timeout_s = ctx.config.reduce.timeout_s
     end_s = time.monotonic() + timeout_s
@@ -76,16 +73,14 @@ def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
 
 def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None]:
     """The digests published so far by groups that took part before and still do."""
-    head = ctx.progress.head
+    head = ctx.controller.head
     left = [member.group for member in action.earlier if not ctx.agreement.is_lost(member, head)]
     return ctx.agreement.digests(head - 1, left)
 
 
 class StateTransfer:
-    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
-
-    All earlier groups offer their state, in case a donor is lost, until the next update, which needs the newcomer.
-    A donor has `reduce.timeout_s` to reach the step, and for each piece.
+    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes. All earlier groups
+    offer their state until the next update, in case a donor is lost. A donor has `reduce.timeout_s` for each piece.
     """
 
     def __init__(self, ctx: RankContext, source: StateSource) -> None:
@@ -94,10 +89,8 @@ class StateTransfer:
         self._timeout_s = ctx.config.reduce.timeout_s
 
     def run(self, action: AdmitGroups) -> Member | None:
-        """Offers the state to the groups that are admitted or, if this is one of them, takes it.
-
-        Returns the donor; None if this group took part before. Collective over: all ranks of the group. Raises
-        `JoinFailed` if no state has come.
+        """Offers the state to the admitted groups or takes it; returns the donor then. Collective over: all ranks of
+        the group. Raises `JoinFailed` if no state has come.
         """
         member, donor = self._ctx.member, None
         if member in (*action.donors, *action.members):
@@ -137,7 +130,7 @@ class StateTransfer:
         raise JoinFailed(failure)
 
     def _is_lost(self, member: Member) -> bool:
-        return self._ctx.agreement.is_lost(member, self._ctx.progress.head)
+        return self._ctx.agreement.is_lost(member, self._ctx.controller.head)
 
     def _fetch_from(self, donor: Member, step: int) -> "_Fetch":
         """Fetches from this donor, and gives up as soon as the log says that it is lost."""
@@ -155,9 +148,8 @@ class StateTransfer:
 
 
 class _Fetch(threading.Thread):
-    """Fetches another rank's state into this one's tensors, beside the main thread.
-
-    `state` is None until it is all here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
+    """Fetches another rank's state into this one's tensors, beside the main thread. `state` is None until it is all
+    here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
     """
 
     def __init__(self, ctx: RankContext, server: Address, step: int) -> None:
@@ -210,7 +202,7 @@ class _Fetch(threading.Thread):
 
     def _require_donor(self) -> None:
         if self.is_left:
-            raise TransferBroken("it is lost")
+            raise ConnectionBroken("it is lost")
 
 
 class _Probed:

@@ -6,7 +6,6 @@ The parameters are those that the run has saved (`state.checkpoint.saver`); the 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import RunConfig
@@ -19,27 +18,24 @@ from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify
 from spare_megatron.tools.replay.replay_parts import Where, compute, folder_of_replay, parts_of, parts_of_machine
-from spare_megatron.tools.replay.replay_ranks import serve_part
+from spare_megatron.tools.replay.replay_ranks import Recomputed, Wanted, serve_part
 
 _HERE = Where()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCompared:
-    """A group's digests of a microbatch beside those of the replay.
-
-    Attributes:
-        digests: All that it has voted with.
-        agrees: Each of them is that of the replay.
-        differs_at: Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said.
-        boundaries: Those of its first statement that differs, else of any: kind, stage, rank, digest.
-    """
+    """A group's digests of a microbatch beside those of the replay."""
 
     group: int
     digests: list[str]
+    """All that it has voted with."""
     agrees: bool
+    """Each of them is that of the replay."""
     differs_at: str
+    """Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said."""
     boundaries: list[tuple[str, int, int, str]]
+    """Those of its first statement that differs, else of any: kind, stage, rank, digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +53,22 @@ class MicrobatchReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayMachine:
-    """A machine that has computed ranks of the replay."""
-
     node: int
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The replay of a step.
-
-    Attributes:
-        path: Folder of the parameters.
-        group: Whose machines have computed it; None if it is this one.
-        machines: Those, by the number of their supervisor, 0 for this one.
-        params: Group -> digest of its parameters before the step, where the journal has it.
-    """
-
     step: int
     path: str
+    """Folder of the parameters."""
     device: str
     group: int | None
+    """Whose machines have computed it; None if it is this one."""
     machines: list[ReplayMachine]
+    """Those, by the number of their supervisor, 0 for this one."""
     params: dict[int, str]
+    """Group -> digest of its parameters before the step, where the journal has it."""
     microbatches: list[MicrobatchReplay]
 
     @property
@@ -111,13 +100,12 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: W
     config = _config_of_run(run_dir)
     config = replace(config, checkpoint=replace(config.checkpoint, load="", load_weights=str(path.absolute())))
     wanted = list(disputed.stated) if microbatch is None else [microbatch]
-    task = {"step": step, "microbatches": wanted}
     if where.machine is None:
         parts = parts_of(config, view, where.group)
     else:
         group, parts = parts_of_machine(config, view, where.machine)
         where = replace(where, group=group)
-    computed = compute(config, run_dir, parts, task, where)
+    computed = compute(config, run_dir, parts, Wanted(step=step, microbatches=wanted), where)
     return Replay(
         step=step,
         path=str(path),
@@ -176,15 +164,15 @@ def _config_of_run(run_dir: Path) -> RunConfig:
 
 
 def _compared(
-    address: Address, of_ranks: Sequence[Mapping[str, Any]], stated: Mapping[int, Sequence[Stated]]
+    address: Address, of_ranks: Sequence[Recomputed], stated: Mapping[int, Sequence[Stated]]
 ) -> MicrobatchReplay:
-    boundaries = sorted(Boundary(*one) for of_rank in of_ranks for one in of_rank["boundaries"])
+    boundaries = sorted(one for of_rank in of_ranks for one in of_rank.boundaries)
     digest = f"{word_of(boundaries):016x}"
     return MicrobatchReplay(
         shard=address[0],
         index=address[1],
-        number=of_ranks[0]["number"],
-        samples=of_ranks[0]["samples"],
+        number=of_ranks[0].number,
+        samples=of_ranks[0].samples,
         digest=digest,
         boundaries=_shown(boundaries),
         groups=[compared_group(group, said, digest, boundaries) for group, said in sorted(stated.items())],

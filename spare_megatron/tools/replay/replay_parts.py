@@ -31,6 +31,9 @@ from spare_megatron.tools.replay.replay_ranks import (
     MachineFacts,
     OfRank,
     PartComputed,
+    PartRank,
+    ReplayTask,
+    Wanted,
     answer_requests,
 )
 from spare_megatron.version import NUM_DIGITS, code_digest
@@ -41,28 +44,16 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """On which machines a replay is computed.
-
-    Attributes:
-        group: On those of this group, with its devices; None: on this machine.
-        machine: On those of the group that this machine, or its replacement, was last in; then `group` is None.
-        wait_s: Longest wait for other machines.
-        on_awaited: Called with what a user has to do for them.
-    """
+    """On which machines a replay is computed."""
 
     group: int | None = None
+    """On those of this group, with its devices; None: on this machine."""
     machine: int | None = None
+    """On those of the group that this machine, or its replacement, was last in; then `group` is None."""
     wait_s: float = 300.0
+    """Longest wait for other machines."""
     on_awaited: Callable[[str], None] = lambda _: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRank:
-    """A rank of the replay. `number` is that among the ranks of all groups, of which some may share its device."""
-
-    rank: int
-    device: str
-    number: int
+    """Called with what a user has to do for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +73,6 @@ class Computed:
 
 
 def folder_of_replay(run_dir: Path) -> Path:
-    """Where the machines of a replay meet."""
     return run_dir / "replay"
 
 
@@ -166,8 +156,8 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Part:
 # ------------------------------------------------------------------------------------------------------- the machines
 
 
-def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mapping[str, Any], where: Where) -> Computed:
-    """Has the machines compute `task`, with what all ranks are to do, and leaves no process on any of them.
+def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], wanted: Wanted, where: Where) -> Computed:
+    """Has the machines compute what is wanted, and leaves no process on any of them.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """
@@ -190,7 +180,10 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mappi
             raise ValueError("; ".join(f"node {node}: {why}" for node, why in sorted(nodes.failures.items())))
         _check(config, parts, facts, where)
         store = tcp_store.listen(host, timedelta(seconds=config.control.startup_timeout_s))
-        orders = {part.node: _order(config, part, {**task, "store": [host, store.port]}) for part in parts}
+        orders = {}
+        for part in parts:
+            tasks = tuple(ReplayTask(store=(host, store.port), rank=rank, wanted=wanted) for rank in part.ranks)
+            orders[part.node] = ComputePart(config=dump_run_config(config), tasks=tasks)
         found = _collect(nodes, orders, facts, where)
         return Computed(
             of_ranks=[found[rank] for rank in range(len(found))],
@@ -266,11 +259,6 @@ def _check(config: RunConfig, parts: Sequence[Part], facts: Mapping[int, Machine
                     f"the run has computed on GPUs, and CPUs give other bits: {group} needs {num_needed}, and "
                     f"{machine} shows {found.num_gpus}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
                 )
-
-
-def _order(config: RunConfig, part: Part, task: Mapping[str, Any]) -> ComputePart:
-    tasks = [{**task, "rank": one.rank, "device": one.device, "number": one.number} for one in part.ranks]
-    return ComputePart(config=dump_run_config(config), tasks=tuple(tasks))
 
 
 def _collect(

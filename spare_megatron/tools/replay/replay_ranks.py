@@ -3,7 +3,6 @@ replay, wherever that runs.
 """
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -13,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
+from spare_megatron.core.audits.audits import Boundary
+from spare_megatron.formats.codec import decode, encode
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import set_environment_of_ranks
@@ -24,8 +24,43 @@ _POLL_S = 0.05
 _SHOWN = 2000
 """Characters of what a rank has printed before it failed."""
 
-OfRank = list[dict[str, Any]]
-"""What a rank finds: of each microbatch its boundaries on this rank, its number and its samples."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What a rank finds of a microbatch: its boundaries here, its linear number, and where its sequences lie."""
+
+    boundaries: list[Boundary]
+    number: int
+    samples: list[str]
+
+
+OfRank = list[Recomputed]  # in the order of the microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRank:
+    """A rank of the replay. `number` is that among the ranks of all groups, of which some may share its device."""
+
+    rank: int
+    device: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be computed again: `microbatches` (shard, index) of a step."""
+
+    step: int
+    microbatches: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTask:
+    """What one rank is to do; `store`: host and port of the store by which the ranks of the group meet."""
+
+    store: tuple[str, int]
+    rank: PartRank
+    wanted: Wanted
 
 
 class DescribeMachine:
@@ -41,12 +76,10 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePart:
-    """Asks for the part of these ranks. `config` is the text of the configuration; `tasks` has for each rank what it
-    needs beside that (`tools.replay.replay_rank.ReplayTask`).
-    """
+    """Asks for the part of these ranks. `config` is the text of the configuration, which loads the parameters."""
 
     config: str
-    tasks: tuple[Mapping[str, Any], ...]
+    tasks: tuple[ReplayTask, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +120,7 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
             config.write_text(part.config, encoding="utf-8")
             try:
                 for task in part.tasks:
-                    rank = task["rank"]
-                    ranks[rank] = _start({**task, "config": str(config), "parent": os.getpid()}, _log(folder, rank))
+                    ranks[task.rank.rank] = _start(task, config, _log(folder, task.rank.rank))
                 _await(ranks, folder, asking)
             finally:
                 for process in ranks.values():
@@ -99,8 +131,9 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
         return PartFailed(reason=str(error))
 
 
-def _start(task: Mapping[str, Any], output: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", "spare_megatron.tools.replay.replay_rank", json.dumps(task)]
+def _start(task: ReplayTask, config: Path, output: Path) -> "subprocess.Popen[bytes]":
+    module = "spare_megatron.tools.replay.replay_rank"
+    command = [sys.executable, "-P", "-m", module, str(config), str(os.getpid()), encode(task)]
     with output.open("wb") as out:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
@@ -124,5 +157,5 @@ def _log(folder: Path, rank: int) -> Path:
 
 def _found(output: Path) -> OfRank:
     lines = output.read_text(errors="replace").splitlines()
-    found: OfRank = json.loads(next(line.partition(" ")[2] for line in reversed(lines) if line.startswith("replayed ")))
-    return found
+    text = next(line.partition(" ")[2] for line in reversed(lines) if line.startswith("replayed "))
+    return decode(text, list[Recomputed])

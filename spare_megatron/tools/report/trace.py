@@ -16,7 +16,6 @@ from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 from spare_megatron.journal.state.run_state import Losses
 
 TraceEvent = dict[str, Any]
-
 _MICRO = 1e6
 _FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
 _RECOVERY = _MOST_RANKS - 1
@@ -92,8 +91,8 @@ def _micro(seconds: float) -> int:
 def _complete(placed: _Placed) -> TraceEvent:
     part, span = placed.part, placed.span
     arguments: dict[str, Any] = {"step": span.step}
-    if span.microbatch is not None:
-        arguments |= {"shard": span.microbatch[0], "microbatch": span.microbatch[1]}
+    if span.shard >= 0:
+        arguments |= {"shard": span.shard, "microbatch": span.microbatch}
     if part.incarnation:
         arguments["life"] = part.incarnation
     return {
@@ -124,9 +123,9 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[TraceEvent]:
     """Arrows from a microbatch's pass through a stage to the pass through the next stage that needs its result."""
     passes: dict[tuple[Any, ...], list[_Placed]] = defaultdict(list)
     for one in placed:
-        part, span = one.part, one.span
-        if span.microbatch is not None:
-            passes[part.group, part.incarnation, part.lane, span.step, span.name, span.microbatch].append(one)
+        part, (name, step, _, _, *microbatch) = one.part, one.span
+        if one.span.shard >= 0:
+            passes[part.group, part.incarnation, part.lane, step, name, *microbatch].append(one)
     number = 0
     for found in passes.values():
         for before, after in itertools.pairwise(sorted(found, key=lambda one: one.began_us)):

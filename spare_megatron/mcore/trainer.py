@@ -19,10 +19,9 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients.gradients import make_gradient_sums
 from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
 from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
 from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint

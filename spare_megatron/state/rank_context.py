@@ -66,18 +66,10 @@ class StepUnderWay:
 
 @dataclass(slots=True)
 class RankProgress:
-    """How far one rank has come.
-
-    Attributes:
-        head: Log entries folded so far.
-        num_steps: Committed steps in the parameters.
-        lacks_params: Whether some rank of the group has parameters of an earlier step: a gather is due or broke.
-        gather_evidence: Why the last broken gather failed, as far as this rank knows.
-        gather_failure: Which resource this rank lacked for it; empty if none.
-        save_ends: Finished saves of the group, which its votes report until a commit records them.
-        is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
-        is_end_asked: Likewise whether this rank is asked to end the run.
-        is_cut_off: Whether the time for that is over, so that the step under way is to be given up.
+    """How far one rank has come: log entries folded (`head`) and committed steps in its parameters. `lacks_params`:
+    some rank of the group has parameters of an earlier step, as a gather is due or broke; `gather_evidence` and
+    `gather_failure` (a resource that this rank lacks) say why. `save_ends`: finished saves, reported in votes until a
+    commit records them. `is_cut_off`: the time to end is over, and the step under way is to be given up.
     """
 
     head: int = 0
@@ -100,10 +92,7 @@ class RankProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """One rank: what it trains with and how it reaches the others. `rank.assembly` builds it.
-
-    A component of a rank takes this and what is its own. `send` sends a report to the supervisor.
-    """
+    """What one rank trains with, built by `rank.assembly`: a component takes this and what is its own."""
 
     spec: RankSpec
     controller: Controller

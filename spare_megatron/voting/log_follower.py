@@ -91,10 +91,7 @@ class LogFollower:
         self._stop: Stop | AwaitHosts | None = None
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:
-        """The action that ends or pauses the run, as far as the log is written, else None.
-
-        A restart undoes a wipe-out. `on_entry` is called after each entry; there may be many.
-        """
+        """The action that ends or pauses the run, as far as the log is written. `on_entry`: called after each entry."""
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
             for text in texts:

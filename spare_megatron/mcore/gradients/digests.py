@@ -73,7 +73,7 @@ def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def words_digest(tensor: Tensor) -> Tensor:
-    """Two int64 numbers that depend on each of up to 2^30 bytes, computed on the device, which this never waits for."""
+    """Two int64 numbers that depend on each of up to 2^30 bytes, computed on the device; never waits for it."""
     sums = torch.cat(list(block_sums(tensor)))
     return (sums * multipliers_on(tensor.device)[:, : len(sums)].t()).sum(0)
 

@@ -35,9 +35,8 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
 
 
 def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
-    """Adds values, scaled and rounded half to even, to integer sums; raises `largest` to their largest magnitude.
-
-    `largest` is NaN after a NaN. `scale` is a power of two and `largest` fp32, both before rounding.
+    """Adds values, times `scale` and rounded half to even, to integer sums; raises `largest` to their magnitude, or
+    NaN.
     """
     scaled = values.detach().float() * scale
     # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.

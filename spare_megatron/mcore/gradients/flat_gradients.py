@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.core.log.bucket_window import cut
-from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
+from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.stacking.layout import PartitionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +116,8 @@ def scatter_ranges(shared: Sequence[ScatterRange], strip_elements: int) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatSpace:
-    """The flat gradient space of a rank, divided over lanes: a bucket is this rank's own strip of one of the `ranges`,
-    which `lanes` share. `own_segments`: what the segments hold of own strips.
+    """The flat space divided over lanes: a bucket is this rank's own strip of one of the `ranges`, which `lanes` share.
+    `own_segments`: what the segments hold of own strips.
     """
 
     segments: tuple[Segment, ...]
@@ -150,70 +147,6 @@ def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:
         if start < stop:
             gradients = segment.gradients[start - segment.start : stop - segment.start]
             yield Segment(gradients=gradients, start=start, stop=stop)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPart:
-    """A contiguous range (`place`) of a bucket in the state partition `number`; None if every data-parallel group needs
-    it. `counted`: the ranges within it that Megatron counts for the norm; empty where `number` is None.
-    """
-
-    number: PartitionId | None
-    place: slice
-    counted: tuple[slice, ...]
-
-
-def gradient_parts(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
-) -> tuple[tuple[GradientPart, ...], ...]:
-    """As few parts of each bucket as possible, ascending."""
-    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
-    parts: list[list[GradientPart]] = [[] for _ in buckets]
-    index = 0
-    for bucket, of_bucket in zip(buckets, parts, strict=True):
-        while index < len(ranges) and ranges[index].place.start < bucket.stop:
-            part = _within(ranges[index], bucket)
-            if of_bucket and of_bucket[-1].number == part.number and of_bucket[-1].place.stop == part.place.start:
-                part = _joined(of_bucket.pop(), part)
-            of_bucket.append(part)
-            if ranges[index].place.stop > bucket.stop:
-                break  # the rest is in the next bucket
-            index += 1
-    return tuple(map(tuple, parts))
-
-
-def _ranges(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
-) -> Iterator[GradientPart]:
-    """The range of every partition fragment in the flat gradient space."""
-    starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
-    everywhere = needed_everywhere(chunks, groups)
-    for number in map(PartitionId, range(partitions.num_partitions)):
-        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
-            first = starts[fragment.parameter]
-            place = slice(first + fragment.start, first + fragment.stop)
-            if fragment.parameter in everywhere:
-                yield GradientPart(number=None, place=place, counted=())
-            else:
-                is_counted = counts_for_norm(fragment.parameter, groups)
-                yield GradientPart(number=number, place=place, counted=(place,) if is_counted else ())
-
-
-def _within(part: GradientPart, bucket: range) -> GradientPart:
-    """The part that lies in the bucket, relative to the bucket."""
-
-    def within(place: slice) -> slice:
-        return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
-
-    return replace(part, place=within(part.place), counted=tuple(map(within, part.counted)))
-
-
-def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
-    counted = (*first.counted, *second.counted)
-    if first.counted and second.counted and first.counted[-1].stop == second.counted[0].start:
-        middle = slice(first.counted[-1].start, second.counted[0].stop)
-        counted = (*first.counted[:-1], middle, *second.counted[1:])
-    return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
 
 
 @contextmanager

@@ -123,10 +123,7 @@ class GradientSums(ABC):
         self.mark_kept(0)
 
     def adding(self) -> AbstractContextManager[None]:
-        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others.
-
-        With several lanes `sum_over_lanes` has to follow.
-        """
+        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others."""
         self._lanes.start(self._num_kept, self._num_kept_by_all)
         return nullcontext()
 
@@ -135,17 +132,13 @@ class GradientSums(ABC):
         self._lanes.sum_counted()
 
     def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
-        """Sums the local sums of the first `num_ready` buckets that are not summed yet, and yields each bucket then.
-
-        Only with several lanes. Collective over: the lanes.
+        """Sums those of the first `num_ready` buckets over lanes that are not yet, and yields each. Collective over:
+        the lanes.
         """
         return self._lanes.sum_next(num_ready)
 
     def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
-        """Adds the loss of a microbatch, summed over the tokens that count, and their number.
-
-        The number is an int64 on the device; None exactly if all tokens always count.
-        """
+        """Adds a microbatch's loss, and the number of its tokens that count: int64, None if all always do."""
         assert (num_tokens is None) == (self._all_count is not None), (
             "either all tokens always count, or each is counted"
         )
@@ -207,9 +200,8 @@ class GradientSums(ABC):
 
     @abstractmethod
     def norm(self, bucket: int) -> Tensor:
-        """L2 norm of a bucket's local gradient sums, in fp64 on the device.
-
-        Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
+        """L2 norm of a bucket's local sums, in fp64 on the device; not finite if a gradient or the loss is not, or
+        overflows.
         """
 
     def new_staging(self) -> Tensor:
@@ -266,9 +258,8 @@ class GradientSums(ABC):
     # ------------------------------------------------------------------------------------------- sums over groups
 
     def on_summed(self, bucket: int, staging: Tensor) -> int:
-        """Stores the count and loss of a staged bucket whose sum over groups is complete.
-
-        Returns the number of groups whose local sums of it are unsound. Waits for no other work on the device.
+        """Stores the count and loss of a bucket whose sum over groups is complete, waiting for no other work. Returns
+        the number of groups whose local sums of it are unsound.
         """
         # Terms and experts are counted in the last bucket alone.
         num_zeros = 0 if self._is_last(bucket) else self._of_experts.stop
@@ -286,10 +277,7 @@ class GradientSums(ABC):
             self._num_digits = self._checks.num_digits
 
     def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        """Has the device compare a sum over groups that is complete at the given places with its checksums.
-
-        All local sums of it have to be sound.
-        """
+        """Has the device compare a sum over groups, of sound local sums, at these places with its checksums."""
         if self._checks is not None:
             staged = self._part(bucket, staging)
             summed, digits = staged[: len(self.buckets[bucket])], self.extras(staged)[: self._num_digits]

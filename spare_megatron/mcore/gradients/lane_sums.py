@@ -14,9 +14,8 @@ from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRang
 
 
 class LaneSums:
-    """Sums the local sums of a rank over lanes: the gradients of `local` range by range, and `counted` at once.
-
-    `counted` are small tensors, exact in the type of the first.
+    """Sums the gradients of `local` over lanes, range by range, and the small tensors `counted` at once, in the type of
+    the first.
     """
 
     def __init__(
@@ -59,10 +58,8 @@ class LaneSums:
         return number > 0
 
     def sum_next(self, num_ready: int) -> Iterator[int]:
-        """Sums the first `num_ready` ranges over lanes, those that are not summed yet, and yields each after its sum.
-
-        The last of them goes on, while a backward pass does, until another one has begun or there is none left.
-        Collective over: the lanes that share the range.
+        """Sums those of the first `num_ready` ranges that are not summed yet, and yields each after its sum. The last
+        goes on, while a backward pass does, until another has begun. Collective over: the lanes that share the range.
         """
         while self._next < num_ready:
             before, self._pending = self._pending, self._begin(self._next)

@@ -106,10 +106,7 @@ class FragmentAdam:
     def hosted(self) -> frozenset[PartitionId]:
         """The partitions whose whole state is here, including all empty ones."""
         cut = self.partitions
-        numbers = (PartitionId(number) for number in range(cut.num_partitions))
-        return frozenset(
-            number for number in numbers if self._num_installed(number) == self.partitions.num_pieces(number)
-        )
+        return frozenset(number for number in cut.numbers if self._num_installed(number) == cut.num_pieces(number))
 
     def whole_partitions(self) -> dict[int, Tensor]:
         """State of the partitions that are whole here, rows as in `Hosted.state`; empty ones may be missing."""

@@ -13,11 +13,9 @@ from spare_megatron.formats.pieces import Piece
 
 
 class PieceClient:
-    """A connection to one piece server, for one thread; waits `timeout_s` for each piece.
-
-    `connect_timeout_s` (default timeout_s) limits connection and greeting. `is_over`, polled every `piece_wire.LOOK_S`,
-    ends every wait for a server that is lost. Raises TurnedAway if the server is busy, TransferBroken if none answers
-    or it is over.
+    """A connection to one piece server, for one thread; waits `timeout_s` for each piece. `is_over`, polled every
+    `wire.LOOK_S`, ends every wait for a lost server. Raises TurnedAway if the server is busy, TransferBroken if none
+    answers.
     """
 
     def __init__(
@@ -42,19 +40,16 @@ class PieceClient:
         self._channel = wire.Channel(self._connection, address.token, nonce, timeout_s, is_over)
 
     def fetch(self, name: str, step: int, piece: Piece, into: memoryview | None = None) -> memoryview:
-        """The piece of the state of this name and step, in memory of its own or `into` memory of its size.
-
-        Raises `WrongStep`, `NotOffered` or `TransferBroken`; what is in that memory then is not the piece.
+        """The piece, in memory of its own or `into` memory of its size. Raises `WrongStep`, `NotOffered` or
+        `TransferBroken`; what is in that memory then is not the piece.
         """
         return self._channel.ask(wire.Request(name=name, step=step, piece=piece), into)
 
     def fetch_each(
         self, name: str, step: int, pieces: Iterable[Piece], room: Callable[[int], memoryview]
     ) -> Iterator[Piece]:
-        """Fetches pieces in order, each into `room(size)`, and yields each when it is there; raises as `fetch` does.
-
-        The server prepares a piece while the one before is checked and used. Unless all pieces are taken, this client
-        can only be closed.
+        """Fetches pieces in order, each into `room(size)`, and yields each; the server prepares a piece while the one
+        before is used. Unless all are taken, this client can only be closed.
         """
         asked: wire.Request | None = None
         for piece in chain(pieces, (None,)):

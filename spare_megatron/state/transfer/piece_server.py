@@ -22,16 +22,12 @@ class Source(Protocol):
     """The state that is served. Several threads read it."""
 
     def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
-        """The piece of the state of this name, as of this step, until the thread's next call.
-
-        Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
-        """
+        """The piece, until the thread's next call. Raises `WrongStep`, or `NotOffered` for an unknown name or range."""
 
 
 class PieceServer:
-    """The server of one rank, on a free port. Its threads are daemons: they end with the process at the latest.
-
-    `timeout_s` is the longest wait for a client to take an answer. More than `most_connections` at once are refused.
+    """The server of one rank, on a free port, in daemon threads. `timeout_s`: longest wait for a client to take an
+    answer.
     """
 
     def __init__(self, host: str, source: Source, timeout_s: float, most_connections: int = MOST_CONNECTIONS) -> None:

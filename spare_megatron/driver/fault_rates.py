@@ -58,8 +58,8 @@ effect on a run is most similar, an assumption of this project.
 
 
 def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
-    """Probability of each kind, summing to 1; raises ValueError if no kind is left. With `faults.mix=llama3` the kinds
-    allowed here share a cause equally; a cause without any is left out.
+    """Probability of each kind, summing to 1. With `faults.mix=llama3` the kinds allowed here share a cause equally.
+    ValueError: none is left.
     """
     listed = config.faults.kinds or survivable_kinds(config)
     weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
@@ -290,8 +290,8 @@ class _Condition:
 
 
 def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
-    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent. The
-    last `faults.recovery_steps` are spared: a fault there might be found only after the run.
+    """The random faults of a run, by step. The last `faults.recovery_steps` are spared: there they may be found too
+    late.
     """
     faults = config.faults
     if faults.mean_steps is None:

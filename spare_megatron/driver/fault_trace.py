@@ -31,9 +31,7 @@ _SURELY_FOUND_INTERVALS = 6
 
 
 def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """The groups that a fault is sure to cost the run. A rank or node that returns before it is missed costs none; a
-    slow store may delay that by several heartbeat intervals. A flipped bit may go unnoticed.
-    """
+    """The groups that a fault is sure to cost the run, as it lasts longer than a loss may take to be found."""
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
     kind = KINDS[fault.kind]
     if not (kind.is_sure_to_cost and (is_long or kind.duration == "lasts")):

@@ -1,7 +1,4 @@
-"""Requests to a run: a file per group in its directory says whether the group is to take part.
-
-The last request for a group stands, whichever of the run's processes are replaced meanwhile. Supervisors poll them.
-"""
+"""Requests to a run: a file per group in its directory, polled by supervisors, says whether it is to take part."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -110,10 +107,8 @@ def groups_to_grow(
 def why_not_drained(
     groups: Sequence[GroupId], config: RunConfig, members: Iterable[int], leaving: Iterable[int]
 ) -> str:
-    """Why these groups cannot leave, after the members that are asked to; empty if they can.
-
-    The run decides for itself at the end of each step (`core.controller.departures`): what it cannot grant by then
-    waits.
+    """Why these groups cannot leave after those that are `leaving`; empty if they can. The run decides for itself at
+    the end of each step (`core.controller.departures`).
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)
     spare = config.spare

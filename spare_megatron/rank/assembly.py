@@ -49,9 +49,8 @@ from spare_megatron.voting.voting import Voting, open_relay
 
 
 class Assembly:
-    """The parts of one rank, built on construction. `ranks` are the group's, for CPU tensors.
-
-    Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
+    """The parts of one rank. `ranks`: the group's, for CPU tensors. Collective over: all ranks of the group, which may
+    arrive as far apart as the startup timeout allows.
     """
 
     def __init__(

@@ -154,9 +154,8 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
 
 
 def compute_step(ctx: RankContext, parts: Components, action: actions.ComputeStep) -> None:
-    """Starts the step or evaluation and computes this group's part of the plan from zero sums.
-
-    Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes nothing.
+    """Starts the step or evaluation and computes this group's part of the plan from zero sums, once, if it has all
+    parameters.
     """
     plan, before = action.plan, ctx.progress.step
     if before is not None and (before.step, before.is_evaluation) != (plan.step, plan.is_evaluation):
@@ -221,9 +220,8 @@ def _compute(ctx: RankContext, parts: Components, plan: StepPlan, into: actions.
 def _begin_early(
     ctx: RankContext, parts: Components, action: actions.AttemptReduce, brought: Sequence[Microbatch]
 ) -> Callable[[int], None]:
-    """Allows buckets to be sent while the last microbatches of the attempt are computed.
-
-    `brought` is all that the local sums will hold. Returns what backward passes report finished buckets to.
+    """Allows buckets to be sent while the last of the microbatches `brought` are computed; returns what backward passes
+    report to.
     """
     _write_contribution(ctx, action, brought)
     parts.sums.begin_early(len(brought))
@@ -349,9 +347,8 @@ def _raise_if_unsound(parts: Components, finding: GradientFinding) -> None:
 
 
 def _judge_losses(ctx: RankContext, parts: Components, action: actions.AttemptReduce) -> None:
-    """Journals and notes the suspects among the microbatches computed since the last call, before the group votes.
-
-    Waits for the device on ranks of the last stage.
+    """Journals and notes the suspects computed since the last call, before the vote. Ranks of the last stage wait for
+    the device.
     """
     now, losses = ctx.progress.now, ctx.trainer.microbatch_losses()
     suspects = parts.loss_watch.on_losses(action.step, losses)

@@ -117,8 +117,7 @@ class AssignmentList:
 
 class GroupReforming:
     """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store.
-
-    `left_out` says, in that thread, which groups have left the run or are asked to: they are not re-formed.
+    `left_out`: groups that have left the run or are asked to, which are not re-formed.
     """
 
     def __init__(
@@ -161,9 +160,7 @@ class GroupReforming:
         return assignments.append(assignment) if assignment.holdings else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
-        """Takes a place for the machine, which has none or replaces another one, and ends its quarantine, if it is in
-        one. ValueError: it was replaced itself.
-        """
+        """Takes a place for the machine, and ends its quarantine. ValueError: it was replaced itself."""
         while True:
             places = assignments.read()
             broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]

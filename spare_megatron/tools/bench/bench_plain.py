@@ -10,13 +10,13 @@ import torch
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
-from spare_megatron.driver.shutdown import kill
 from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.process.processes import (
     Child,
     end_child,
     fork_server,
+    kill,
     rank_context,
     set_gpu_environment,
     start_child,

@@ -27,18 +27,8 @@ from spare_megatron.observe.metrics import (
     Value,
     WandbSink,
 )
+from spare_megatron.process import reports
 from spare_megatron.process.processes import report_held
-from spare_megatron.process.reports import (
-    EvaluationDecided,
-    GroupLost,
-    GroupRejoined,
-    GroupRestarted,
-    MetricsLost,
-    RecordsHeld,
-    RunPaused,
-    StepCommitted,
-    StoreMeasured,
-)
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 
@@ -124,7 +114,7 @@ _NOT_UPLOADED = ("slurm", "control", "watch")
 def open_sinks(
     config: RunConfig,
     run_dir: Path,
-    on_event: Callable[[MetricsLost | RecordsHeld], None],
+    on_event: Callable[[reports.MetricsLost | reports.RecordsHeld], None],
     on_step: OnStep | None = None,
     *,
     rest_s: float = REST_S,
@@ -133,7 +123,7 @@ def open_sinks(
     metrics = config.metrics
 
     def failed(reason: str) -> None:
-        on_event(MetricsLost(reason=reason))
+        on_event(reports.MetricsLost(reason=reason))
 
     def open_wandb() -> MetricsSink:
         uploaded = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_UPLOADED}
@@ -186,34 +176,34 @@ class Telemetry:
         match event:
             case CheckpointRecord() as record:
                 self._write(_of_checkpoint(record))
-            case GroupLost(record=record):
+            case reports.GroupLost(record=record):
                 lost = Member(GroupId(record.group), record.incarnation)
                 self._absent.add(lost.group)
                 self._lost.add(lost)  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
                     self._goodput.on_loss()
                 self._counts["fault/groups_lost"] = len(self._lost)
-            case GroupRejoined(member=member):
+            case reports.GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case GroupRestarted(member=member, step=step):
+            case reports.GroupRestarted(member=member, step=step):
                 self._absent.discard(member.group)
                 if step < self._next_step:  # the first report of this restart
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
-            case RunPaused(shards=shards) if shards:
+            case reports.RunPaused(shards=shards) if shards:
                 self._goodput.on_pause()
-            case StoreMeasured(space=space):
+            case reports.StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:
                     self._store["spare/store_limit_bytes"] = space.limit_bytes
-            case EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
+            case reports.EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
                 self._evaluated_by = attempt
                 self._goodput.on_evaluation()
                 self._write(_of_evaluation(event))
-            case StepCommitted(step=step):
+            case reports.StepCommitted(step=step):
                 self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
                     self._next_step = step + 1
@@ -230,7 +220,7 @@ class Telemetry:
         for sink in self._sinks:
             sink.write(values)
 
-    def _of_step(self, event: StepCommitted) -> dict[str, Value]:
+    def _of_step(self, event: reports.StepCommitted) -> dict[str, Value]:
         step_s = event.step_s
         values: dict[str, Value] = {
             "train/loss": event.loss,
@@ -294,7 +284,7 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
     return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
 
 
-def _of_evaluation(event: EvaluationDecided) -> dict[str, Value]:
+def _of_evaluation(event: reports.EvaluationDecided) -> dict[str, Value]:
     return {
         "step": event.step - 1,  # the last step before it
         "eval/loss": event.loss,

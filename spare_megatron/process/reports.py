@@ -11,14 +11,7 @@ from spare_megatron.core.machines.places import QuarantineCause
 from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import (
-    CheckpointRecord,
-    CulpritRecord,
-    ExaminationRecord,
-    LossRecord,
-    RecoveryRecord,
-    StateOrigin,
-)
+from spare_megatron.journal import records
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
@@ -94,7 +87,7 @@ class GroupRestarted:
 
     member: Member
     step: int
-    source: StateOrigin = "storage"
+    source: records.StateOrigin = "storage"
     rejected: tuple[str, ...] = ()
 
 
@@ -118,7 +111,7 @@ class StepCommitted:
     """Number of the set of groups that took part."""
     num_recomputed: int
     """Microbatches that all groups have computed again for losses in the step: `num_patched` of its recovery."""
-    recoveries: tuple[RecoveryRecord, ...]
+    recoveries: tuple[records.RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Means of the further terms of a program's loss."""
@@ -204,7 +197,7 @@ RankReport = (
     | GroupRestarted
     | StepCommitted
     | EvaluationDecided
-    | CheckpointRecord
+    | records.CheckpointRecord
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -272,7 +265,7 @@ class GroupLost:
     `error`: the exception behind it if other groups may meet the same, else empty. The rest is of `RankRaised`.
     """
 
-    record: LossRecord
+    record: records.LossRecord
     traceback: str = ""
     error: str = ""
     concerns_all: bool = False
@@ -362,7 +355,7 @@ NodeReport = (
     | RanksStarted
     | MachineMoved
     | MachineQuarantined
-    | ExaminationRecord
+    | records.ExaminationRecord
     | NodeMeasured
     | LeftNodeGone
     | NodeMissing
@@ -453,7 +446,7 @@ RunEvent = (
     | CheckpointRejected
     | MetricsLost
     | EventCommandFailed
-    | CulpritRecord
+    | records.CulpritRecord
     | StoreMeasured
     | StoreAwaited
 )

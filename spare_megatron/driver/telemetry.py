@@ -38,8 +38,7 @@ _QUIET_STEPS = 101
 
 class LiveGoodput:
     """Running sums of useful time and of losses, by the names of `journal.state.goodput`; they add up to the time
-    passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart
-    discards.
+    passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, for restarts that discard it.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:
@@ -100,7 +99,6 @@ class LiveGoodput:
 
     @property
     def lost_s(self) -> Mapping[str, float]:
-        """Seconds lost, by cause."""
         return self._sums_s
 
     def _add(self, name: str, spent_s: float) -> None:

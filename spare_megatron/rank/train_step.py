@@ -392,7 +392,6 @@ def _write_contribution(ctx: RankContext, action: actions.AttemptReduce, compute
 
 
 def _wrong_sums(opinion: GroupOpinion) -> str:
-    """Which sums contradict their checksums."""
     found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
     return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)
 

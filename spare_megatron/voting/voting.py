@@ -1,8 +1,7 @@
-"""A group's votes on attempts and its part in the log: it casts, reads the votes of all, appends and reads entries.
-
-A relay casts its block's votes with one write and passes the next log entry back. A group that hears nothing in time
-casts its vote and reads the log itself: a lost relay costs at most FALLBACK_INTERVALS heartbeat intervals, once. After
-a loss only groups that cast votes read them (`core.log.relays.Reliance` says why that suffices).
+"""A group's votes on attempts and its part in the log: it casts, reads the votes of all, appends and reads entries. A
+relay casts its block's votes with one write and passes the next entry back; a lost relay costs at most
+FALLBACK_INTERVALS heartbeat intervals, once. After a loss only groups that cast votes read them
+(`core.log.relays.Reliance`).
 """
 
 import time

@@ -1,8 +1,7 @@
-"""Checksums of int64 tensors, computed on their device: the checksum of a sum is the sum of the checksums.
-
-An element is weighted by its row and column in rows of `COLUMNS`. Two sums of the weighted elements are taken, modulo
-2^61 - 1 and modulo 2^64: each finds what the other cannot (docs/protocol.md, Checked sums). A checksum is three int64
-numbers, the first sum in two digits, so that those of up to 2^12 terms can be added as integers.
+"""Checksums of int64 tensors, computed on their device: the checksum of a sum is the sum of the checksums. Two sums of
+the elements, weighted by row and column in rows of `COLUMNS`, modulo 2^61 - 1 and 2^64, each find what the other cannot
+(docs/protocol.md, Checked sums). A checksum is three int64 numbers, the first sum in two digits, so that those of up to
+2^12 terms can be added as integers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -52,14 +52,9 @@ class LiveGoodput:
         self._sum_s = 0.0
         self._sums_s: dict[str, float] = {}
 
-    def on_loss(self) -> None:
-        self._met.add("fence")
-
-    def on_pause(self) -> None:
-        self._met.add("resume")
-
-    def on_evaluation(self) -> None:
-        self._met.add("evaluated")
+    def on_entry(self, name: str) -> None:
+        """An entry of the log, by its name, which may be the cause of lost time."""
+        self._met.add(name)
 
     def on_rejoin(self) -> None:
         self._has_newcomers = True
@@ -179,7 +174,7 @@ class Telemetry:
                 self._absent.add(lost.group)
                 self._lost.add(lost)  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
-                    self._goodput.on_loss()
+                    self._goodput.on_entry("fence")
                 self._counts["fault/groups_lost"] = len(self._lost)
             case reports.GroupRejoined(member=member):
                 self._absent.discard(member.group)
@@ -192,14 +187,14 @@ class Telemetry:
                     self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
             case reports.RunPaused(shards=shards) if shards:
-                self._goodput.on_pause()
+                self._goodput.on_entry("resume")
             case reports.StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:
                     self._store["spare/store_limit_bytes"] = space.limit_bytes
             case reports.EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
                 self._evaluated_by = attempt
-                self._goodput.on_evaluation()
+                self._goodput.on_entry("evaluated")
                 self._write(_of_evaluation(event))
             case reports.StepCommitted(step=step):
                 self._keep_recoveries(event.recoveries)

@@ -11,14 +11,7 @@ from spare_megatron.core.machines.places import QuarantineCause
 from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import (
-    CheckpointRecord,
-    CulpritRecord,
-    ExaminationRecord,
-    LossRecord,
-    RecoveryRecord,
-    RestartRecord,
-)
+from spare_megatron.journal import records
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
@@ -49,7 +42,7 @@ class ExitCode(IntEnum):
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
-# Each rank sends a RestartRecord as it sends GroupRejoined. A CheckpointRecord comes from the leader alone.
+# Each rank sends a records.RestartRecord as it sends GroupRejoined. A CheckpointRecord comes from the leader alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +100,7 @@ class StepCommitted:
     """Number of the set of groups that took part."""
     num_recomputed: int
     """Microbatches that all groups have computed again for losses in the step: `num_patched` of its recovery."""
-    recoveries: tuple[RecoveryRecord, ...]
+    recoveries: tuple[records.RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Means of the further terms of a program's loss."""
@@ -190,10 +183,10 @@ RankReport = (
     | GroupRejoined
     | RestartAwaited
     | RunPaused
-    | RestartRecord
+    | records.RestartRecord
     | StepCommitted
     | EvaluationDecided
-    | CheckpointRecord
+    | records.CheckpointRecord
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -261,7 +254,7 @@ class GroupLost:
     `error`: the exception behind it if other groups may meet the same, else empty. The rest is of `RankRaised`.
     """
 
-    record: LossRecord
+    record: records.LossRecord
     traceback: str = ""
     error: str = ""
     concerns_all: bool = False
@@ -351,7 +344,7 @@ NodeReport = (
     | RanksStarted
     | MachineMoved
     | MachineQuarantined
-    | ExaminationRecord
+    | records.ExaminationRecord
     | NodeMeasured
     | LeftNodeGone
     | NodeMissing
@@ -442,7 +435,7 @@ RunEvent = (
     | CheckpointRejected
     | MetricsLost
     | EventCommandFailed
-    | CulpritRecord
+    | records.CulpritRecord
     | StoreMeasured
     | StoreAwaited
 )

@@ -152,7 +152,7 @@ class Driver:
             self._watch(store)
             end = self._end_record()
         except _GraceOver:
-            end = self._stopped(self._not_in_time)
+            end = self._stopped(self._not_in_time + self._saved_state())
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:

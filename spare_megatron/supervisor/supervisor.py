@@ -179,8 +179,9 @@ class Supervisor:
 
     def _cut_off(self) -> None:
         """Has the ranks save their state alone, unless the last step is committed and the store there to save it."""
-        is_being_saved = self._is_last_committed and not self._store_watch.is_away
-        if not (is_being_saved or self._store_failure):
+        if self._is_last_committed and not self._store_watch.is_away:
+            self._timers.after(self._interval_s, self._cut_off)  # it may go away
+        elif not self._store_failure:
             self._is_cut_off, self._restarts.is_over = True, True
             self._store_failure = CUT_OFF
             self._ranks.ask_to_end(at_once=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.formats.quantities import format_bytes, format_duration
 from spare_megatron.journal import records
-from spare_megatron.journal.losses import losses_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,8 @@ def text_of_audited(num_audited: int, num_steps: int | None = None) -> str:
     return f"the first {num_audited} {of}steps are audited"
 
 
-class FaultLike(Protocol):
-    @property
-    def kind(self) -> str: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-
-
-def fault_named(fault: FaultLike) -> str:
+def fault_named(fault: Any) -> str:
+    """Formats a fault: that of a record, or one in the configuration."""
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 
@@ -147,6 +135,12 @@ def text_of_ladder(record: records.LadderRecord) -> str:
         f"machine {record.machine} is drained{f', and {by} takes its part' if by else ''}: each step gains "
         f"{format_duration(record.gain_s)}, the change costs {format_duration(record.cost_s)}"
     )
+
+
+def text_of_evaluation(last: Mapping[str, float | None]) -> str:
+    """A set's last evaluation for people."""
+    loss = last["loss"]
+    return f"{'not finite' if loss is None else f'{loss:.4f}'} after {last['step']} steps"
 
 
 def text_of_pause(step: int, shards: Collection[int]) -> str:

@@ -112,7 +112,7 @@ def why_not_drained(
 ) -> str:
     """Why these groups cannot leave, after the members that are asked to; empty if they can.
 
-    The run decides for itself at the end of each step (`core.controller.departures`): what it cannot grant by then
+    The run decides for itself at the end of each step (`core.controller.decision`): what it cannot grant by then
     waits.
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)

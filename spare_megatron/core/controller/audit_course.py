@@ -16,10 +16,7 @@ from spare_megatron.stacking.plans import Audit, StepPlan, Work
 
 
 class AuditCourse:
-    """Equal after the same entries. `policy`: None without audits, of which suspects are a part.
-
-    `hosts` of each shard; None if every group can read all data.
-    """
+    """Equal after the same entries. `policy`: None without audits; `hosts` of each shard: None if data is shared."""
 
     def __init__(self, policy: AuditPolicy | None, hosts: Sequence[Sequence[GroupId]] | None, first_step: int) -> None:
         self._policy = policy
@@ -56,9 +53,7 @@ class AuditCourse:
         return draw_audits(self._policy, step, work, self._hosts, asked, slack)
 
     def saver(self, voters: Sequence[Member], disputes: Iterable[Dispute] = ()) -> Member | None:
-        """The member that is to save the parameters of this step, the same in all its attempts; None if one has been
-        asked to.
-        """
+        """The member that is to save the parameters of this step; None if one has been asked to before."""
         if self._is_saved:
             return None
         self._is_saved = True

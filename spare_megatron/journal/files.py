@@ -1,7 +1,4 @@
-"""Journal files: one per writer, under `RUN_DIR/journal`.
-
-Each line reaches the operating system in one write, so it survives a SIGKILL; only a killed writer's last can be torn.
-"""
+"""Journal files: one per writer, under `RUN_DIR/journal`, line by line: a SIGKILL can tear only the last line."""
 
 import contextlib
 import ctypes

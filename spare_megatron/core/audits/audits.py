@@ -63,18 +63,16 @@ class AuditPolicy:
 
 
 class Boundary(NamedTuple):
-    """Digest of what one rank has of an audited microbatch at one place.
-
-    `forward`: what the stage puts out. `backward`: the gradient of that, as it receives it. `gradients`: those of its
-    parameters. `rank` is that of the same position in the first of the lanes that could have computed it, and the
-    rank that has is `offset` further.
-    """
+    """Digest of what one rank has of an audited microbatch at one place."""
 
     kind: Literal["forward", "backward", "gradients"]
+    """What the stage puts out, the gradient of that, as it receives it, or those of its parameters."""
     stage: int
     rank: int
+    """That of the same position in the first of the lanes that could have computed it."""
     digest: int
     offset: int = 0
+    """By which the rank that has computed it is further."""
 
 
 class AuditWord(NamedTuple):

@@ -1,7 +1,6 @@
 """Where the audits of a run stand: groups that are due, disputes and questions of the step, how far steps are audited.
 
-The controller folds it with the log (`core.audits.audits` draws audits and judges them, `core.audits.suspects` names
-suspects).
+`core.audits.audits` draws audits and judges them, `core.audits.suspects` names suspects.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,9 +42,7 @@ class AuditCourse:
     def draw(
         self, step: int, work: Work, members: Collection[GroupId], dealt: Mapping[GroupId, int]
     ) -> tuple[Audit, ...]:
-        """The audits of a step: of all groups in every `every_steps`-th one, else of those that are due; others use
-        their slack, which follows from the paces by which work is `dealt`.
-        """
+        """The audits of a step: of all groups, or of those that are due and others by their slack at `dealt` paces."""
         if self._policy is None:
             return ()
         asked = members if self._policy.is_due(step) else self._due

@@ -66,15 +66,12 @@ def _hosts_not_back(placement: Placement, uncovered: Sequence[ShardId], wait_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """Limits on repeated restarts.
-
-    After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run. After `wait_s` the
-    others restart without groups that are absent or make no progress in reading.
-    """
+    """After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run."""
 
     max_restarts: int
     window_s: float
     wait_s: float
+    """After which the others restart without groups that are absent or make no progress in reading."""
 
 
 class Restarts:
@@ -114,10 +111,9 @@ class Restarts:
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
     ) -> tuple[()] | tuple[actions.AppendEntry | actions.ReadFiles | actions.WithdrawCandidates]:
-        """What follows from the waiting groups, for the group that asks.
+        """What follows from the waiting groups, of later incarnations than in `over`, for the group that asks.
 
-        Only incarnations later than those in `over` wait. Checkpoints of steps not in `saved` are undone or wrong.
-        `head` is the index of the next entry.
+        Checkpoints of steps not in `saved` are undone or wrong. `head` is the index of the next entry.
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()

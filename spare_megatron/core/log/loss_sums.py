@@ -44,10 +44,9 @@ class SetSum(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPolicy:
-    """`microbatches_per_shard` are those of all validation sets in one evaluation."""
-
     every_steps: int
     microbatches_per_shard: int
+    """Of all validation sets in one evaluation."""
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether an evaluation follows the commit that makes this many committed steps.

@@ -219,16 +219,14 @@ _FIRST_RETRY = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never.
-
-    With `group_life_s`, the prior mean time until a given group is lost, the interval follows from measurements.
-    `saves_last` also saves the last step of the run.
-    """
+    """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never."""
 
     interval_s: float | None = None
     interval_steps: int | None = None
     group_life_s: float | None = None
+    """Prior mean time until a given group is lost; with it the interval follows from measurements."""
     saves_last: bool = False
+    """Whether the last step of the run is saved, too."""
 
 
 class Saves:
@@ -275,8 +273,8 @@ class Saves:
         is_last: bool,
         is_asked: bool = False,
     ) -> bool:
-        """Whether the commit that brings the run to `step` takes a checkpoint. `is_last` ends it early; an end that
-        `is_asked` for is saved whatever the policy is.
+        """Whether the commit that brings the run to `step` takes a checkpoint. `is_last`: it ends it early, or on
+        request (`is_asked`), which is saved by any policy.
         """
         policy = self._policy
         if is_asked or (policy.saves_last and (is_last or step == self._num_steps)):

@@ -58,18 +58,15 @@ _FIRST_ROWS = 256
 
 
 class StepTable:
-    """Figures of attempts (rows) and groups (columns); NaN if unreported.
-
-    Attributes:
-        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
-        step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
-    """
+    """Figures of attempts (rows) and groups (columns); NaN if unreported."""
 
     def __init__(self, num_groups: int, turns: Sequence[int]) -> None:
         self.loss = np.full(_FIRST_ROWS, np.nan)
+        """Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate."""
         self.grad_norm = np.full(_FIRST_ROWS, np.nan)
         self.learning_rate = np.full(_FIRST_ROWS, np.nan)
         self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        """Seconds from the start of the step to its update; shape (attempts, groups), as `load`."""
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, turns)
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, word_of
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,

@@ -17,10 +17,10 @@ from spare_megatron.journal.event_texts import (
     and_others,
     text_of_culprit,
     text_of_entry,
+    text_of_evaluation,
     text_of_loss,
     text_of_pause,
 )
-from spare_megatron.journal.losses import text_of_evaluation
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import CulpritRecord, RestartRecord, UpdateRecord
 from spare_megatron.journal.state.follow import Follower

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from spare_megatron.cli.console import LiveView, Pieces
 from spare_megatron.formats.quantities import format_duration, format_large
-from spare_megatron.journal.event_texts import EventLine, describe_storage, shards_named, text_of_culprit
-from spare_megatron.journal.losses import text_of_evaluation
+from spare_megatron.journal import event_texts
+from spare_megatron.journal.event_texts import EventLine
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -141,16 +141,16 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
         shown = ", ".join(f"group {group} {pace / 1000:.2f}" for group, pace in run_state.paces.items())
         yield f"work is dealt by pace; time per microbatch over that of most groups: {shown}"
     if run_state.awaited and run_state.end is None:
-        yield f"paused: no group left hosts {shards_named(run_state.awaited)}"
+        yield f"paused: no group left hosts {event_texts.shards_named(run_state.awaited)}"
     if run_state.culprit is not None and run_state.end is None:
-        yield f"held back: {text_of_culprit(run_state.culprit)}"
+        yield f"held back: {event_texts.text_of_culprit(run_state.culprit)}"
     for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
         failed = f"; last examination: {one.failed}" if one.failed else ""
         yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
     if run_state.spoiled is not None:
         yield text_of_spoiled(run_state.spoiled)
     for name, last in run_state.evaluated.items():
-        yield f"loss of {name}: {text_of_evaluation(last)}"
+        yield f"loss of {name}: {event_texts.text_of_evaluation(last)}"
     goodput = run_state.goodput(now_s)
     if goodput is not None:
         yield _describe_goodput(goodput)
@@ -159,7 +159,7 @@ def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[st
         yield f"next save in {format_duration(round(next_s))}"
     if run_state.storage is not None:
         stale = "lines stay in memory until there is room, and the figures here are as old as the last one written"
-        yield f"incomplete: {describe_storage(run_state.storage)}" + ("" if run_state.end else f"; {stale}")
+        yield f"incomplete: {event_texts.describe_storage(run_state.storage)}" + ("" if run_state.end else f"; {stale}")
     for text in run_state.damage[:1]:
         yield f"damaged: {text}"
 

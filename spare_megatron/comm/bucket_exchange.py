@@ -16,7 +16,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import BucketWindow
 from spare_megatron.core.log.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.probe import Probe

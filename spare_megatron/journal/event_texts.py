@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.formats.quantities import format_bytes, format_duration, format_steps
 from spare_megatron.journal import records
-from spare_megatron.journal.losses import losses_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,8 @@ def text_of_audited(num_audited: int, num_steps: int | None = None) -> str:
     return f"the first {num_audited} {of}steps are audited"
 
 
-class FaultLike(Protocol):
-    @property
-    def kind(self) -> str: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-
-
-def fault_named(fault: FaultLike) -> str:
+def fault_named(fault: Any) -> str:
+    """Formats a fault: that of a record, or one in the configuration."""
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 
@@ -149,8 +137,13 @@ def text_of_ladder(record: records.LadderRecord) -> str:
     )
 
 
+def text_of_evaluation(last: Mapping[str, float | None]) -> str:
+    """A set's last evaluation for people."""
+    loss = last["loss"]
+    return f"{'not finite' if loss is None else f'{loss:.4f}'} after {format_steps(int(last['step'] or 0))}"
+
+
 def text_of_pause(step: int, shards: Collection[int]) -> str:
-    """Text of a pause after `step` committed steps, which lasts until these shards have a host."""
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
 
 

@@ -1,7 +1,4 @@
-"""Journal files: one per writer, under `RUN_DIR/journal`.
-
-Each line reaches the operating system in one write, so it survives a SIGKILL; only a killed writer's last can be torn.
-"""
+"""Journal files: one per writer, under `RUN_DIR/journal`, line by line: a SIGKILL can tear only the last line."""
 
 import contextlib
 import ctypes
@@ -14,13 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
+from spare_megatron.journal.lines import Line, R, decode_line, encode_line, records_of, require_known_format
 from spare_megatron.journal.records import FaultRecord, Record
 
-R = TypeVar("R", bound=Record)
 OnHeld = Callable[[Path, str], None]
 
 _OWN_ERRORS = (errno.EBADF, errno.EFAULT, errno.EINVAL)
@@ -131,10 +126,7 @@ def _reason_of(error: OSError) -> str:
 
 
 class JournalWriter(AppendingFile):
-    """Appends the records of the writer `source`, which also names its file.
-
-    `now_s` is the wall clock; `writing` is entered around each write, which blocks as long as storage pauses.
-    """
+    """Appends the records of the writer `source`, which names its file. `writing` is entered around each write."""
 
     def __init__(
         self,
@@ -165,14 +157,11 @@ class Journal:
 
     def of(self, kind: type[R]) -> list[R]:
         """Records of one kind, in time order."""
-        return [line.record for line in self.lines if isinstance(line.record, kind)]
+        return records_of(self.lines, kind)
 
 
 def read_journal(run_dir: Path) -> Journal:
-    """Reads everything under `RUN_DIR/journal`.
-
-    Raises FileNotFoundError without a journal, ValueError for a later format.
-    """
+    """Reads `RUN_DIR/journal`. FileNotFoundError: there is no journal; ValueError: it has a later format."""
     require_known_format(run_dir)
     files = sorted((run_dir / "journal").glob("*.jsonl"))
     if not files:

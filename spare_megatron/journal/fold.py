@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from spare_megatron.core.log import entries as log
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.log.loss_sums import EvaluationPolicy, losses_of
 from spare_megatron.core.log.membership import Change, LogTerms, Membership
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.placement import Placement, make_placement
@@ -245,3 +245,24 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     for index in sorted(entries):
         fold.add(index, entries[index])
     return fold
+
+
+LastLosses = dict[str, dict[str, float | None]]
+"""Validation set -> `step` and `loss`."""
+
+
+def last_losses(entries: Mapping[int, Mapping[str, Any]]) -> LastLosses:
+    """The last evaluation of each set, as `summary.json` has it; a loss that is not finite is None."""
+    found: LastLosses = {}
+    for index in sorted(entries):
+        if entries[index]["entry"] == "evaluated":
+            found |= losses_of_entry(entries[index])
+    return found
+
+
+def losses_of_entry(entry: Mapping[str, Any]) -> LastLosses:
+    """Step and loss of each set by the entry of an evaluation."""
+    return {
+        name: {"step": entry["step"], "loss": None if math.isnan(loss) else loss}
+        for name, loss in losses_of(entry.get("sums", ())).items()
+    }

@@ -5,6 +5,7 @@ Only the log and rare records are held whole; records of every group and step ar
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,29 +61,26 @@ class Stretch:
 
 
 class JournalView(Protocol):
-    """A journal that is read in parts.
-
-    Attributes:
-        rare: Lines with `is_rare` records, in time order.
-        entries: Log index -> entry, as first read.
-        origin_code: Code digest in `origin.json` beside the journal; None without such a file.
-        settings: Terms of the run by the settings beside the journal; empty if unknown.
-    """
+    """A journal that is read in parts."""
 
     @property
-    def settings(self) -> Mapping[str, Any]: ...
+    def settings(self) -> Mapping[str, Any]:
+        """Terms of the run by the settings beside the journal; empty if unknown."""
 
     @property
-    def rare(self) -> Sequence[Line]: ...
+    def rare(self) -> Sequence[Line]:
+        """Lines with `is_rare` records, in time order."""
 
     @property
-    def entries(self) -> Mapping[int, dict[str, Any]]: ...
+    def entries(self) -> Mapping[int, dict[str, Any]]:
+        """Log index -> entry, as first read."""
 
     @property
     def num_stretches(self) -> int: ...
 
     @property
-    def origin_code(self) -> str | None: ...
+    def origin_code(self) -> str | None:
+        """Code digest in `origin.json` beside the journal; None without such a file."""
 
     @property
     def damage(self) -> Sequence[str]:
@@ -115,6 +113,14 @@ class Attempts:
     """(number among the evaluations, evaluation) of each that was decided on one of these attempts."""
 
 
+def by_attempt(placed: Iterable[Placed]) -> defaultdict[int, list[Any]]:
+    """Attempt -> its records."""
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    for _, record in placed:
+        found[record.attempt].append(record)
+    return found
+
+
 def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     """Yields all attempts, a stretch at a time."""
     commits = _Sorted(commit.attempt for commit in fold.commits)
@@ -123,13 +129,7 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     evaluated = _Sorted(evaluation.entry.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
-        kinds = (
-            AuditRecord,
-            ContributionRecord,
-            EvaluationRecord,
-            VoteRecord,
-            UpdateRecord,
-        )
+        kinds = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
         found = view.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
         here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
         yield Attempts(

@@ -1,13 +1,16 @@
 """JSON encoding of journal lines: one object per record, with its writer (`source`) and its time (`at_s`)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from spare_megatron.formats.codec import decode, decode_head, encode
 from spare_megatron.journal.records import Record
 from spare_megatron.version import __version__
+
+R = TypeVar("R", bound=Record)
 
 FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
@@ -32,6 +35,11 @@ class _Head:
     record: str
     source: str
     at_s: float
+
+
+def records_of(lines: Iterable[Line], kind: type[R]) -> list[R]:
+    """Their records of one kind, in order."""
+    return [line.record for line in lines if isinstance(line.record, kind)]
 
 
 def encode_line(line: Line) -> str:

@@ -1,7 +1,4 @@
-"""How runs end: the outcomes in journal, `summary.json` and `spare status`, and the exit codes of `spare train`.
-
-Help and documents repeat these lists.
-"""
+"""How runs end: outcomes in journal, `summary.json` and `spare status`, and the exit codes of `spare train`."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -293,9 +293,7 @@ class PlacesRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminationRecord:
-    """A machine in quarantine was examined; written by its supervisor. The figures are those of
-    `core.slow_machines.examination_rules`.
-    """
+    """A machine in quarantine was examined, by its supervisor; figures as in `core.slow_machines.examination_rules`."""
 
     machine: int
     number: int

@@ -67,15 +67,12 @@ def raising() -> Iterator[None]:
 
 
 class Deferral:
-    """The signals that came in a `deferred` block, where `act` is described.
-
-    Attributes:
-        request: The first signal that came after `take_requests`, if it was none that takes effect at once.
-    """
+    """The signals that came in a `deferred` block, where `act` is described."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
         self.request: signal.Signals | None = None
+        """The first signal that came after `take_requests`, if it was none that takes effect at once."""
         self._takes_requests = False
         self._requested_at_s = 0.0
         self._outer: dict[signal.Signals, Any] = {}

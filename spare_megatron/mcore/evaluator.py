@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.validation_sets import units_per_set
-from spare_megatron.core.log.evaluation_sums import FRACTION_BITS, SetSum, added
+from spare_megatron.core.log.loss_sums import FRACTION_BITS, SetSum, added
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model.model import Chunk

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spare_megatron.config.program_file import LossTerm
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.mcore.gradients.gradients import GradientSums, counts_tokens
 from spare_megatron.mcore.model.program import LOSS, Terms
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses

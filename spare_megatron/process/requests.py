@@ -107,7 +107,7 @@ def why_not_drained(
     groups: Sequence[GroupId], config: RunConfig, members: Iterable[int], leaving: Iterable[int]
 ) -> str:
     """Why these groups cannot leave after those that are `leaving`; empty if they can. The run decides for itself at
-    the end of each step (`core.controller.departures`).
+    the end of each step (`core.controller.decision`).
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)
     lost = [] if config.data.access == "shared" else [int(shard) for shard in config.placement.uncovered(left)]

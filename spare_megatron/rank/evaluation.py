@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spare_megatron.core.log.actions import AttemptEvaluation
-from spare_megatron.core.log.evaluation_sums import SetSum, added
 from spare_megatron.core.log.events import Event
+from spare_megatron.core.log.loss_sums import SetSum, added
 from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.audits.suspicion import Suspect
+from spare_megatron.core.audits.suspects import Suspect
 from spare_megatron.core.log.actions import ChangePaces, ReportEvaluation
-from spare_megatron.journal.losses import losses_of, mean_loss
+from spare_megatron.core.log.loss_sums import losses_of, mean_loss
 from spare_megatron.journal.records import PacesRecord, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import UpdateResult

@@ -15,7 +15,7 @@ from functools import partial
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.config.training.audit_schedule import audit_policy
-from spare_megatron.core.audits.suspicion import LossWatch
+from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Fence, Resume, entry_fields
 from spare_megatron.core.log.events import EndRequested, EntryRead, Event, HostsRead

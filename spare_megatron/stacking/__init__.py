@@ -1,4 +1,1 @@
-"""Which groups host the data shards and state partitions, and which compute what. Pure.
-
-Start with `placement`, then `reorder` and `plans`.
-"""
+"""Which groups host the data shards and state partitions, and which compute what. Pure. Start with `placement`."""

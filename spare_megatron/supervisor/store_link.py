@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.core.log.actions import AwaitHosts
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spare_megatron.core.log.entries import Entry, Fence, decode_entry, encode_entry
 from spare_megatron.core.log.events import RestartState, VotesRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.log.relays import Blocks
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.formats.codec import decode, encode, set_fields

@@ -7,13 +7,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.terms import step_of
 from spare_megatron.config.training.validation_sets import units_per_shard
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.log.entries import Restart, Resume, decode_entry
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.core.log.events import EntryRead, RunStarted
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
 from spare_megatron.stacking.state_partitions import PartitionSetup

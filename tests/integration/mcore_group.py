@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.gradients.flat_gradients import parts_of
 from spare_megatron.mcore.gradients.gradients import FloatSums, Totals

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.gradients.partitions import StatePartitions

@@ -20,7 +20,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model.model import checked
 from tests.integration.mcore_group import run_group

@@ -16,11 +16,11 @@ from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.config.schema import ReduceConfig, RunConfig
-from spare_megatron.core.audits.suspicion import LossWatch
+from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.log.gradient_guard import GradientFinding, UnsoundGradient
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.log.votes import Digests, Vote
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import PHASES_OF_A_BUCKET, FaultPoint

@@ -12,10 +12,10 @@ import pytest
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, ProgramConfig, RunConfig
 from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
+from spare_megatron.core.log.loss_sums import losses_of as losses_in
+from spare_megatron.core.log.loss_sums import mean_loss
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.losses import losses_of as losses_in
-from spare_megatron.journal.losses import mean_loss
 from spare_megatron.journal.records import EntryRecord, EvaluationRecord, Record, VoteRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.mcore.model.training_samples import prepare_index, validation_sets

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import AuditConfig, LayoutConfig
-from spare_megatron.core.audits.suspicion import LEAST_STEPS
+from spare_megatron.core.audits.suspects import LEAST_STEPS
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import SuspicionRecord
 from tests.integration.suspect_rank import Spoiled, suspect_ranks

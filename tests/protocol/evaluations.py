@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from hashlib import sha256
 
-from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.stacking.plans import Microbatch
 
 SET = "held out"

@@ -54,7 +54,7 @@ from spare_megatron.core.log.entries import (
     Retry,
     decode_entry,
 )
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy, SetSum
+from spare_megatron.core.log.loss_sums import EvaluationPolicy, SetSum
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch

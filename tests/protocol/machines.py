@@ -24,8 +24,7 @@ from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.places import Quarantine
 from spare_megatron.core.slow_machines.culprit import Cause
 from spare_megatron.core.slow_machines.slow_machine_policy import Situation, decide
-from spare_megatron.journal.proofs.check_places import check_places
-from spare_megatron.journal.proofs.check_quarantine import check_quarantines
+from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers

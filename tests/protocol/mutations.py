@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.audits.suspects import QuestionBudget
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import Restarts
 from spare_megatron.core.log.actions import (
     Action,
@@ -18,8 +17,8 @@ from spare_megatron.core.log.actions import (
 )
 from spare_megatron.core.log.bucket_window import BucketWindow
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry
-from spare_megatron.core.log.evaluation_sums import SetSum
 from spare_megatron.core.log.events import Event, VotesRead, WaitingRead
+from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.core.log.relays import BlockVotes, Reliance
 from spare_megatron.core.saves.checkpoint_policy import superseded
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity

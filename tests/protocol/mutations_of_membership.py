@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Commit, Fence, Resume, Retry
 from spare_megatron.core.log.events import HostsRead
@@ -115,7 +114,7 @@ class DrainsWriters(Controller):
 
     def _let_leave(self, commit: Commit) -> Commit:
         validity, saves = self._validity, self._saves
-        self._validity, self._saves = CheckpointValidity(), Saves(None, self._setup.placement, 0, 0, last_resort=False)
+        self._validity, self._saves = CheckpointValidity(), Saves(None, self._setup)
         try:
             return super()._let_leave(commit)
         finally:

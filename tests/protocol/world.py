@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 from spare_megatron.core.audits.audits import AuditPolicy
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.entries import Fence, encode_entry
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.paces import Rounds

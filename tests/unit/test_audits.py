@@ -23,8 +23,7 @@ from spare_megatron.core.audits.audits import (
     mismatches,
     word_of,
 )
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
     AppendEntry,
     AttemptReduce,

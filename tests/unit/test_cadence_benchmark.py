@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cadence import FIRST_KILL, best_interval_s, draw_kills, mean_rework
-from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.journal.records import CadenceRecord
 
 

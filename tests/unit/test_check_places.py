@@ -11,7 +11,7 @@ from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.proofs.check_places import check_places
+from spare_megatron.journal.proofs.check_machines import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId

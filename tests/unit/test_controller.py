@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
 from spare_megatron.core.controller.decision import fence_silent_voters
 from spare_megatron.core.log.actions import (
     AdmitGroups,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import AppendEntry, ChangePaces, ComputePatch
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead

@@ -2,8 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,

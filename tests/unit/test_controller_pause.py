@@ -5,10 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
-from spare_megatron.core.controller.restart import RestartLimits
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
+from spare_megatron.core.controller.restart import MAX_RESUMES_WITHOUT_COMMIT, RestartLimits, decide_pause
 from spare_megatron.core.log.actions import (
     AdmitGroups,
     AppendEntry,
@@ -32,8 +30,8 @@ from spare_megatron.core.log.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.core.log.events import EndRequested, EntryRead, HostsRead, RunStarted
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch

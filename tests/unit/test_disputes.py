@@ -14,8 +14,7 @@ from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.audits.audits import AuditPolicy, Boundary, word_of
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.journal.files import Journal

@@ -11,9 +11,8 @@ from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.controller.departures import departures
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
+from spare_megatron.core.controller.decision import departures
 from spare_megatron.core.controller.start import EarlyLoss, Start
 from spare_megatron.core.log.actions import ComputeStep, TakeSnapshot
 from spare_megatron.core.log.entries import Commit

@@ -13,7 +13,7 @@ from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.slow_machines.culprit import Cause, Culprit
 from spare_megatron.core.slow_machines.slow_machine_policy import MARGIN, REST_S, Situation, decide
 from spare_megatron.journal.files import JournalWriter, read_journal
-from spare_megatron.journal.proofs.check_quarantine import check_quarantines
+from spare_megatron.journal.proofs.check_machines import check_quarantines
 from spare_megatron.journal.records import LadderRecord, PlacesRecord
 from spare_megatron.process.requests import read_requests, request
 from spare_megatron.slow_machines.slow_machine_drains import Ladder

@@ -3,8 +3,7 @@
 import pytest
 
 from spare_megatron.cli.progress import describe_request
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import (
     Action,

@@ -19,7 +19,7 @@ from spare_megatron.core.log.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.log.membership import LogTerms, Membership
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import make_placement

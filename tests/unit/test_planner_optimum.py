@@ -14,7 +14,7 @@ from benchmarks.paper_model import (
     paper_redundancy,
     paper_time_to_train,
 )
-from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts, HoldingLimits, Policy
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, patch_stacks

@@ -21,7 +21,7 @@ from spare_megatron.core.slow_machines.examination_rules import (
     wait_s,
 )
 from spare_megatron.faults.points import Fault, FaultPoint
-from spare_megatron.journal.proofs.check_quarantine import check_quarantines
+from spare_megatron.journal.proofs.check_machines import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process.specs import NodeSpec

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import AppendEntry, LoadCheckpoint
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart

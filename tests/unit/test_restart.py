@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.log.actions import (
     Action,

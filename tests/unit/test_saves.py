@@ -9,9 +9,9 @@ import pytest
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.log.membership import LogTerms
 from spare_megatron.core.saves.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
-from spare_megatron.core.saves.survival import time_to_wipe_out_s
+from spare_megatron.core.saves.survival import optimal_cadence_s, time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
@@ -25,7 +25,7 @@ GROUPS = tuple(member.group for member in ALL_MEMBERS)
 
 
 def saves_of(**policy: float) -> Saves:
-    return Saves(SavePolicy(**policy), RING, 0, 1000, last_resort=False)  # type: ignore[arg-type]
+    return Saves(SavePolicy(**policy), LogTerms(placement=RING, num_steps=1000))  # type: ignore[arg-type]
 
 
 def is_due(saves: Saves, step: int, at_s: float) -> bool:

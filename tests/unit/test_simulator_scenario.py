@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.mcore.gradients.checksums import NUM_DIGITS
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint
 from spare_megatron.mcore.gradients.gradients import FixedPointSums, FloatSums

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.core.controller.start import EarlyLoss, Start
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement

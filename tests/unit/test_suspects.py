@@ -6,8 +6,7 @@ import pytest
 
 from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, Boundary, Dispute, Statement
 from spare_megatron.core.audits.suspects import MOST_AT_ONCE, MOST_QUESTIONS, STEPS_PER_QUESTION, QuestionBudget
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.audits.suspicion import LEAST_STEPS, WINDOW_STEPS, LossWatch
+from spare_megatron.core.audits.suspects import LEAST_STEPS, WINDOW_STEPS, LossWatch
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch, Numbered
 

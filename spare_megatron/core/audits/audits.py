@@ -46,15 +46,12 @@ def default_every_steps(microbatches_per_shard: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPolicy:
-    """Every group audits one microbatch of another group in every `every_steps`-th step, or one on each of its lanes;
-    `seed` draws the pairs.
-
-    `rounds`: what the pipeline schedule makes of a group's microbatches, from which its slack follows.
-    """
+    """In every `every_steps`-th step each group, or each of its lanes, audits a microbatch of another; `seed` draws."""
 
     every_steps: int
     seed: int
     rounds: Rounds = ONE_BY_ONE
+    """What the pipeline schedule makes of a group's microbatches, from which its slack follows."""
 
     def is_due(self, step: int) -> bool:
         """Whether all groups audit in this step.
@@ -66,18 +63,16 @@ class AuditPolicy:
 
 
 class Boundary(NamedTuple):
-    """Digest of what one rank has of an audited microbatch at one place.
-
-    `forward`: what the stage puts out. `backward`: the gradient of that, as it receives it. `gradients`: those of its
-    parameters. `rank` is that of the same position in the first of the lanes that could have computed it, and the
-    rank that has is `offset` further.
-    """
+    """Digest of what one rank has of an audited microbatch at one place."""
 
     kind: Literal["forward", "backward", "gradients"]
+    """What the stage puts out, the gradient of that, as it receives it, or those of its parameters."""
     stage: int
     rank: int
+    """That of the same position in the first of the lanes that could have computed it."""
     digest: int
     offset: int = 0
+    """By which the rank that has computed it is further."""
 
 
 class AuditWord(NamedTuple):
@@ -409,8 +404,7 @@ def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId
     asked = tuple(further[:1]) or tuple(group for group in sorted(left) if len(by_group[group]) == 1 and group in able)
     if not asked or dispute.num_rounds >= MAX_ROUNDS:
         return Undecided(dispute=dispute, reason=_undecided(dispute, left))
-    plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
-    return replace(dispute, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+    return question(dispute, asked)
 
 
 def saver_of(voters: Sequence[Member], disputes: Iterable[Dispute]) -> Member:
@@ -428,6 +422,11 @@ def unasked(dispute: Dispute) -> Dispute:
     """The dispute as an entry of the log carries it if it asks no group: the sum of its attempt is not committed."""
     plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
     return replace(dispute, statements=plain, asked=())
+
+
+def question(dispute: Dispute, asked: tuple[GroupId, ...]) -> Dispute:
+    """The dispute as an entry of the log carries it if it asks these groups, in one round more."""
+    return replace(unasked(dispute), asked=asked, num_rounds=dispute.num_rounds + 1)
 
 
 def _majority(steady: Sequence[Statement]) -> Statement | None:

@@ -1,16 +1,26 @@
-"""Suspect microbatches before the commit: another host computes them, and the digests of their losses are compared.
+"""Suspect microbatches: their loss is far from what losses have been, and another host computes them before the commit.
 
-The group that has counted a suspect microbatch votes with the digest of its loss. The entry Retry asks it and another
-host to compute the microbatch, too. If all agree, it is the data, and the sum is committed as it is; else
-`audits.judge` decides over these statements (docs/protocol_wrong_numbers.md, Suspect microbatches).
+The group that has counted one votes with the digest of its loss. The entry Retry asks it and another host to compute
+the microbatch, too. If all agree, it is the data, and the sum is committed as it is; else `audits.judge` decides over
+these statements (docs/protocol_wrong_numbers.md, Suspect microbatches).
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
 
-from spare_megatron.core.audits.audits import MAX_ROUNDS, AuditWord, Dispute, Statement, Verdict
+from spare_megatron.core.audits.audits import MAX_ROUNDS, AuditWord, Dispute, Statement, Verdict, question
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
+
+WINDOW_STEPS = 32
+LEAST_STEPS = 8
+"""Losses are judged after this many steps, unless they are not finite."""
+
+_FACTOR = 12.0
+_LEAST_DISTANCE = 0.01
+"""Smallest median distance, as a share of the median: losses may all be alike."""
 
 MOST_AT_ONCE = 4
 """Suspects that one attempt has computed again, beside those of the attempt before."""
@@ -20,6 +30,56 @@ STEPS_PER_QUESTION = 32
 """Committed steps that allow one further attempt with suspects."""
 MOST_QUESTIONS = 4
 """Attempts with suspects that may follow each other."""
+
+
+class Suspect(NamedTuple):
+    """A microbatch whose loss is suspect, and the median before; 0.0 while there is none."""
+
+    microbatch: Numbered
+    loss: float
+    median: float
+
+
+class LossWatch:
+    """Judges the mean losses of the microbatches that one rank computes, by the median of those of its last 32 steps.
+
+    A loss is suspect if it is not finite, or further from the median than 12 times the median distance from it. With
+    losses in a normal distribution that is 8 standard deviations; a fall of the loss widens the distance.
+    """
+
+    def __init__(self) -> None:
+        self._losses: dict[int, tuple[float, ...]] = {}  # by step, those that are not suspect
+
+    def on_losses(self, step: int, losses: Mapping[Numbered, float]) -> list[Suspect]:
+        """The suspects among the microbatches of an attempt; the others are remembered as losses of the step.
+
+        >>> from spare_megatron.stacking.layout import ShardId
+        >>> from spare_megatron.stacking.plans import Microbatch
+        >>> first, second = (Numbered(Microbatch(ShardId(0), index), index) for index in range(2))
+        >>> watch = LossWatch()
+        >>> for step in range(8):
+        ...     assert watch.on_losses(step, {first: 4.0 + 0.1 * (step % 2), second: 4.2}) == []
+        >>> [(suspect.microbatch.number, suspect.loss) for suspect in watch.on_losses(8, {first: 9.0, second: 4.3})]
+        [(0, 9.0)]
+        """
+        before = [loss for other, some in self._losses.items() if other != step for loss in some]
+        is_judged = sum(other != step for other in self._losses) >= LEAST_STEPS
+        middle = median(before) if before else 0.0
+        distance = max(median(abs(loss - middle) for loss in before) if before else 0.0, _LEAST_DISTANCE * abs(middle))
+        limit = _FACTOR * distance if is_judged else math.inf
+        # The first form catches NaN, too.
+        suspects = [
+            Suspect(microbatch, loss, middle)
+            for microbatch, loss in sorted(losses.items())
+            if not (math.isfinite(loss) and abs(loss - middle) <= limit)
+        ]
+        sound = tuple(loss for microbatch, loss in losses.items() if microbatch not in {one[0] for one in suspects})
+        if sound:
+            self._losses.pop(step, None)  # the newest comes last, also after a restart
+            self._losses[step] = sound
+            if len(self._losses) > WINDOW_STEPS:
+                del self._losses[next(iter(self._losses))]
+        return suspects
 
 
 class QuestionBudget:
@@ -88,10 +148,10 @@ def first_questions(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def confirmation(dispute: Dispute, able: Iterable[GroupId]) -> Dispute | None:
-    """The question to a host that has said nothing of a suspect yet; None if one has, or if none is left to ask.
+    """The question to a host without a statement on a suspect; None if two have made one, or if none is left to ask.
 
-    The groups that have said something compute it again, too: one may contradict itself, and their digests along the
-    stages show where the computations part.
+    The groups with a statement compute it again, too: one may contradict itself, and their digests along the stages
+    show where the computations part.
     """
     spoken = {statement.group for statement in dispute.statements}
     able = list(able)
@@ -99,5 +159,4 @@ def confirmation(dispute: Dispute, able: Iterable[GroupId]) -> Dispute | None:
     if len(spoken) > 1 or not further or dispute.num_rounds >= MAX_ROUNDS:
         return None
     asked = (further[0], *sorted(spoken & set(able)))
-    plain = tuple(statement._replace(boundaries=()) for statement in dispute.statements)
-    return replace(dispute, statements=plain, asked=asked, num_rounds=dispute.num_rounds + 1)
+    return question(dispute, asked)

@@ -1,4 +1,1 @@
-"""The controller, which folds the log and answers events with actions. Pure.
-
-Start with `controller`; `decision` decides an attempt.
-"""
+"""The controller, which folds the log and answers events with actions. Pure. Start with `controller`."""

@@ -1,7 +1,6 @@
 """Where the audits of a run stand: groups that are due, disputes and questions of the step, how far steps are audited.
 
-The controller folds it with the log (`core.audits.audits` draws audits and judges them, `core.audits.suspects` names
-suspects).
+`core.audits.audits` draws audits and judges them, `core.audits.suspects` names suspects.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,7 @@ from spare_megatron.stacking.plans import Audit, StepPlan, Work
 
 
 class AuditCourse:
-    """Equal after the same entries. `policy`: None without audits, of which suspects are a part.
-
-    `hosts` of each shard; None if every group can read all data.
-    """
+    """Equal after the same entries. `policy`: None without audits; `hosts` of each shard: None if data is shared."""
 
     def __init__(self, policy: AuditPolicy | None, hosts: Sequence[Sequence[GroupId]] | None, first_step: int) -> None:
         self._policy = policy
@@ -46,9 +42,7 @@ class AuditCourse:
     def draw(
         self, step: int, work: Work, members: Collection[GroupId], dealt: Mapping[GroupId, int]
     ) -> tuple[Audit, ...]:
-        """The audits of a step: of all groups in every `every_steps`-th one, else of those that are due; others use
-        their slack, which follows from the paces by which work is `dealt`.
-        """
+        """The audits of a step: of all groups, or of those that are due and others by their slack at `dealt` paces."""
         if self._policy is None:
             return ()
         asked = members if self._policy.is_due(step) else self._due
@@ -56,9 +50,7 @@ class AuditCourse:
         return draw_audits(self._policy, step, work, self._hosts, asked, slack)
 
     def saver(self, voters: Sequence[Member], disputes: Iterable[Dispute] = ()) -> Member | None:
-        """The member that is to save the parameters of this step, the same in all its attempts; None if one has been
-        asked to.
-        """
+        """The member that is to save the parameters of this step; None if one has been asked to before."""
         if self._is_saved:
             return None
         self._is_saved = True

@@ -24,10 +24,7 @@ _HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
 
 
 def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | None:
-    """The entry that objects to differing state, or None.
-
-    Fences one group at a time, lowest first; a lost group only if no other fence has discarded the attempt.
-    """
+    """The entry that objects to differing state, or None. Fences one group at a time, lowest first."""
     if any(votes[group].lacks_params for group in attempted.members):
         return None
     by_partition: _HostDigests = {}

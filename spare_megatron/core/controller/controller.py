@@ -4,32 +4,54 @@ Pure: time comes from the driver, which executes the actions. The simulator driv
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from spare_megatron.core.audits.audits import Dispute
+from spare_megatron.core.audits.audits import AuditPolicy, Dispute
 from spare_megatron.core.controller.audit_course import AuditCourse
-from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.controller.decision import decide
-from spare_megatron.core.controller.departures import departures
-from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
-from spare_megatron.core.controller.restart import Restarts
+from spare_megatron.core.controller.decision import decide, departures
+from spare_megatron.core.controller.restart import MAX_RESUMES_WITHOUT_COMMIT, RestartLimits, Restarts, decide_pause
 from spare_megatron.core.log import actions, entries, events
 from spare_megatron.core.log.actions import Action
-from spare_megatron.core.log.membership import Change, Membership
+from spare_megatron.core.log.membership import Change, LogTerms, Membership
 from spare_megatron.core.log.votes import Attempted
-from spare_megatron.core.saves.checkpoint_policy import LogClock, Saves
+from spare_megatron.core.saves.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
+from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
-from spare_megatron.stacking.order import Dealing, initial_order
+from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
-from spare_megatron.stacking.paces import EVEN, Paces
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, first_ownership
 from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without a loss; one more halts the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSetup(LogTerms):
+    """The settings that decide."""
+
+    microbatches_per_shard: int
+    granularity: Granularity = "microbatch"
+    saves: SavePolicy | None = None
+    fetch: int = 0
+    """With `last_resort`, time until a group has data of shards that it does not host, as in `stacking.reorder`: 0 in
+    runs, whose ranks read every microbatch when they compute it."""
+    ends_at_s: float | None = None
+    """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
+    restarts: RestartLimits | None = None
+    """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
+    pause_s: float | None = None
+    """Longest wait for the return of hosts while a whole copy of the state lives; None if no group comes back."""
+    snapshots: SnapshotPolicy | None = None
+    audits: AuditPolicy | None = None
+    ramp: BatchRamp | None = None
+    """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
+    rounds: Rounds | None = None
+    """What the time of a group's work follows from; None deals the same work to slow groups as to fast ones."""
 
 
 class Controller(Membership):
@@ -57,19 +79,13 @@ class Controller(Membership):
         self._hosts = None if setup.last_resort else setup.placement.hosts
         self._audits = AuditCourse(setup.audits, self._hosts, setup.first_step)
         self._is_communicator_unused = False
-        last_resort = setup.last_resort
-        self._saves = Saves(
-            setup.saves,
-            setup.placement,
-            setup.first_step,
-            setup.num_steps,
-            last_resort=last_resort,
-            pause_s=setup.pause_s,
-        )
+        self._saves = Saves(setup.saves, setup, setup.pause_s)
         self._validity = CheckpointValidity()
         self._num_admitted = 0
         self._clock = LogClock()
-        self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
+        self.restarts = Restarts(
+            setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=setup.last_resort
+        )
         self.pause: actions.AwaitHosts | None = None
         """While shards have no host and groups wait for one."""
         self._num_resumes = 0  # of this step or evaluation
@@ -363,10 +379,7 @@ class Controller(Membership):
     # ------------------------------------------------------------------------------------------------- planning
 
     def _begin(self, *, is_anew: bool = False) -> tuple[Action, ...]:
-        """Begins the evaluation that is due, else the next step, else the end of the run.
-
-        `is_anew`: groups have computed it already, and do it again.
-        """
+        """Begins the evaluation that is due, else the next step, else the end; `is_anew`: it was computed before."""
         if self.is_trained and not self.is_evaluating and self.voters:
             return self._end()
         try:

@@ -8,16 +8,17 @@ fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.audits import audits
 from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.controller.comparison import by_value, objection
 from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
-from spare_megatron.core.log.evaluation_sums import added
 from spare_megatron.core.log.events import VotesRead
+from spare_megatron.core.log.loss_sums import added
 from spare_megatron.core.log.votes import Attempted, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
 
 
@@ -247,4 +248,49 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
         PartitionCopy(number, Member(group, incarnations[group]))
         for group, number in fresh
         if len(reported_by[number]) > 1 and reported_by[number] >= hosts[number]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departures:
+    """What a commit says of the members that ask to leave."""
+
+    drain: tuple[Member, ...]
+    """Those that leave with it."""
+    leaving: tuple[Member, ...]
+    """Those whose state partitions others are to host; empty if every group holds all state."""
+    ready: tuple[Member, ...]
+    """Those that could leave, but for checkpoints that they write or have written."""
+
+
+def departures(
+    asked: Iterable[Member],
+    members: Collection[Member],
+    placement: Placement,
+    ownership: Ownership | None,
+    *,
+    writers: Collection[Member] = (),
+    last_resort: bool = False,
+) -> Departures:
+    """Grants members their leave in ascending order, as long as every shard keeps a host and one group stays.
+
+    The others wait. `writers` wait until their checkpoints are complete and compared. With `last_resort` every group
+    can compute every shard.
+
+    >>> from spare_megatron.stacking.placement import make_placement
+    >>> ring, members = make_placement("golomb", 3, 2), [Member(group) for group in range(3)]
+    >>> departures(members[:2], members, ring, None).drain  # without both shard 1 has no host
+    (Member(group=0, incarnation=0),)
+    """
+    staying, granted = set(members), []
+    for member in sorted(asked):
+        left = frozenset(other.group for other in staying if other != member)
+        if left and (last_resort or not placement.uncovered(left)):
+            staying.discard(member)
+            granted.append(member)
+    ready = tuple(member for member in granted if ownership is None or ownership.has_handed_over(member))
+    return Departures(
+        drain=tuple(member for member in ready if member not in writers),
+        leaving=() if ownership is None else tuple(granted),
+        ready=ready,
     )

@@ -1,6 +1,8 @@
-"""Restarts after a wipe-out: when, with which groups, and from which checkpoint or snapshot; or that the run ends.
+"""What follows when shards have no host left: a pause, or a restart from a checkpoint or snapshot; or the run ends.
 
-Every restarted group reports its candidates and snapshots; together they verify the newest candidate
+Training pauses while every piece of state has a host: survivors keep the state and wait for hosts. The step is then
+computed again from zero sums with the groups that have come back, and no committed step is done again. Else all groups
+start again; each reports its candidates and snapshots, and together they verify the newest candidate
 (`core.saves.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
 """
 
@@ -9,25 +11,67 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.core.log import actions
 from spare_megatron.core.log.actions import CheckpointCandidate
-from spare_megatron.core.log.entries import GiveUp, Restart
+from spare_megatron.core.log.entries import GiveUp, Restart, Resume
 from spare_megatron.core.log.events import RestartState, WaitingRead
 from spare_megatron.core.saves.read_quorum import FileVerification
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import Placement
 
+MAX_RESUMES_WITHOUT_COMMIT = 5
+"""Pauses of one step or evaluation that may end with a return; another wipe-out of it ends the run."""
+
+
+def decide_pause(
+    pause: actions.AwaitHosts,
+    placement: Placement,
+    attempt: int,
+    waiting: Sequence[Member],
+    waited_s: float,
+    wait_s: float,
+    *,
+    is_end_due: bool = False,
+) -> Resume | GiveUp | None:
+    """The entry that ends the pause, or None to wait.
+
+    Training resumes with all `waiting` members as soon as they and the voters host every shard. Otherwise the run ends
+    once it is to end, or nothing has come for `wait_s` seconds: a restart would lack the same hosts.
+
+    >>> from spare_megatron.stacking.placement import make_placement
+    >>> ring = make_placement("golomb", 3, 1)
+    >>> left = actions.AwaitHosts(index=7, step=4, epoch=2, voters=(Member(0),), shards=(1, 2))
+    >>> decide_pause(left, ring, 5, [Member(1, 1)], 0.0, 60.0) is None
+    True
+    >>> decide_pause(left, ring, 5, [Member(1, 1), Member(2, 3)], 0.0, 60.0)
+    Resume(step=4, attempt=5, admit=(Member(group=1, incarnation=1), Member(group=2, incarnation=3)))
+    """
+    groups = frozenset(member.group for member in (*pause.voters, *waiting))
+    uncovered = placement.uncovered(groups)
+    if not uncovered:
+        return Resume(step=pause.step, attempt=attempt, admit=tuple(waiting))
+    if is_end_due:
+        return GiveUp(step=pause.step, reason="the run is to end, and no step can be completed before that")
+    if waited_s < wait_s:
+        return None
+    return GiveUp(step=pause.step, reason=_hosts_not_back(placement, uncovered, wait_s))
+
+
+def _hosts_not_back(placement: Placement, uncovered: Sequence[ShardId], wait_s: float) -> str:
+    hosts = sorted({int(host) for shard in uncovered for host in placement.hosts[shard]})
+    return (
+        f"none of groups {hosts}, which host shards {[int(shard) for shard in uncovered]}, has come back within "
+        f"checkpoint.restart_wait_s={wait_s:g}"
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """Limits on repeated restarts.
-
-    After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run. After `wait_s` the
-    others restart without groups that are absent or make no progress in reading.
-    """
+    """After `max_restarts` within `window_s`, on the clock of the log, the next wipe-out ends the run."""
 
     max_restarts: int
     window_s: float = 3600.0
     wait_s: float
+    """After which the others restart without groups that are absent or make no progress in reading."""
 
 
 class Restarts:
@@ -67,10 +111,9 @@ class Restarts:
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
     ) -> tuple[()] | tuple[actions.AppendEntry | actions.ReadFiles | actions.WithdrawCandidates]:
-        """What follows from the waiting groups, for the group that asks.
+        """What follows from the waiting groups, of later incarnations than in `over`, for the group that asks.
 
-        Only incarnations later than those in `over` wait. Checkpoints of steps not in `saved` are undone or wrong.
-        `head` is the index of the next entry.
+        Checkpoints of steps not in `saved` are undone or wrong. `head` is the index of the next entry.
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()

@@ -8,23 +8,22 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyLoss:
-    """A group lost before training has begun, by a failed rank, or with its whole node (rank -1).
-
-    `error`: the exception behind it if other groups may raise the same; `concerns_all`: it holds for all groups.
-    """
+    """A group lost before training has begun, by a failed rank, or with its whole node (rank -1)."""
 
     group: GroupId
     rank: int
     cause: str
     error: str = ""
+    """The exception behind it if other groups may raise the same."""
     concerns_all: bool = False
+    """Whether it holds for all groups."""
 
 
 class Start:

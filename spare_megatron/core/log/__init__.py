@@ -1,4 +1,1 @@
-"""The decision log: entries and their fold, votes, events and actions. Pure.
-
-Start with `entries`, `membership`, `events` and `actions`.
-"""
+"""The decision log: entries and their fold, votes, events and actions. Pure. Start with `entries` and `membership`."""

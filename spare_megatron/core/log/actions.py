@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from spare_megatron.core.audits.audits import Dispute
 from spare_megatron.core.log.entries import Entry
-from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, PartitionCopy, Repair
@@ -102,12 +102,13 @@ class GatherParams:
 
     Collective over: all members, including those that have the parameters. If it fails or the log advances, the group
     lacks parameters and reports that in its next vote. A group that sees a failure announces it, and the others abandon
-    the gather. `is_anew`: an owner was fenced for wrong parameters, and the next vote compares them again.
+    the gather.
     """
 
     step: int
     owners: tuple[Member, ...]
     is_anew: bool = False
+    """An owner was fenced for wrong parameters, and the next vote compares them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,16 +187,15 @@ class CheckpointCandidate(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Files of a checkpoint, by number, that a group has read and found whole or damaged.
-
-    `reason` describes the first damaged one; `num_bytes` includes files in progress.
-    """
+    """Files of a checkpoint, by number, that a group has read and found whole or damaged."""
 
     candidate: CheckpointCandidate
     whole: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
     reason: str = ""
+    """Of the first damaged one."""
     num_bytes: int = 0
+    """Files in progress included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,15 +227,11 @@ class LoadCheckpoint:
     """The groups that take part from here on; all of them load."""
 
 
-# -------------------------------------------------------------------------------- actions: controller to driver
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReduce:
     """Reduce all sums that are not kept over these groups, out of place, and vote on the result.
 
     Collective over: `members`. A group that lacks parameters drops the communicator instead and votes at once.
-    `plan_digest` covers all work of the step; `kept` is, for each rank of a group, the number of leading kept buckets.
     """
 
     step: int
@@ -244,7 +240,9 @@ class AttemptReduce:
     members: tuple[GroupId, ...]
     voters: tuple[Member, ...]
     plan_digest: str
+    """Of all work of the step."""
     kept: tuple[int, ...] = ()
+    """For each rank of a group, the number of leading kept buckets."""
     ownership: Ownership | None = None
     disputed: tuple[Microbatch, ...] = ()
     """The vote shows the boundaries of these."""
@@ -255,12 +253,13 @@ class ComputeStep:
     """Start a step or an evaluation from zero sums and compute this group's part of the plan, unless that is done.
 
     Plan and patches are sent again if some group lacked parameters; their digests show what this group has computed. A
-    group that lacks parameters computes nothing. `into`: the attempt that complete buckets may enter during the
-    computation; None if a patch follows, and in an evaluation.
+    group that lacks parameters computes nothing.
     """
 
     plan: StepPlan
     into: AttemptReduce | None
+    """The attempt that complete buckets may enter during the computation; None if a patch follows, and in an
+    evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,12 +285,10 @@ class ComputeAudits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCommunicator:
-    """Replace the cross-group communicator by this one for the next attempt. Collective over: `members`.
-
-    `key`, the index of the log entry that ended the previous one (-1 for the first), makes names unique.
-    """
+    """Replace the cross-group communicator by this one for the next attempt. Collective over: `members`."""
 
     key: int
+    """Index of the log entry that ended the previous one, -1 for the first; makes names unique."""
     epoch: int
     members: tuple[GroupId, ...]
 
@@ -322,15 +319,14 @@ class ReadEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateModel:
-    """Apply the sums of this committed attempt to parameters, state partitions and parts of incomplete copies.
-
-    Digests of `proven` copies count from here on. `is_last`: the run ends with this step.
-    """
+    """Apply the sums of this committed attempt to parameters, state partitions and parts of incomplete copies."""
 
     step: int
     attempt: int
     proven: tuple[PartitionCopy, ...] = ()
+    """Copies whose digests count from here on."""
     is_last: bool = False
+    """The run ends with this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

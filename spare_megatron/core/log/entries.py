@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, get_args
 
 from spare_megatron.core.audits.audits import Dispute
-from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.formats.codec import convert, decode, decode_head, encode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
@@ -40,9 +40,6 @@ class OwnFailure(NamedTuple):
 
     group: GroupId
     cause: str
-
-
-# ---------------------------------------------------------------------------------- entries of the decision log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +76,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce from here on.
-
-    Fencing a member that waits for admission voids its admission.
-    """
+    """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce, nor be admitted."""
 
     group: GroupId
     incarnation: int = 0
@@ -137,10 +131,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """All steps are committed, and every group holds all parameters; answers AttemptFinish.
-
-    Not written if there are neither state partitions nor a save after the last commit.
-    """
+    """All steps are committed, and every group holds all parameters; only with state partitions or a last save."""
 
     step: int
     attempt: int
@@ -219,10 +210,7 @@ def decode_entry(text: str) -> Entry:
 
 
 def entry_of(found: Mapping[str, Any]) -> Entry:
-    """The entry of fields from JSON, as `entry_fields` names them; a journal may have some of earlier versions.
-
-    Raises ValueError for an unknown kind, and for fields that are missing or of another form.
-    """
+    """The entry of fields as `entry_fields` names them, some perhaps of earlier versions. ValueError: it is none."""
     kind = _ENTRY_KINDS.get(found.get("entry", ""))
     if kind is None:
         raise ValueError(f"unknown kind of entry {found.get('entry')!r}; known: {', '.join(_ENTRY_KINDS)}")

@@ -11,25 +11,21 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 
 
 class Held(NamedTuple):
-    """A complete copy of a rank position (rank inside its group) in some node's memory.
-
-    `attempt`, of the commit whose state it is, names the snapshot uniquely.
-    """
+    """A complete copy of a rank position (rank inside its group) in some node's memory."""
 
     attempt: int
+    """Of the commit whose state it is; names the snapshot uniquely."""
     position: int
     sha256: str
 
 
 class HeldPartition(NamedTuple):
-    """Complete copies of a state partition, of one rank or of all ranks of a group.
-
-    `sha256` is that of the copy or, for several, over theirs in rank order.
-    """
+    """Complete copies of a state partition, of one rank or of all ranks of a group."""
 
     attempt: int
     partition: PartitionId
     sha256: str
+    """That of the copy or, for several, over theirs in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +55,6 @@ class WaitingRead:
     waited_s: float
 
 
-# --------------------------------------------------------------------------------- events: driver to controller
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
     """Every group is up and holds the same parameters."""
@@ -75,25 +68,21 @@ class EntryRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotesRead:
-    """The votes cast so far on an attempt, reported by leaders only; includes groups lost since.
-
-    `waiting` are members that hold a copy of the model and wait for admission.
-    """
+    """The votes cast so far on an attempt, reported by leaders only; includes groups lost since."""
 
     attempt: int
     votes: Mapping[GroupId, Vote]
     waiting: tuple[Member, ...] = ()
+    """Members that hold a copy of the model and wait for admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsRead:
-    """The members that wait for admission in a pause; empty except on leaders.
-
-    `waited_s`: seconds since the last loss, or since the last group came to wait.
-    """
+    """The members that wait for admission in a pause; empty except on leaders."""
 
     waiting: tuple[Member, ...] = ()
     waited_s: float = 0.0
+    """Seconds since the last loss, or since the last group came to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,10 +61,7 @@ class GradientGuard:
         return self._limit
 
     def on_norm(self, step: int, norm: float, num_microbatches: int) -> GradientFinding:
-        """Judges the norm of the sum by the last `limit`, and remembers it if it is sound.
-
-        `norm` is not finite if any of the sums is not.
-        """
+        """Judges the norm of the sum (not finite if a sum is not) by the last `limit`; remembers it if it is sound."""
         self._last = norm / max(num_microbatches, 1)
         if not norm < math.inf:  # negated, so that NaN is caught, too
             return GradientFinding.NOT_FINITE

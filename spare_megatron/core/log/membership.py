@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from spare_megatron.core.log import entries
-from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import PartitionSetup

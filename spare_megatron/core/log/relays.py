@@ -1,8 +1,7 @@
 """Relays: which groups vote through which other group, and what a relay collects.
 
 The first remaining group of a block of consecutive ids is its relay: it writes all votes of its block into the control
-store with one write.
-Relays only reduce the load of the store: duplicates of a vote count once.
+store with one write. Relays only reduce the load of the store: duplicates of a vote count once.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -52,10 +51,7 @@ class BlockVotes:
         return True
 
     def fold(self, entry: Entry) -> bool:
-        """Applies a log entry while votes are missing; returns whether they are no longer needed.
-
-        After a loss the relay still waits: all remaining groups vote when they learn of it.
-        """
+        """Folds an entry while votes are missing; returns whether they are needed no more. After a loss, they are."""
         if not isinstance(entry, Fence) or entry.hits(self._relay):
             return True
         self._missing = {voter for voter in self._missing if not entry.hits(voter)}

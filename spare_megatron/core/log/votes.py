@@ -7,7 +7,7 @@ from typing import NamedTuple
 from spare_megatron.core.audits.audits import AuditWord, Dispute
 from spare_megatron.core.audits.suspects import Named
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.core.log.evaluation_sums import SetSum
+from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership
 
@@ -77,8 +77,7 @@ class Attempted:
     """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
     A discarded sum (a group with wrong state contributed) is never committed. If all steps are committed and evaluated,
-    the attempt decides whether the run can end. `wrong_sums`: the groups that found wrong sums in the attempt before.
-    `failed`: the groups that were themselves the cause of earlier failures in this step.
+    the attempt decides whether the run can end.
     """
 
     step: int
@@ -90,7 +89,9 @@ class Attempted:
     is_evaluation: bool = False
     ownership: Ownership | None = None
     wrong_sums: tuple[GroupId, ...] = ()
+    """The groups that found wrong sums in the attempt before."""
     failed: frozenset[GroupId] = frozenset()
+    """The groups that were themselves the cause of earlier failures in this step."""
     disputes: tuple[Dispute, ...] = ()
     """About microbatches that this attempt has had computed again."""
     questioned: frozenset[Named] = frozenset()

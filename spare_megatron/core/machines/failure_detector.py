@@ -69,14 +69,7 @@ class Operation(StrEnum):
 OPERATIONS = tuple(Operation)
 
 _PATIENT = frozenset(
-    {
-        Operation.START,
-        Operation.TRANSFER,
-        Operation.SETTLE,
-        Operation.VOTE,
-        Operation.AWAIT_ENTRY,
-        Operation.SAVE,
-    }
+    {Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY, Operation.SAVE}
 )
 """Operations that wait for others, the store or storage: the fault shows elsewhere, or by a timeout."""
 

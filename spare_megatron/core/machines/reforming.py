@@ -17,10 +17,7 @@ MachineState = Literal["placed", "idle"]
 
 
 class Machine(NamedTuple):
-    """A healthy machine: the place that it holds, and the domain of an idle one, None where that is unknown.
-
-    A machine that holds a place counts as in the domain of that place.
-    """
+    """A healthy machine. An idle one has a domain, None if unknown; one that holds a place counts as in that of it."""
 
     state: MachineState
     place: PlaceId | None = None

@@ -1,4 +1,1 @@
-"""When, by whom and what is saved, and which saves are valid. Pure.
-
-Start with `checkpoint_policy`; `survival` and `cadence` have the closed forms.
-"""
+"""When, by whom and what is saved, and which saves are valid. Pure. Start with `checkpoint_policy`."""

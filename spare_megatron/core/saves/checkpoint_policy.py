@@ -12,8 +12,8 @@ from statistics import fmean
 
 from spare_megatron.core.log.actions import Cadence, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.log.entries import SaveEnd
-from spare_megatron.core.saves.cadence import optimal_cadence_s
-from spare_megatron.core.saves.survival import time_to_wipe_out_s
+from spare_megatron.core.log.membership import LogTerms
+from spare_megatron.core.saves.survival import optimal_cadence_s, time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import Ownership
@@ -52,7 +52,6 @@ PRIOR_SAVE_S = 1.0
 LEAST_SAVE_S = 1e-3
 """Lower limit of a save's cost: free saves have no best interval."""
 
-
 _LAST_SAVES = 8
 
 _OVERDUE = 5.0
@@ -63,11 +62,12 @@ class Experience:
     """Losses, absences and saves measured in a run, and the cadence that follows; equal on all ranks.
 
     Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
-    exposure T the mean rate is (1 + k) / (group_life_s + T). `pause_s`: longest pause for shards without a host.
+    exposure T the mean rate is (1 + k) / (group_life_s + T). There is no cadence without a prior. `pause_s`: longest
+    pause for shards without a host.
     """
 
     def __init__(
-        self, group_life_s: float, placement: Placement, *, last_resort: bool, pause_s: float | None = None
+        self, group_life_s: float | None, placement: Placement, *, last_resort: bool, pause_s: float | None = None
     ) -> None:
         self._group_life_s = group_life_s
         self._placement = placement
@@ -121,18 +121,20 @@ class Experience:
         self._lost_at_s.clear()
         self._lacking_since_s = None
 
-    def cadence(self, members: Collection[GroupId], ownership: Ownership | None = None) -> Cadence:
+    def cadence(self, members: Collection[GroupId], ownership: Ownership | None = None) -> Cadence | None:
+        if self._group_life_s is None:
+            return None
         # The cadence grows only with the square root of times, so a coarse exposure serves as key.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
         known = (self._num_losses, len(self._absences_s), len(self._copies_s), self._absence_s() is None, exposure)
         num_copies = None if ownership is None else tuple(map(len, ownership.hosts))
         key = (tuple(members), tuple(self._saves_s), known, num_copies)
         if self._cadence_of is None or self._cadence_of[0] != key:
-            self._cadence_of = (key, self._choose(members, ownership))
+            self._cadence_of = (key, self._choose(self._group_life_s, members, ownership))
         return self._cadence_of[1]
 
-    def _choose(self, members: Collection[GroupId], ownership: Ownership | None) -> Cadence:
-        group_interval_s = (self._group_life_s + self._exposure_s) / (1 + self._num_losses)
+    def _choose(self, group_life_s: float, members: Collection[GroupId], ownership: Ownership | None) -> Cadence:
+        group_interval_s = (group_life_s + self._exposure_s) / (1 + self._num_losses)
         save_s = max(fmean(self._saves_s) if self._saves_s else PRIOR_SAVE_S, LEAST_SAVE_S)
         absence_s = self._absence_s()
         time_s = self._time_to_wipe_out_s(members, group_interval_s, absence_s)
@@ -217,40 +219,25 @@ _FIRST_RETRY = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never.
-
-    With `group_life_s`, the prior mean time until a given group is lost, the interval follows from measurements.
-    `saves_last` also saves the last step of the run.
-    """
+    """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never."""
 
     interval_s: float | None = None
     interval_steps: int | None = None
     group_life_s: float | None = None
+    """Prior mean time until a given group is lost; with it the interval follows from measurements."""
     saves_last: bool = False
+    """Whether the last step of the run is saved, too."""
 
 
 class Saves:
-    """Saves in the log so far, and when the next is due; never without a policy.
+    """Saves in the log so far, and when the next is due. `pause_s`: longest pause for shards without a host, if any."""
 
-    `first_step` and `num_steps` are committed steps; `last_resort`: every group can compute every shard; `pause_s`:
-    longest pause for shards without a host, None if there is none.
-    """
-
-    def __init__(
-        self,
-        policy: SavePolicy | None,
-        placement: Placement,
-        first_step: int,
-        num_steps: int,
-        *,
-        last_resort: bool,
-        pause_s: float | None = None,
-    ) -> None:
+    def __init__(self, policy: SavePolicy | None, terms: LogTerms, pause_s: float | None = None) -> None:
         self._policy = SavePolicy() if policy is None else policy
-        self._num_steps = num_steps
+        self._num_steps = terms.num_steps
         self._is_last_wanted = self._policy.saves_last
         self._last_at_s = 0.0
-        self._last_step = first_step
+        self._last_step = self._first_step = terms.first_step
         self._num_saves = 0
         self._num_failed = 0  # in a row
         self._share = 1.0  # share of an interval in seconds until the next save
@@ -258,14 +245,12 @@ class Saves:
         self._newest: int | None = None  # of these the save that is due again if it fails
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
-        self._first_step = first_step
         self._taken: set[int] = set()  # committed steps, without those refused or undone
         self._refused: Member | None = None  # writer of the save refused last
         self.void: set[int] = set()
         """Steps with a save that is refused or undone."""
-        life_s = self._policy.group_life_s
-        self._experience = (
-            None if life_s is None else Experience(life_s, placement, last_resort=last_resort, pause_s=pause_s)
+        self._experience = Experience(
+            self._policy.group_life_s, terms.placement, last_resort=terms.last_resort, pause_s=pause_s
         )
 
     @property
@@ -288,23 +273,21 @@ class Saves:
         is_last: bool,
         is_asked: bool = False,
     ) -> bool:
-        """Whether the commit that brings the run to `step` takes a checkpoint. `is_last` ends it early; an end that
-        `is_asked` for is saved whatever the policy is.
+        """Whether the commit that brings the run to `step` takes a checkpoint. `is_last`: it ends it early, or on
+        request (`is_asked`), which is saved by any policy.
         """
         policy = self._policy
         if is_asked or (policy.saves_last and (is_last or step == self._num_steps)):
             return True
-        interval_s = policy.interval_s
-        if self._experience is not None:
-            interval_s = self._experience.cadence(members, ownership).interval_s
+        cadence = self._experience.cadence(members, ownership)
+        interval_s = policy.interval_s if cadence is None else cadence.interval_s
         if interval_s is not None and at_s - self._last_at_s >= interval_s * self._share:
             return True
         return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
 
     def on_commit(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
         self._lost_since_commit = set()
-        if self._experience is not None:
-            self._experience.on_commit(at_s, num_members)
+        self._experience.on_commit(at_s, num_members)
         for end in ends:
             self._on_save_end(end, at_s)
         if self._newest is not None and self._under_way[self._newest] in self._gone:
@@ -312,7 +295,7 @@ class Saves:
         self._under_way = {step: member for step, member in self._under_way.items() if member not in self._gone}
 
     def _on_save_end(self, end: SaveEnd, at_s: float) -> None:
-        if end.is_saved and self._experience is not None:
+        if end.is_saved:
             self._experience.on_save(end.stall_s)
         self._under_way.pop(end.step, None)
         if self._newest != end.step:
@@ -330,8 +313,7 @@ class Saves:
         gone = set(members) - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
-        if self._experience is not None:
-            self._experience.on_loss(member.group for member in gone)
+        self._experience.on_loss(member.group for member in gone)
 
     def on_refusal(self, refusals: Iterable[RefuseCheckpoint]) -> None:
         for refusal in refusals:
@@ -345,12 +327,11 @@ class Saves:
 
     def on_ownership(self, ownership: Ownership | None) -> None:
         """The ownership after a commit."""
-        if self._experience is not None and ownership is not None:
+        if ownership is not None:
             self._experience.on_ownership(ownership)
 
     def on_admission(self, members: Iterable[Member]) -> None:
-        if self._experience is not None:
-            self._experience.on_admission(member.group for member in members)
+        self._experience.on_admission(member.group for member in members)
 
     def on_restart(self, step: int, at_s: float) -> None:
         """Training restarts after this many committed steps: later saves are undone."""
@@ -359,8 +340,7 @@ class Saves:
         self._restart_interval(step, at_s)
         self._under_way, self._newest = {}, None
         self._lost_since_commit = set()
-        if self._experience is not None:
-            self._experience.on_restart()
+        self._experience.on_restart()
 
     def start_save(
         self,
@@ -373,9 +353,7 @@ class Saves:
         is_last: bool = False,
     ) -> SaveCheckpoint:
         """The save that a commit asks for. Groups take turns, also after a refused save of the same steps."""
-        cadence = None
-        if self._experience is not None:
-            cadence = self._experience.cadence(tuple(voter.group for voter in voters), ownership)
+        cadence = self._experience.cadence(tuple(voter.group for voter in voters), ownership)
         self._restart_interval(step, at_s)
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]

@@ -1,4 +1,1 @@
-"""The proof that a run kept its invariant: the rules of `spare check`.
-
-Start with `proof`.
-"""
+"""The proof that a run kept its invariant: the rules of `spare check`. Start with `proof`."""

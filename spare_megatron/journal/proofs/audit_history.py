@@ -8,7 +8,8 @@ from typing import Any
 from spare_megatron.core.audits.clean_prefix import AuditedSteps
 from spare_megatron.journal.event_texts import groups_named, text_of_audited
 from spare_megatron.journal.fold import Committed, Fold
-from spare_megatron.journal.journal_view import JournalView, attempts_of
+from spare_megatron.journal.journal_view import JournalView, attempts_of, by_attempt
+from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.proofs.disputes import differs, saved_disputes
 from spare_megatron.journal.records import AuditRecord, SuspicionRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -157,11 +158,9 @@ def _audited_commits(
     """Yields all commits with the audits of their attempts, and folds them and what lies between into `audited`."""
     left = deque(sorted(fold.entries))
     for part in attempts_of(view, fold):
-        by_attempt: dict[int, list[AuditRecord]] = defaultdict(list)
-        for _, record in part.audits:
-            by_attempt[record.attempt].append(record)
+        audits = by_attempt(part.audits)
         for _, commit in part.commits:
-            records = by_attempt.get(commit.attempt, [])
+            records = audits[commit.attempt]
             while left and left[0] <= commit.index:
                 _fold_entry(audited, fold.entries[left.popleft()], commit.members, records)
             yield commit, records
@@ -197,9 +196,8 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         agreed |= {(commit.step, *microbatch) for microbatch in equal}
         steps += bool(records)
     mismatches, culprits, halted = _found(fold)
-    for line in view.rare:
-        if isinstance(record := line.record, SuspicionRecord):
-            samples.setdefault((record.step, record.shard, record.index), record.samples)
+    for record in records_of(view.rare, SuspicionRecord):
+        samples.setdefault((record.step, record.shard, record.index), record.samples)
     return AuditHistory(
         every_steps=run.audit_every_steps,
         steps=steps,

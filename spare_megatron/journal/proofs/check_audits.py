@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from spare_megatron.journal.fold import Finding, Fold, Severity
-from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.journal_view import Attempts, by_attempt
 from spare_megatron.journal.proofs.check_steps import microbatches_of
 from spare_megatron.journal.records import AuditRecord, ContributionRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -12,20 +12,15 @@ from spare_megatron.journal.run_record import RunRecord
 
 def check_audits(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """In a committed attempt all digests of a microbatch are equal, and each group has added exactly what it counts."""
-    audits: dict[int, list[AuditRecord]] = defaultdict(list)
-    contributions: dict[int, list[ContributionRecord]] = defaultdict(list)
-    for _, record in part.audits:
-        audits[record.attempt].append(record)
-    for _, record in part.contributions:
-        contributions[record.attempt].append(record)
+    audits, contributions = by_attempt(part.audits), by_attempt(part.contributions)
     for number, commit in part.commits:
-        found = audits.get(commit.attempt, [])
+        found, counted = audits[commit.attempt], contributions[commit.attempt]
         if not found:
             continue
         for severity, reason in (
             *_mismatches(found),
-            *_counted_audits(found, contributions.get(commit.attempt, []), run.row_size),
-            *_missing(found, contributions.get(commit.attempt, []), commit.members),
+            *_counted_audits(found, counted, run.row_size),
+            *_missing(found, counted, commit.members),
         ):
             yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
 

@@ -1,10 +1,11 @@
 """Rules on evaluations: each counts every microbatch of the validation sets once, and the log has the right sums."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from spare_megatron.core.log.loss_sums import added
 from spare_megatron.journal.fold import Evaluation, Finding, Fold, Severity
-from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.journal_view import Attempts, by_attempt
 from spare_megatron.journal.proofs.check_steps import microbatches_of, miscount
 from spare_megatron.journal.records import EvaluationRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -12,23 +13,18 @@ from spare_megatron.journal.run_record import RunRecord
 
 def check_evaluations(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every evaluation counts each microbatch of each validation set once, and is the sum of what its groups found."""
-    by_attempt: dict[int, list[EvaluationRecord]] = defaultdict(list)
-    for _, record in part.evaluations:
-        by_attempt[record.attempt].append(record)
+    found = by_attempt(part.evaluations)
     votes = {(record.attempt, record.group): record.is_complete for _, record in part.votes}
     for number, evaluation in part.evaluated:
         cast = {group: votes.get((evaluation.entry.attempt, group)) for group in evaluation.members}
-        records = [record for record in by_attempt[evaluation.entry.attempt] if record.group in evaluation.members]
+        records = [record for record in found[evaluation.entry.attempt] if record.group in evaluation.members]
         for severity, reason in _check_evaluation(run, evaluation, records, cast):
             what = f"evaluation after {evaluation.entry.step} steps: {reason}"
             yield Finding(severity=severity, reason=what, place=(number,))
 
 
 def _check_evaluation(
-    run: RunRecord,
-    evaluation: Evaluation,
-    records: Sequence[EvaluationRecord],
-    votes: Mapping[int, bool | None],
+    run: RunRecord, evaluation: Evaluation, records: Sequence[EvaluationRecord], votes: Mapping[int, bool | None]
 ) -> Iterator[tuple[Severity, str]]:
     for group, vote in sorted(votes.items()):
         if vote is None:
@@ -47,14 +43,6 @@ def _check_evaluation(
     counted = Counter(microbatches_of(records))
     if set(counted) != expected or set(counted.values()) != {1}:
         yield "invalid", miscount(counted, expected)
-    if _added(records) != {name: (loss, num_tokens) for name, loss, num_tokens in evaluation.entry.sums}:
+    found = added(record.sums for record in records)
+    if {one.name: one for one in found} != {one.name: one for one in evaluation.entry.sums}:
         yield "invalid", "the log has other sums than its groups found"
-
-
-def _added(records: Sequence[EvaluationRecord]) -> dict[str, tuple[int | None, int]]:
-    added: dict[str, tuple[int | None, int]] = {}
-    for record in records:
-        for name, loss, num_tokens in record.sums:
-            before, num_before = added.get(name, (0, 0))
-            added[name] = (None if before is None or loss is None else before + loss, num_before + num_tokens)
-    return added

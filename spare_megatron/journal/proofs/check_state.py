@@ -11,6 +11,7 @@ from typing import Any
 
 from spare_megatron.journal.fold import Finding, Fold, Rule
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
+from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import EndRecord, ParamsRecord, VoteRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Member
@@ -138,16 +139,13 @@ class _PartitionHosts:
 
 
 def check_partitions(view: JournalView, fold: Fold) -> Iterator[Finding]:
-    """A committed step has a host for every partition; copies go to members; releases leave enough hosts.
-
-    A finished run has a finish entry, and no group lacked parameters in its attempt.
-    """
+    """A committed step has a host for every partition, copies go to members, and in the end all have all parameters."""
     if fold.terms.partitions is None:
         return
     partitions = _fold_partitions(fold.terms.partitions, fold)
     for error in partitions.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
-    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
+    ends = records_of(view.rare, EndRecord)
     if len(ends) == 1 and ends[0].outcome in ("finished", "stopped") and partitions.finished_at is None:
         reason = "the run has ended, and no log entry states that all parameters are complete"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Rule, Severity
-from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.journal_view import Attempts, by_attempt
 from spare_megatron.journal.records import (
     ContributionRecord,
     EvaluationRecord,
@@ -23,14 +23,12 @@ from spare_megatron.stacking.layout import GroupId, ShardId
 
 def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every attempt whose sums a committed step holds counts every microbatch exactly once."""
-    by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
-    for _, record in part.contributions:
-        by_attempt[record.attempt].append(record)
+    contributions = by_attempt(part.contributions)
     expected: dict[int, set[tuple[int, int]]] = {}  # by microbatches of a shard
     for number, which, commit, attempted, following in part.decided:
         if following is not None and not _more_than(attempted.kept, following.kept):
             continue  # the step holds no sums of it
-        place, records = (number, which), by_attempt.get(attempted.attempt, [])
+        place, records = (number, which), contributions[attempted.attempt]
         size = run.microbatches_of_a_shard(commit.step)
         if size not in expected:
             expected[size] = {(s, k) for s in range(run.num_groups) for k in range(size)}

@@ -4,8 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from spare_megatron.journal.event_texts import fault_named
 from spare_megatron.journal.fold import Finding, Fold
 from spare_megatron.journal.journal_view import JournalView
+from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
@@ -19,7 +21,7 @@ from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 
 def check_terms(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run record, the settings beside the journal and each incarnation's terms record agree."""
-    records = [line.record for line in view.rare if isinstance(line.record, TermsRecord)]
+    records = records_of(view.rare, TermsRecord)
     terms = asdict(run)
     for name, value in sorted(view.settings.items()):
         if terms[name] != value and run.terms:
@@ -67,8 +69,7 @@ def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fin
                     yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
             case FaultRecord() as fault:
                 if (fault.step, fault.group, fault.rank, fault.phase, fault.kind) not in wanted:
-                    what = f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
-                    reason = f"the run record lacks an injected fault: {what}"
+                    reason = f"the run record lacks an injected fault: {fault_named(fault)}"
                     yield Finding(severity="invalid", reason=reason)
 
 
@@ -98,7 +99,7 @@ def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
     if view.origin_code not in (None, run.code):
         reason = f"origin.json names {_code(view.origin_code)}, the run record {_code(run.code)}"
         yield Finding(severity="invalid", reason=reason)
-    ranks = [line.record for line in view.rare if isinstance(line.record, RankRecord)]
+    ranks = records_of(view.rare, RankRecord)
     others: dict[str, list[RankRecord]] = defaultdict(list)
     for record in ranks:
         if record.code != run.code:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.journal_view import JournalView, Stretch
+from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord
 
 Address = tuple[int, int]
@@ -50,12 +51,10 @@ def differs(dispute: Mapping[str, Any]) -> bool:
 def saved_disputes(view: JournalView) -> dict[int, DisputeRecord]:
     """Step -> the last save of its parameters; one that succeeded if there is any."""
     found: dict[int, DisputeRecord] = {}
-    for line in view.rare:
-        record = line.record
-        if isinstance(record, DisputeRecord):
-            before = found.get(record.step)
-            if before is None or before.outcome != "saved" or record.outcome == "saved":
-                found[record.step] = record
+    for record in records_of(view.rare, DisputeRecord):
+        before = found.get(record.step)
+        if before is None or before.outcome != "saved" or record.outcome == "saved":
+            found[record.step] = record
     return found
 
 

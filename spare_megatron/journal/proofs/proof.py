@@ -9,12 +9,11 @@ from spare_megatron.journal.event_texts import describe_storage
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
-from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.lines import FORMAT, records_of
 from spare_megatron.journal.proofs import check_state, check_steps
 from spare_megatron.journal.proofs.check_audits import check_audits
 from spare_megatron.journal.proofs.check_evaluations import check_evaluations
-from spare_megatron.journal.proofs.check_places import check_places
-from spare_megatron.journal.proofs.check_quarantine import check_quarantines
+from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -69,7 +68,7 @@ class Tally(Protocol):
 
 def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant; shows `tally` every part that the rules read."""
-    runs = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
+    runs = records_of(view.rare, RunRecord)
     if len(runs) != 1:
         found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
         return _verdict(view, found, 0, FORMAT)
@@ -130,8 +129,7 @@ def fold_journal(journal: Journal, run: RunRecord) -> Fold:
 
 def fold_view(view: JournalView, run: RunRecord) -> Fold:
     """Folds the log as the groups read it, and the fences that supervisors report after its end."""
-    losses = [line.record for line in view.rare if isinstance(line.record, LossRecord)]
-    return _fold(dict(view.entries), losses, run)
+    return _fold(dict(view.entries), records_of(view.rare, LossRecord), run)
 
 
 def _fold(entries: dict[int, dict[str, Any]], losses: Sequence[LossRecord], run: RunRecord) -> Fold:
@@ -164,7 +162,7 @@ def _check_fold(fold: Fold) -> Iterator[Finding]:
 
 def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault that was due struck, and the groups that it costs were fenced."""
-    struck = {(r.step, r.group, r.rank, r.phase) for line in view.rare if isinstance(r := line.record, FaultRecord)}
+    struck = {(one.step, one.group, one.rank, one.phase) for one in records_of(view.rare, FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept_commits}
     begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
     for fault in run.faults:
@@ -183,7 +181,7 @@ def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fin
 
 def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The journal has an end, and the log agrees with it."""
-    ends = [line.record for line in view.rare if isinstance(line.record, EndRecord)]
+    ends = records_of(view.rare, EndRecord)
     if not ends:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
     elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
@@ -208,14 +206,14 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
 
 
 def _is_cut(view: JournalView, fold: Fold) -> bool:
-    outcomes = {line.record.outcome for line in view.rare if isinstance(line.record, EndRecord)}
+    outcomes = {end.outcome for end in records_of(view.rare, EndRecord)}
     return "interrupted" in outcomes or ("stopped" in outcomes and not any(one.is_last for one in fold.kept_commits))
 
 
 def _check_storage(view: JournalView) -> Iterator[Finding]:
     """Storage accepted all lines."""
-    for line in view.rare:
-        if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
+    for record in records_of(view.rare, StorageRecord):
+        if record.outcome == "lost":
             yield Finding(severity="unknown", reason=describe_storage(record))
 
 

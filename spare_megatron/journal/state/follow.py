@@ -90,10 +90,7 @@ class Follower:
 
 
 def read_run_state(run_dir: Path, *, with_params: bool = False) -> RunState:
-    """State of a run by its whole journal.
-
-    Raises FileNotFoundError without a journal, ValueError for a later format.
-    """
+    """State of a run by its whole journal. FileNotFoundError: there is none; ValueError: it has a later format."""
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     follower = Follower(run_dir, with_params=with_params)

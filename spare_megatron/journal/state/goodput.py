@@ -45,17 +45,15 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A commit that no restart has undone.
-
-    `cause`: why the time since the previous commit exceeds a quiet step, empty if nothing; `undone`: log indices of
-    undone commits in between.
-    """
+    """A commit that no restart has undone."""
 
     index: int
     step: int
     num_members: int
     cause: str
+    """Why the time since the previous commit exceeds a quiet step, empty if nothing."""
     undone: tuple[int, ...]
+    """Log indices of undone commits in between."""
 
 
 def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> str:
@@ -158,10 +156,7 @@ def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Tim
 
 
 class EntryTimes:
-    """When each log entry was read: the median over the groups, as a clock may have jumped.
-
-    Groups with equal ids modulo `_MOST_READERS` count as one.
-    """
+    """When each log entry was read: the median over the groups (by id modulo `_MOST_READERS`), as clocks may jump."""
 
     def __init__(self) -> None:
         self._read_s = np.full((256, 1), np.nan)

@@ -16,14 +16,12 @@ _LEAST_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The slowest rank and the second slowest, by position in the group.
-
-    `ratio`: median over steps of its time per microbatch, over that of the same position in the other groups.
-    """
+    """The slowest rank and the second slowest, by position in the group."""
 
     group: int
     rank: int
     ratio: float
+    """Median over steps of its time per microbatch, over that of the same position in the other groups."""
     next_group: int
     next_rank: int
     next_ratio: float
@@ -62,10 +60,7 @@ class RankPaces:
 
 
 def over_others(pace_s: Array) -> Array:
-    """Each rank's pace over the median of the same position in the other groups, in the same step.
-
-    Shape (steps, groups, ranks); NaN if a group, or no other group, computed.
-    """
+    """Each rank's pace over the median of its position in the other groups; shape (steps, groups, ranks), or NaN."""
     num_there = np.sum(~np.isnan(pace_s), axis=1, keepdims=True)
     order = np.argsort(pace_s, axis=1)  # NaN come last
     place = np.argsort(order, axis=1)

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal import event_texts, records
-from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.fold import Fold, LastLosses, losses_of_entry
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.losses import LastLosses, losses_of_entry
 from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
@@ -59,18 +58,15 @@ _FIRST_ROWS = 256
 
 
 class StepTable:
-    """Figures of attempts (rows) and groups (columns); NaN if unreported.
-
-    Attributes:
-        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
-        step_s: Seconds from the start of the step to its update; shape (attempts, groups), as `load`.
-    """
+    """Figures of attempts (rows) and groups (columns); NaN if unreported."""
 
     def __init__(self, num_groups: int, turns: Sequence[int]) -> None:
         self.loss = np.full(_FIRST_ROWS, np.nan)
+        """Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate."""
         self.grad_norm = np.full(_FIRST_ROWS, np.nan)
         self.learning_rate = np.full(_FIRST_ROWS, np.nan)
         self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        """Seconds from the start of the step to its update; shape (attempts, groups), as `load`."""
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, turns)
 
@@ -431,10 +427,7 @@ class RunState:
         return self._losses.found
 
     def params(self) -> dict[tuple[int, str], frozenset[str]]:
-        """(committed steps, kind of digest) -> the groups' digests of parameters, without those that a restart undid.
-
-        Kinds are `digest` and `sha256`, as in `ParamsRecord`.
-        """
+        """(committed steps, `digest` or `sha256`) -> digests of the groups' parameters, but for undone steps."""
         restarted_at = [entry.step for _, entry in self.folding.restarts.values()] if self.folding else []
         return {
             (step, kind): frozenset(digests)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.log.loss_sum import LossSum
+from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.mcore.gradients.checksums import SumChecks
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (

@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from spare_megatron.core.saves.cadence import optimal_cadence_s
+from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.stacking.golomb import check_redundancy
 from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits, Policy
 from spare_megatron.tools.plan.forecast import Forecast, forecast, forecast_with_reform, forecast_with_rejoin
@@ -42,8 +42,8 @@ def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float,
 def best_availability(save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
     """A at the best cadence T_c*: A* = T_f / (T_f + T_r) exp(-T_c* / T_f). Arguments and errors as for `availability`.
 
-    At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.saves.cadence`. At least 1e-300, so
-    that a time to train divided by it stays finite.
+    At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.saves.survival`. At least 1e-300,
+    so that a time to train divided by it stays finite.
 
     >>> round(best_availability(60.0, 90000.0, 3600.0), 4)
     0.9269

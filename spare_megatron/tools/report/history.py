@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.journal.fold import Committed
-from spare_megatron.journal.losses import losses_of
 from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second

@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from spare_megatron.core.saves.cadence import optimal_cadence_s
 from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
+from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import PlacementKind, make_placement

@@ -7,8 +7,7 @@ from math import inf
 
 import numpy as np
 
-from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.controller.controller_setup import ControllerSetup
+from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RunStarted, VotesRead

@@ -1,8 +1,8 @@
 """What audits cost and find: closed forms over the steps between them.
 
-An audit is one microbatch of the m that a group computes in a step, for each group in every E-th step. A lasting fault
-of a group is found in the next step with audits, for certain. A fault in a single microbatch is found if that one is
-audited, which is one of m in one of E steps: its share equals the price.
+An audit is one microbatch of the m that a group computes in a step, for each group in every E-th step. The next one
+finds a lasting fault of a group. A fault in a single microbatch is found if that one is audited: one of m, in one of E
+steps, so that the share found equals the price.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ from spare_megatron.tools.plan.reforming_costs import ReformTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTimes:
-    """What saves and restarts take."""
-
     save_s: float
     """T_s, seconds that training stops for a save; above 0."""
     restart_s: float
@@ -73,7 +71,6 @@ class ClusterFacts:
 
     @property
     def has_domains(self) -> bool:
-        """Whether whole domains are lost as well."""
         return self.domain_interval_s < inf
 
     @property

@@ -59,21 +59,14 @@ class ReformTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MissingGroups:
-    """How many groups are missing over a run: P(j groups) at each time; shape (times, most + 1).
-
-    `on_edge`: P(j groups, and the next lost machine makes it one more); `at_edge`: machines that are away then, by j.
-    """
+    """How many groups are missing over a run: P(j groups) at each time; shape (times, most + 1)."""
 
     times_s: FloatArray
     shares: FloatArray
     on_edge: FloatArray
+    """P(j groups, and the next lost machine makes it one more)."""
     at_edge: FloatArray
-
-    @property
-    def mean(self) -> FloatArray:
-        """Their mean at each time."""
-        found: FloatArray = self.shares @ np.arange(self.shares.shape[1])
-        return found
+    """Machines that are away then, by j."""
 
 
 def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes) -> MissingGroups:
@@ -129,8 +122,7 @@ def survival(
     missing, unless one of the machines away is repaired within W. T_f is the mean time without a restart over the
     probability of one, within the run. Pauses: all q are away for the share (A / (F + A))^q, for A less 2 `late_s`; all
     r are missing until a machine is repaired. Derived: missing groups are taken as spread over the shards at random,
-    and shards as independent. 9% high to 18% low against counted events, N = 60, M = 10, r = 2 and 3
-    (tests/unit/test_planner_reforming.py).
+    and shards as independent.
     """
     n, r = num_groups, redundancy
     missing = missing_groups(n, group_interval_s, reform)

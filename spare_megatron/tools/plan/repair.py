@@ -76,10 +76,8 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
     e_i = F / (r - i) * (1 + i / R * e_(i-1)); the result is the sum of e_0 to e_(r-1). Of the losses of a last host
     only the share exp(-r W / R) counts: e_(r-1) has F over that in the place of F.
 
-    >>> shard_time_to_wipe_out_s(1, RepairTimes(group_interval_s=50.0, repair_s=5.0))
-    50.0
-    >>> shard_time_to_wipe_out_s(2, RepairTimes(group_interval_s=50.0, repair_s=5.0))
-    325.0
+    >>> [shard_time_to_wipe_out_s(hosts, RepairTimes(group_interval_s=50.0, repair_s=5.0)) for hosts in (1, 2)]
+    [50.0, 325.0]
     """
     total_s = step_s = 0.0
     for i in range(redundancy):
@@ -98,11 +96,9 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
 
     P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - P(all hosts of one shard were down together by t), from the matrix
     exponential of the chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are more than 1000
-    relaxation times apart, S_1 is exponential and the mean is that of one shard over N.
-    Derived. Where wipe-outs are rare only the mean of repair times matters (a shard reaches all-down at rate r u^(r-1)
-    (1 - u) / F for any distribution); elsewhere they are taken as exponential. A lower bound, since shards that share
-    hosts fail together more often: the mean is 0 to 9% low against simulated events, N in {13, 31, 60, 200}, r in {2,
-    3, 4}, u from 0.01 to 0.3.
+    relaxation times apart, S_1 is exponential and the mean is that of one shard over N; there only the mean of repair
+    times matters (a shard reaches all-down at rate r u^(r-1) (1 - u) / F for any distribution), elsewhere they are
+    exponential. Derived; a lower bound, since shards that share hosts fail together more often.
     """
     rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:

@@ -15,7 +15,7 @@ from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.formats.parsed_quantities import parse_duration_s, parse_redundancies
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import INTERRUPTED, raising
-from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
+from spare_megatron.tools.plan.plan_command import Join, Machines, Reform, Repair
 
 if TYPE_CHECKING:
     from spare_megatron.tools.simulate.scenario import Scenario

@@ -17,8 +17,7 @@ from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_ou
 from spare_megatron.tools.plan.readmission import hardware_wait_s
 from spare_megatron.tools.plan.reforming_costs import ReformTimes
 from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out_s, survival
-from spare_megatron.tools.simulate.failures import FailureSpec
-from spare_megatron.tools.simulate.slow_groups import SlowSpec
+from spare_megatron.tools.simulate.failures import FailureSpec, SlowSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,6 @@ class CostModel:
 
 _LEAST_ABSENCE_S = 1e-3
 """`tools.plan.repair` needs a repair time above 0."""
-
-
 SimulatedPolicy = Literal["checkpoint_only", "replication", "spare"]
 
 

@@ -5,8 +5,8 @@ the code, identifies it in a file of results, so that results of other scenarios
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,11 @@ from scipy.special import stdtrit
 from spare_megatron.formats.whole_files import parsed_json
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import SlowSpec
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
-from spare_megatron.tools.simulate.slow_groups import SlowSpec
-from spare_megatron.tools.simulate.world import Stalled
+from spare_megatron.tools.simulate.spare_run import Clock
+from spare_megatron.tools.simulate.world import Result, Stalled
 from spare_megatron.version import code_digest
-
-Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
 _CODE = ("stacking", "core", "tools/plan", "tools/simulate")
@@ -94,6 +93,11 @@ class CaseResult:
     """Why the run was given up, in which case there are no figures; else empty."""
 
 
+_COUNTS = ("restarts", "losses", "state_wipe_outs", "pauses")
+_KEPT = [field.name for field in fields(CaseResult) if hasattr(Result, field.name) and field.name != "terms"]
+"""What a case keeps of `world.Result` as it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A mean, and half the width of its 95% confidence interval by Student's t; None with fewer than two samples."""
@@ -164,31 +168,13 @@ def cases_of(scenarios: Iterable[Scenario], num_seeds: int) -> tuple[Case, ...]:
 
 def run_case(case: Case, clock: Clock) -> CaseResult:
     """Simulates a case; `clock` gives the real seconds of the simulation and its decisions."""
-    began_s = clock()
+    scenario, began_s = case.scenario, clock()
+    found: dict[str, Any]
     try:
-        result = simulate(case.scenario, case.seed, clock=clock)
+        result = simulate(scenario, case.seed, clock=clock)
+        found = {name: getattr(result, name) for name in _KEPT} | {"terms": result.excess()}
     except Stalled as stalled:
-        return replace(_nothing_of(case), stalled=str(stalled), wall_s=clock() - began_s)
-    return replace(
-        _nothing_of(case),
-        num_steps=result.num_steps,
-        end_s=result.end_s,
-        failure_free_s=result.failure_free_s,
-        time_to_train_ratio=result.time_to_train_ratio,
-        availability=result.availability,
-        restarts=result.restarts,
-        state_wipe_outs=result.state_wipe_outs,
-        pauses=result.pauses,
-        losses=result.losses,
-        losses_by_cause=result.losses_by_cause,
-        terms=result.excess(),
-        decision_s=result.decision_s,
-        wall_s=clock() - began_s,
-    )
-
-
-def _nothing_of(case: Case) -> CaseResult:
-    scenario = case.scenario
+        found = {"stalled": str(stalled)}
     return CaseResult(
         digest=case.digest,
         name=scenario.name,
@@ -197,12 +183,9 @@ def _nothing_of(case: Case) -> CaseResult:
         num_groups=scenario.num_groups,
         redundancy=scenario.hosts_per_shard,
         seed=case.seed,
+        **found,
+        wall_s=clock() - began_s,
     )
-
-
-def pending(cases: Iterable[Case], done: Mapping[str, CaseResult]) -> tuple[Case, ...]:
-    """The cases without a result in `done`."""
-    return tuple(case for case in cases if case.digest not in done)
 
 
 def encode_result(result: CaseResult) -> str:
@@ -214,17 +197,13 @@ def decode_results(text: str) -> dict[str, CaseResult]:
     """Digest -> result of every line; ValueError if one is none. A last line without its end is cut off and ignored."""
     results: dict[str, CaseResult] = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
-        result = _decode(line, number)
+        try:
+            values: Any = parsed_json(line)
+            result = CaseResult(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
         results[result.digest] = result
     return results
-
-
-def _decode(line: str, number: int) -> CaseResult:
-    try:
-        fields: Any = parsed_json(line)
-        return CaseResult(**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
@@ -254,10 +233,7 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
         seeds=len(results),
         time_to_train_ratio=estimate([result.time_to_train_ratio for result in results]),
         availability=estimate([result.availability for result in results]),
-        restarts=float(np.mean([result.restarts for result in results])),
-        losses=float(np.mean([result.losses for result in results])),
-        state_wipe_outs=float(np.mean([result.state_wipe_outs for result in results])),
-        pauses=float(np.mean([result.pauses for result in results])),
+        **{name: float(np.mean([getattr(result, name) for result in results])) for name in _COUNTS},
         losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,
         terms=_means([result.terms for result in results]),

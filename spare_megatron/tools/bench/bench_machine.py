@@ -25,8 +25,6 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory in bytes."""
-
     host_bytes: int
     """Largest peak (VmHWM, proc(5)) of any of the processes."""
     device_bytes: int

@@ -23,7 +23,6 @@ NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
 _STEPS_TO_GO = 3
 """Steps before the end at which memory is measured, while no rank has exited."""
-
 OURS, PLAIN = "ours", "plain"
 
 

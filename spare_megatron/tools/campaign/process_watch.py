@@ -38,8 +38,6 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """Findings about the processes of a run."""
-
     num_processes: int
     growth: Holdings
     """Largest growth of any process: the median over the last quarter of its samples minus that over the second. In the
@@ -53,7 +51,6 @@ class ProcessReport:
 
 
 _THINGS = tuple(item.name for item in fields(Holdings))
-
 MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
 """Growth beyond this is a leak. Connections to each group come on top."""
 _MOST_COMMUNICATORS = 2

@@ -9,8 +9,6 @@ from spare_megatron.machine.gpus import Gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts that a node reports about itself."""
-
     host: str
     versions: Mapping[str, str]
     """Package -> version; empty if absent."""

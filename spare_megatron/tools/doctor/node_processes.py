@@ -18,15 +18,12 @@ from spare_megatron.process.node_connection import Listener
 
 _POLL_S = 0.2
 _END_S = 5.0
-
 StartNode = Callable[[int, Path], "subprocess.Popen[bytes]"]
 """Starts the process of a node, with its output in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """How the processes of the nodes come."""
-
     folder: Path
     """Where the nodes meet; all of them share it."""
     host: str

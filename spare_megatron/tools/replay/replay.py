@@ -54,16 +54,12 @@ class MicrobatchReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayMachine:
-    """A machine that has computed ranks of the replay."""
-
     node: int
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The replay of a step."""
-
     step: int
     path: str
     """Folder of the parameters."""

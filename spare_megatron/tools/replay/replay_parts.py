@@ -79,7 +79,6 @@ class Computed:
 
 
 def folder_of_replay(run_dir: Path) -> Path:
-    """Where the machines of a replay meet."""
     return run_dir / "replay"
 
 

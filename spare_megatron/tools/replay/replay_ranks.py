@@ -23,7 +23,6 @@ from spare_megatron.version import code_digest
 _POLL_S = 0.05
 _SHOWN = 2000
 """Characters of what a rank has printed before it failed."""
-
 OfRank = list[dict[str, Any]]
 """What a rank finds: of each microbatch its boundaries on this rank, its number and its samples."""
 

@@ -14,7 +14,6 @@ from spare_megatron.tools.plan import domains, readmission, repair
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.facts import ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks, wait_for_data
-from spare_megatron.tools.plan.reforming_costs import ReformTimes, missing_groups, time_without_machines_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,9 @@ def forecast_with_rejoin(
     return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times) * again, pauses=waits)
 
 
-def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: ReformTimes) -> Forecast:
+def forecast_with_reform(
+    facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: reforming.ReformTimes
+) -> Forecast:
     """The forecast where a loss takes a machine and groups are re-formed from broken ones, over `reform.run_s`.
 
     The groups down are those that machines are missing for (`tools.plan.reforming_costs.missing_groups`) and those that
@@ -106,9 +107,9 @@ def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches:
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     ready_per_s = np.full_like(costs.makespans, 1 / interval_s)
     step_s = readmission.step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
-    missing = missing_groups(n, facts.group_interval_s, reform)
+    missing = reforming.missing_groups(n, facts.group_interval_s, reform)
     if facts.last_resort:
-        lived_s = min(time_without_machines_s(n, facts.group_interval_s, reform), LONGEST_S)
+        lived_s = min(reforming.time_without_machines_s(n, facts.group_interval_s, reform), LONGEST_S)
         spent_s, waits = np.diff(missing.times_s, prepend=0.0), repair.Pauses()
     else:
         until_commit = replace(reform, reform_s=reform.reform_s + step_s[0] / 2)

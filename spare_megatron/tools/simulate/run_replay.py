@@ -144,10 +144,12 @@ class Prediction:
 
     measured_s: float
     predicted_s: float | None
+    error: float | None
 
-    @property
-    def error(self) -> float | None:
-        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
+
+def _prediction(measured_s: float, predicted_s: float | None) -> Prediction:
+    error = None if predicted_s is None or not measured_s else predicted_s / measured_s - 1
+    return Prediction(measured_s=measured_s, predicted_s=predicted_s, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +221,8 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
         joins=joins,
         median_recovery=_median_of([recovery.time for recovery in compared]),
         median_join=_median_of([join.time for join in joins]),
-        wall=Prediction(
-            measured_s=_wall_s(steps),
-            predicted_s=_predicted_wall_s(simulated_steps, steps, recoveries.values(), scatter or Scatter()),
+        wall=_prediction(
+            _wall_s(steps), _predicted_wall_s(simulated_steps, steps, recoveries.values(), scatter or Scatter())
         ),
     )
 
@@ -272,9 +273,8 @@ def _compare_steps(measured: Sequence[MeasuredStep], predicted: Sequence[Measure
         StepPrediction(
             num_alive=num_alive,
             num_steps=len(samples_s[num_alive]),
-            time=Prediction(
-                measured_s=median(samples_s[num_alive]),
-                predicted_s=median(predicted_s[num_alive]) if num_alive in predicted_s else None,
+            time=_prediction(
+                median(samples_s[num_alive]), median(predicted_s[num_alive]) if num_alive in predicted_s else None
             ),
         )
         for num_alive in sorted(samples_s, reverse=True)
@@ -297,9 +297,7 @@ def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> Re
         lost=recovery.lost,
         phase=recovery.phase,
         num_patched=recovery.num_patched,
-        time=Prediction(
-            measured_s=recovery.total_s, predicted_s=predicted_s.get(recovery.step) if times.is_retried else None
-        ),
+        time=_prediction(recovery.total_s, predicted_s.get(recovery.step) if times.is_retried else None),
     )
 
 
@@ -309,7 +307,7 @@ def _compare_joins(measured: Sequence[JoinTime], predicted: Sequence[JoinTime]) 
         JoinPrediction(
             step=join.step,
             groups=join.groups,
-            time=Prediction(measured_s=join.pause_s, predicted_s=predicted_s.get(join.step)),
+            time=_prediction(join.pause_s, predicted_s.get(join.step)),
         )
         for join in measured
     )
@@ -319,6 +317,4 @@ def _median_of(times: Sequence[Prediction]) -> Prediction | None:
     pairs = [(time.measured_s, time.predicted_s) for time in times if time.predicted_s is not None]
     if not pairs:
         return None
-    return Prediction(
-        measured_s=median(measured for measured, _ in pairs), predicted_s=median(predicted for _, predicted in pairs)
-    )
+    return _prediction(median(measured for measured, _ in pairs), median(predicted for _, predicted in pairs))

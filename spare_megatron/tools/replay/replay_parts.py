@@ -70,14 +70,6 @@ class Part:
     ranks: tuple[PartRank, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    """What each rank of the group has found, and node -> host of the machines that have computed."""
-
-    of_ranks: list[OfRank]
-    hosts: dict[int, str]
-
-
 def folder_of_replay(run_dir: Path) -> Path:
     return run_dir / "replay"
 
@@ -162,8 +154,11 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Part:
 # ------------------------------------------------------------------------------------------------------- the machines
 
 
-def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mapping[str, Any], where: Where) -> Computed:
-    """Has the machines compute `task`, with what all ranks are to do, and leaves no process on any of them.
+def compute(
+    config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mapping[str, Any], where: Where
+) -> tuple[list[OfRank], dict[int, str]]:
+    """Has the machines compute `task`, with what all ranks are to do, and leaves no process on any of them. Returns
+    what each rank has found, and node -> host of the machines.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """
@@ -175,7 +170,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mappi
         nodes, host = NodeProcesses(), "127.0.0.1"
         for node in (part.node for part in parts if part.node not in remote):
             nodes.connections[node] = held.enter_context(served_here(answer_requests))
-        held.enter_context(nodes.closed_at_the_end())
+        held.callback(nodes.close)
         if remote:
             meeting = _meeting(config, run_dir, remote, where)
             held.enter_context(locked(meeting.folder))
@@ -188,10 +183,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], task: Mappi
         store = tcp_store.listen(host, timedelta(seconds=config.control.startup_timeout_s))
         orders = {part.node: _order(config, part, {**task, "store": [host, store.port]}) for part in parts}
         found = _collect(nodes, orders, facts, where)
-        return Computed(
-            of_ranks=[found[rank] for rank in range(len(found))],
-            hosts={part.node: facts[part.node].host for part in parts},
-        )
+        return [found[rank] for rank in range(len(found))], {part.node: facts[part.node].host for part in parts}
 
 
 def _remote(config: RunConfig, parts: Sequence[Part], where: Where) -> tuple[int, ...]:

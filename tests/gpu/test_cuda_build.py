@@ -14,7 +14,7 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.tools.doctor.node_survey import examine_node
+from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
 
 pytestmark = [
     pytest.mark.cuda_build,
@@ -71,5 +71,5 @@ def test_torch_reads_the_variables_that_are_set() -> None:
 
 def test_the_nccl_that_is_loaded_is_supported_and_reported(tmp_path: Path) -> None:
     nccl.check_nccl()
-    facts = examine_node(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token=".")
+    facts = examine_node(FactsWanted(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token="."))
     assert facts.versions["NCCL"] == ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version()))

@@ -15,7 +15,7 @@ from spare_megatron.driver import run
 from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
 from spare_megatron.store import etcd_gateway
 from spare_megatron.tools.doctor import node_survey as node_facts
-from spare_megatron.tools.doctor.node_survey import examine_node
+from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +56,7 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
     monkeypatch.setattr(node_facts, "silence_of", lambda _: "etcdserver: no leader")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         control = ControlConfig(store="etcd", endpoints=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
-        found = examine_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
+        found = examine_node(FactsWanted(data=DataConfig(), control=control, ports=(), folder=tmp_path, token="."))
     assert (found.store_failures, found.store_space) == ({}, None)
     assert found.store_refusal == "no member that has a quorum answers within 5 s: etcdserver: no leader"
 

@@ -13,7 +13,7 @@ from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
 from spare_megatron.tools.doctor.node_preflight import examine, serve_examination
-from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
+from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 60.0
@@ -147,14 +147,14 @@ def test_files_that_were_there_stay(config: RunConfig, tmp_path: Path) -> None:
 def test_what_a_node_lacks_it_says(tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken, unheard() as deaf:
         answering, deaf_port = taken.getsockname()[1], deaf.getsockname()[1]
-        facts = examine_node(
+        wanted = FactsWanted(
             data=DataConfig(corpus=str(tmp_path / "none")),
             control=ControlConfig(endpoints=(f"http://{LOOPBACK}:{answering}", f"http://{LOOPBACK}:{deaf_port}")),
             ports=(answering, 0),  # some port is always free
             folder=tmp_path / "elsewhere",
             token="token",
-            visible_s=0.0,
         )
+        facts = examine_node(wanted, visible_s=0.0)
     assert facts.busy_ports == (answering,)
     assert facts.store_failures == {f"http://{LOOPBACK}:{deaf_port}": "Connection refused"}
     assert facts.corpus_bytes == (None, None)
@@ -165,7 +165,7 @@ def test_what_a_node_lacks_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_gpus_are_seen_with_their_memory(tmp_path: Path) -> None:
-    facts = examine_node(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token=".")
+    facts = examine_node(FactsWanted(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token="."))
     assert facts.gpus
     assert all(0 < gpu.free_bytes <= gpu.memory_bytes for gpu in facts.gpus)
     assert facts.gpu_driver

@@ -11,28 +11,18 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.config.schema import ControlConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
-from spare_megatron.tools.doctor.node_survey import Sink, examine_node, send_speed, write_speed
+from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 
 _FACTS_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
 """Longest wait for a node's answer to each request."""
 _NUM_TIMES = 8
 _MOST_ROUNDS = 64
 """Limit of consecutive write tests, about a second each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FactsWanted:
-    data: DataConfig
-    control: ControlConfig
-    ports: tuple[int, ...]
-    folder: Path
-    token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +77,7 @@ def examine(
         nodes = NodeProcesses()
         if start is None:
             nodes.connections[0] = held.enter_context(served_here(partial(_answer_requests, host=host)))
-        held.enter_context(nodes.closed_at_the_end())
+        held.callback(nodes.close)
         meeting = Meeting(
             folder=folder,
             host=host,
@@ -136,7 +126,7 @@ class _Examination:
     def _collect_facts(self) -> dict[int, _NodeExamined]:
         num_nodes = len(self._names)
         orders = {
-            node: _FactsWanted(
+            node: FactsWanted(
                 data=self._config.data,
                 control=self._config.control,
                 ports=own_etcd_ports(self._config, node, num_nodes),
@@ -208,8 +198,8 @@ def _answer_requests(driver: Connection, host: str) -> None:
     with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
         while True:
             match driver.recv():
-                case _FactsWanted(data=data, control=control, ports=ports, folder=folder, token=token):
-                    facts = examine_node(data=data, control=control, ports=ports, folder=folder, token=token)
+                case FactsWanted() as wanted:
+                    facts = examine_node(wanted)
                     driver.send(_NodeExamined(facts=facts, host=host, port=sink.port, key=sink.key))
                 case _TellTime():
                     driver.send(time.time())

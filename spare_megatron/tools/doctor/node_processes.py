@@ -67,13 +67,9 @@ class NodeProcesses:
             self._lose(node, f"no answer within {limit_s:g} s; a file system or a GPU there may hang")
         return answers
 
-    @contextlib.contextmanager
-    def closed_at_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for connection in self.connections.values():
-                connection.close()
+    def close(self) -> None:
+        for connection in self.connections.values():
+            connection.close()
 
     def _lose(self, node: int, failure: str) -> None:
         self.failures[node] = failure
@@ -115,8 +111,7 @@ def connected(nodes: NodeProcesses, awaited: Sequence[int], meeting: Meeting) ->
     finally:
         for listener in listeners.values():
             listener.close()
-        for connection in nodes.connections.values():
-            connection.close()
+        nodes.close()
         _end_steps(steps.values())
         _clear(meeting, is_new=is_new)
 

@@ -11,9 +11,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -114,16 +114,19 @@ _MOST_PIECES = 8
 _MOST_S = 1.0
 
 
-def examine_node(
-    *,
-    data: DataConfig,
-    control: ControlConfig,
-    ports: Sequence[int],
-    folder: Path,
-    token: str,
-    visible_s: float = _VISIBLE_S,
-) -> NodeFacts:
-    """Collects the facts about this machine. The file `token`, from the driver, is visible within `visible_s`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactsWanted:
+    data: DataConfig
+    control: ControlConfig
+    ports: tuple[int, ...]
+    folder: Path
+    token: str
+    """A file that the driver has made in the folder."""
+
+
+def examine_node(wanted: FactsWanted, visible_s: float = _VISIBLE_S) -> NodeFacts:
+    """Collects the facts about this machine. The file of the driver is visible within `visible_s`."""
+    control, folder = wanted.control, wanted.folder
     gpus = visible_gpus()
     versions, torch_failure = _torch_facts(has_gpus=bool(gpus))
     limits = process_limits()
@@ -143,12 +146,12 @@ def examine_node(
         open_files_most=limits.open_files_most,
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
-        busy_ports=tuple(port for port in ports if _is_busy(port)),
+        busy_ports=tuple(port for port in wanted.ports if _is_busy(port)),
         store_failures=store_failures,
         store_refusal=store_refusal,
         store_space=store_space,
-        corpus_bytes=tuple(map(_size, input_files(data))),
-        sees_folder=_appears(folder / token, visible_s),
+        corpus_bytes=tuple(map(_size, input_files(wanted.data))),
+        sees_folder=_appears(folder / wanted.token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
         address_space_bytes=limits.address_space_bytes,
         temp_folder=limits.temp_folder,

@@ -39,7 +39,7 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     P(no wipe-out after k losses) F / (N - k). Derived. ValueError if a value is out of its range.
 
     >>> [round(state_time_to_wipe_out_s(600, hosts, 180000.0, 60.0) / 60) for hosts in (1, 2)]
-    [5, 7505]
+    [5, 7508]
     """
     if back_s is not None:
         repair = RepairTimes(group_interval_s=group_interval_s, repair_s=back_s)

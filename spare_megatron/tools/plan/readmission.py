@@ -118,8 +118,7 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
     log_share[is_enough] = np.log((k[is_enough, None] - i) / np.maximum(num_groups - 1 - i, 1)).sum(axis=1)
     with np.errstate(divide="ignore"):
         log_mean = np.logaddexp.reduce(np.log(num_down) + np.minimum(log_share, 0.0))
-    share = min(float(np.exp(log_mean / (redundancy - 1))), 1 - 1e-6)
-    share = max(share, 1e-12)
+    share = min(max(float(np.exp(log_mean / (redundancy - 1))), 1e-12), 1 - 1e-6)
     return RepairTimes(group_interval_s=group_interval_s, repair_s=group_interval_s * share / (1 - share))
 
 

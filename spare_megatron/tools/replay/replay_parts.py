@@ -169,7 +169,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], wanted: Wan
         nodes, host = NodeProcesses(), "127.0.0.1"
         for node in (part.node for part in parts if part.node not in remote):
             nodes.connections[node] = held.enter_context(served_here(answer_requests))
-        held.enter_context(nodes.closed_at_the_end())
+        held.callback(nodes.close)
         if remote:
             meeting = _meeting(config, run_dir, remote, where)
             held.enter_context(locked(meeting.folder))

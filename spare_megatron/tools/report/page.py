@@ -47,7 +47,7 @@ _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
 """Title, note, label and values of the plots over steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plot:
     """A plot with its heading and a sentence on how to read it."""
 
@@ -66,8 +66,8 @@ def comparison(histories: Mapping[str, History]) -> str:
     plots = list(curves_of(histories))
     for name, history in histories.items():
         if history.goodput is not None:
-            plots.append(_plot(f"Where the time went: {name}", "", charts.waterfall(history.goodput)))
-        plots.append(_plot(f"Groups over time: {name}", "", charts.presence_map(history)))
+            plots.append(Plot(f"Where the time went: {name}", "", charts.waterfall(history.goodput)))
+        plots.append(Plot(f"Groups over time: {name}", "", charts.presence_map(history)))
     return _render(histories, plots, "")
 
 
@@ -207,15 +207,15 @@ def _speed_of(history: History) -> Iterator[tuple[str, str]]:
 def plots_of(history: History) -> list[Plot]:
     plots = list(curves_of({history.run.name: history}))
     if len(history.steps):
-        plots.append(_plot("Step time", "From commit to commit.", charts.step_times(history)))
+        plots.append(Plot("Step time", "From commit to commit.", charts.step_times(history)))
     if history.goodput is not None:
         note = "A quiet step is the median one with all groups and no fault; what a step took beyond it is lost."
-        plots.append(_plot("Where the time went", note, charts.waterfall(history.goodput)))
+        plots.append(Plot("Where the time went", note, charts.waterfall(history.goodput)))
     if len(history.steps):
         plots += [
-            _plot("Groups over time", "", charts.presence_map(history)),
-            _plot("Step time of each group", "Slow groups stand out as rows.", charts.group_map(history, "step_s")),
-            _plot("Microbatches of each group", "What each group computed.", charts.group_map(history, "load")),
+            Plot("Groups over time", "", charts.presence_map(history)),
+            Plot("Step time of each group", "Slow groups stand out as rows.", charts.group_map(history, "step_s")),
+            Plot("Microbatches of each group", "What each group computed.", charts.group_map(history, "load")),
         ]
     return [*plots, *_paces_of(history), *_loads_of(history)]
 
@@ -224,11 +224,11 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
     """The curves over steps that the runs have: a simulated run has none."""
     losses = _known(histories, lambda history: history.steps.loss)
     if losses:
-        yield _plot("Loss", "Crosses mark steps in which groups were lost.", charts.loss_curves(losses))
+        yield Plot("Loss", "Crosses mark steps in which groups were lost.", charts.loss_curves(losses))
     for title, note, label, values in _CURVES:
         curves = _known(histories, values)
         if curves:
-            yield _plot(title, note, charts.step_curves(curves, label))
+            yield Plot(title, note, charts.step_curves(curves, label))
 
 
 def _known(
@@ -245,10 +245,10 @@ def _paces_of(history: History) -> Iterator[Plot]:
         note = "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. " + _told(
             slowest, history.run.ranks_per_stage
         )
-        yield _plot("Compute of each rank", note, charts.rank_map(history))
+        yield Plot("Compute of each rank", note, charts.rank_map(history))
     if any(paces for _, paces in history.pace_changes):
         note = "Time of a microbatch by which work is dealt. Groups without a line are as fast as most."
-        yield _plot("Pace of each group", note, charts.dealt_paces(history))
+        yield Plot("Pace of each group", note, charts.dealt_paces(history))
 
 
 def _told(slowest: Slowest, ranks_per_stage: int) -> str:
@@ -262,8 +262,4 @@ def _loads_of(history: History) -> Iterator[Plot]:
     hit = [index for index, lost in enumerate(history.steps.lost) if lost and index > 0]
     for index in hit[:MOST_LOADS]:
         title = f"Step {history.steps.step[index]}: {groups_named(history.steps.lost[index])} lost"
-        yield _plot(title, "What each group computed, patches included.", charts.load_around(history, index))
-
-
-def _plot(title: str, note: str, figure: go.Figure) -> Plot:
-    return Plot(title=title, note=note, figure=figure)
+        yield Plot(title, "What each group computed, patches included.", charts.load_around(history, index))

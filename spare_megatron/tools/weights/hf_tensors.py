@@ -68,10 +68,6 @@ class TensorPair:
     parts: Mapping[str, tuple[int, ...]]
     is_transposed: bool
 
-    @property
-    def _is_qkv(self) -> bool:
-        return _is_qkv(self.tensor)
-
     def split(self, values: Tensor, model: Model) -> dict[str, Tensor]:
         blocks = self._blocks_of(values, model)
         if len(self.parts) < len(blocks):
@@ -82,7 +78,7 @@ class TensorPair:
 
     def join(self, parts: Sequence[Tensor], model: Model) -> Tensor:
         blocks = [part.T for part in parts] if self.is_transposed else list(parts)
-        if not self._is_qkv:
+        if not _is_qkv(self.tensor):
             return torch.cat(blocks).view(self.tensor.shape)
         if len(blocks) == 1:
             blocks = list(blocks[0].split(_rows(self.tensor.shape[0], model)))
@@ -90,7 +86,7 @@ class TensorPair:
         return torch.cat(rows, dim=1).view(self.tensor.shape)
 
     def _blocks_of(self, values: Tensor, model: Model) -> list[Tensor]:
-        if not self._is_qkv:
+        if not _is_qkv(self.tensor):
             return list((values.flatten(0, 1) if values.dim() == 3 else values).chunk(len(self.parts)))
         rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
         return [part.reshape(-1, *values.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]

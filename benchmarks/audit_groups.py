@@ -290,8 +290,8 @@ class Spoiling:
         self._undo.append(lambda: setattr(played.trainer, "_forward", forward))
         if case.kind == "data":
 
-            def on_batch(chunk: Any, number: int) -> Any:
-                values = {key: value.clone() for key, value in batch(chunk, number).items()}
+            def on_batch(number: int) -> Any:
+                values = {key: value.clone() for key, value in batch(number).items()}
                 if spoiler.is_on and "tokens" in values:
                     values["tokens"].view(-1)[case.bit] ^= 1
                     values["labels"].view(-1)[case.bit] ^= 1

@@ -28,9 +28,9 @@ from spare_megatron.cli.console import RunConsole
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray, IntArray, make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes
+from spare_megatron.tools.simulate.engine import IsWhole, disjoint_sets, run_replication
 from spare_megatron.tools.simulate.failures import FailureProcess, FailureSpec, Loss, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
-from spare_megatron.tools.simulate.replication import IsWhole, disjoint_sets, run_replication
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.tools.simulate.spare_run import SpareRun

@@ -24,15 +24,7 @@ from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.doctor import check_program, doctor
 from spare_megatron.tools.plan import plan_command as plan
 from spare_megatron.tools.replay import replay_command as replay
-from spare_megatron.tools.report import (
-    report_command as report,
-)
-from spare_megatron.tools.report import (
-    serve_command as serve,
-)
-from spare_megatron.tools.report import (
-    timeline_command as timeline,
-)
+from spare_megatron.tools.report import report_commands
 from spare_megatron.tools.simulate import simulate_command as simulate
 from spare_megatron.tools.text import preprocess
 from spare_megatron.tools.text import tokenizer_command as tokenizer
@@ -81,13 +73,13 @@ _COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
     job.logs: (_RUN, ("group", "incarnation")),
     membership.drain: (_RUN, ("group", "drain", "place")),
     membership.grow: (_RUN, ("group", "place")),
-    serve.serve: (_RUN, ("step", "load", "patch", "scatter")),
+    report_commands.serve: (_RUN, ("step", "load", "patch", "scatter")),
     job.cancel: (_RUN, ()),
     check.check: (_AFTER, ("step", "attempt", "epoch", "fence")),
     audit.audit: (_AFTER, ("step", "attempt", "audit")),
     replay.replay: (_AFTER, ("step", "microbatch", "group")),
-    report.report: (_AFTER, ("step", "load", "patch", "scatter")),
-    timeline.timeline: (_AFTER, ("step", "attempt", "incarnation")),
+    report_commands.report: (_AFTER, ("step", "load", "patch", "scatter")),
+    report_commands.timeline: (_AFTER, ("step", "attempt", "incarnation")),
 }
 """For each command its heading, and the terms that its help explains."""
 

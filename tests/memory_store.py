@@ -31,7 +31,7 @@ class MemoryStore:
         self.num_reads += 1
         return [self.data.get(key) for key in keys]
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         return str(self.data.setdefault(key, value))
 
     def exists(self, key: str) -> bool:

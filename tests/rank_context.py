@@ -10,7 +10,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.optimizer_state import ReplicatedState
+from spare_megatron.state.optimizer_state import OptimizerState
 from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.store import keys
 
@@ -47,5 +47,5 @@ def rank_context(
     addresses = {keys.piece_server(other, 0): str(address) for other, address in (servers or {}).items()}
     names = [field.name for field in fields(RankContext) if field.init]
     ctx = RankContext(**dict.fromkeys(names) | known | parts)  # type: ignore[arg-type]
-    ctx.optimizer_state = ReplicatedState(SimpleNamespace(gradients=None), ctx.communicator)  # type: ignore[arg-type]
+    ctx.optimizer_state = OptimizerState(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     return ctx

@@ -1,4 +1,1 @@
-"""The `spare` commands that start, watch, change and check runs; each imports what it needs when it runs.
-
-A command is in the module of its name.
-"""
+"""The `spare` commands that start, watch, change and check runs; each imports what it needs when it runs."""

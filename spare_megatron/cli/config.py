@@ -36,7 +36,7 @@ def list_presets(as_json: AsJson = False) -> None:
     are complete but for your corpus; those of models and clusters are for `include`, and `spare submit --cluster`.
     """
     from spare_megatron.cli.config_table import print_presets
-    from spare_megatron.config.presets import description, shipped_presets
+    from spare_megatron.config.loader import description, shipped_presets
 
     presets = {
         name: {"kind": file.parent.name, "description": description(file), "file": str(file)}

@@ -26,10 +26,7 @@ def is_to_be_made(data: "DataConfig") -> bool:
 
 
 def make_demo_corpus(command: str) -> None:
-    """Makes it of the text files of Python's standard library; announces that in the name of the command.
-
-    Raises ValueError if `spare preprocess` fails, whose message is on stderr by then.
-    """
+    """Makes it of the text files of Python's standard library. ValueError: `spare preprocess` fails, and says why."""
     text = sysconfig.get_paths()["stdlib"]
     message(command, f"making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)")
     options = [word for suffix in _SUFFIXES for word in ("--suffix", suffix)]

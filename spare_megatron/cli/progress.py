@@ -241,7 +241,7 @@ class RunProgress:
 
 def describe_request(by: str, limit_s: float | None) -> str:
     """A line about a request to end the run."""
-    text = f"{by}: the run ends after the step under way, with a checkpoint"
+    text = f"{by}: the run ends after the step under way, with a checkpoint if more were to come"
     if limit_s is None:
         return text
     return f"{text}; a second signal ends it at once, as does the end of control.end_grace_s={limit_s:g}"

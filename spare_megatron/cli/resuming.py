@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A run that goes on from the newest checkpoint, where there is any.
-
-    Attributes:
-        run_dir: Where it writes; None if it may choose.
-        finished: The checkpoint of a training that is finished: nothing is left to train.
+    """A run that goes on from the newest checkpoint, if any. `finished`: the checkpoint of a training with nothing left
+    to do.
     """
 
     config: "RunConfig"

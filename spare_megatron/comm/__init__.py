@@ -1,4 +1,1 @@
-"""Communicators across groups, rebuilt in place, and the sums over them.
-
-Start with `communicators`, then `bucket_exchange`; `nccl` has every NCCL setting.
-"""
+"""Communicators across groups, rebuilt in place, and the sums over them. Start with `communicators`."""

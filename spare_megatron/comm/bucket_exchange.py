@@ -4,7 +4,7 @@ A local sum is judged on the device, copied to a staging buffer and summed over 
 local one once every group holds it. A commit writes all staged sums, a new attempt only those that are kept. A sum to
 which a group brings unsound gradients arrives with their number: it ends the attempt on every rank that receives it.
 Complete sums are checked on the device, and what is wrong is found when the attempt ends.
-Ranks of a group post at the same points of backward passes (docs/protocol.md, Order of posts).
+Ranks of a group post at the same points of backward passes (docs/protocol_sums.md, Order of posts).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,8 @@ from spare_megatron.mcore.trainer import GroupTrainer
 
 
 class BucketExchange:
-    """The buckets of the rank at index `position` of its group, attempt by attempt.
-
-    `lanes`: the positions that hold the same part of the model, its own included. `is_alone`: the group has no other
-    rank. A gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check.
+    """The buckets of rank `position` of its group, attempt by attempt. `lanes`: the positions that hold the same part
+    of the model. A gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check.
     """
 
     def __init__(
@@ -172,10 +170,9 @@ class BucketExchange:
         self.is_early, self._num_computed = True, num_computed
 
     def send_ready(self, num_ready: int, is_decided: Callable[[], bool]) -> None:
-        """Called in a backward pass, which goes on afterwards: sends the first `num_ready` buckets.
-
-        A rank alone in its group sends as far as the window allows and never waits. Others wait for the communicator
-        and the window, so that all of them post at the same point.
+        """Sends the first `num_ready` buckets from within a backward pass. A rank alone in its group sends as far as
+        the window allows and never waits. Others wait for the communicator and the window, so that all post at the same
+        point.
         """
         if self._is_alone:
             if self.communicator.is_ready():
@@ -186,9 +183,8 @@ class BucketExchange:
                 self._send_all(num_ready, is_decided)
 
     def sum_rest(self, is_decided: Callable[[], bool]) -> None:
-        """Sums until this rank is complete, the log decides the attempt, or the connection breaks.
-
-        Collective over: rank j of every member group. After a failure this attempt sends no more.
+        """Sums until this rank is complete, the log decides the attempt, or the connection breaks and it sends no more.
+        Collective over: rank j of every member group.
         """
         self._receive()
         if self.is_complete:
@@ -213,9 +209,8 @@ class BucketExchange:
         return not self._is_unsound and self.communicator.wait(is_decided) and self._receive() > 0
 
     def _send(self, num_ready: int) -> bool:
-        """Sends buckets as far as the window allows. False if a sum or the connection has broken.
-
-        An unsound sum stops the window on all ranks that receive it. So all send the same, whenever they learn of it.
+        """Sends buckets as far as the window allows; False if the connection breaks. An unsound sum stops the window on
+        all ranks that receive it: so all send the same, whenever they learn of it.
         """
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted

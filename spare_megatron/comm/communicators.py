@@ -124,9 +124,8 @@ class CrossGroupCommunicator:
         self._run_in_thread(build, lambda: build.result.append(self._construct(build, len(members), *place)))
 
     def connect_pairs(self, pairs: Collection[tuple[GroupId, GroupId]]) -> None:
-        """Connects (sender, receiver) pairs before `post_shares` needs them; until then sums cannot be posted.
-
-        Collective over: the members that are in a new pair. Does nothing on CPUs, where all pairs are connected.
+        """Connects (sender, receiver) pairs before `post_shares` needs them; sums cannot be posted meanwhile.
+        Collective over: the members that are in a new pair. On CPUs all pairs are connected.
         """
         new = [pair for pair in sorted(set(pairs) - self._linked) if self._group in pair and pair[0] != pair[1]]
         self._linked.update(new)
@@ -162,9 +161,8 @@ class CrossGroupCommunicator:
         return is_there
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
-        """Waits until sums can be posted. Returns False and sets `evidence` if they cannot.
-
-        Does not query the log if the communicator exists: that would overload the store in large runs.
+        """Waits until sums can be posted; False, with `evidence`, if they cannot. Does not query the log if the
+        communicator exists: that would overload the store in large runs.
         """
         if not self._is_alone and not self._finish_build(is_decided):
             return self.give_up()
@@ -195,9 +193,8 @@ class CrossGroupCommunicator:
         return self._start([*(values for values, _ in shares), extras], start)
 
     def post_gather(self, received: torch.Tensor, mine: torch.Tensor) -> bool:
-        """Starts an all-gather: row i of `received` becomes `mine` of the i-th member. Returns as `post` does.
-
-        Collective over: rank j of every member group. Both tensors belong to the communicator as in `post`.
+        """Starts an all-gather: row i of `received` becomes `mine` of the i-th member. Collective, and returns, as
+        `post`.
         """
         return self._post([received, mine], lambda backend: [backend._allgather_base(received.view(-1), mine)])
 
@@ -230,9 +227,8 @@ class CrossGroupCommunicator:
             start(transfer, backend)
 
     def poll(self) -> int:
-        """Number of posted sums, in posting order, that have completed since the last call. Never waits.
-
-        If a connection is broken, all other sums are given up and `evidence` is set.
+        """Number of posted sums, in order, that have completed since the last call. Never waits. If a connection is
+        broken, all other sums are given up and `evidence` is set.
         """
         num_complete = 0
         try:
@@ -246,9 +242,8 @@ class CrossGroupCommunicator:
         return num_complete
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
-        """Waits until the first sum in flight has ended; `poll` then reports whether it succeeded.
-
-        Returns False, with `evidence`, if the log has a newer entry, the timeout expires or no sum is in flight.
+        """Waits until the first sum in flight has ended, with or without success. False, with `evidence`, if the log
+        has a newer entry, the timeout expires or no sum is in flight.
         """
         if not self._in_flight:
             return False
@@ -270,10 +265,7 @@ class CrossGroupCommunicator:
             first.pause(longest_s)
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
-        """Sums one buffer in place; returns whether the sum is complete. If not, the buffer must never be reused.
-
-        Collective over: rank j of every member group.
-        """
+        """Sums one buffer in place; unless it returns True, the buffer must never be reused. Collective as `post`."""
         self.start_attempt()
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
@@ -367,9 +359,7 @@ class CrossGroupCommunicator:
         connection.is_connecting = False
 
     def _why_failed(self, error: Exception) -> Exception:
-        """The error, without its frames: they form a cycle with the build, which would keep the store open until it is
-        garbage-collected.
-        """
+        """The error without its frames, whose cycle with the build would keep the store open."""
         if self._device.type == "cuda" and not isinstance(error, nccl.NoLongerWanted):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again

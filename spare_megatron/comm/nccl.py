@@ -111,9 +111,8 @@ def meet(store: dist.Store, size: int, timeout: timedelta) -> None:
 
 
 def coalesced(backend: Any, device: torch.device, post: Callable[[], object]) -> Any:
-    """Posts point-to-point transfers as one NCCL group and returns their common work. Raises RuntimeError if it fails.
-
-    Runs in its own thread: a failed group stays open and would hold back all later calls of that thread.
+    """Posts point-to-point transfers as one NCCL group, whose work it returns, in a thread of its own: a failed group
+    stays open and would hold back all later calls of that thread. Raises RuntimeError then.
     """
     stream = torch.cuda.current_stream(device)
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -128,9 +127,8 @@ def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object
 
 
 class EndOfWork:
-    """Wakes a waiting thread when a work's kernels have ended. NCCL has no callbacks, so a thread waits for an event.
-
-    Costs a short thread and an event per wait, on a stream of its own, which no other work is issued to.
+    """Wakes a waiting thread when a work's kernels have ended: as NCCL has no callbacks, a short thread waits for an
+    event on a stream of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,9 +163,8 @@ class EndOfWork:
 
 
 def finish(work: Any) -> None:
-    """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed.
-
-    Not by `work.wait()`, which after an error aborts the communicator on the calling thread.
+    """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed. Not by `work.wait()`,
+    which after an error aborts the communicator on the calling thread.
     """
     result = work.get_future_result()  # has an error before the work counts as ended, a success up to 0.1 s later
     if result.done() and result.value() != _SUCCESS:
@@ -199,7 +196,6 @@ def event_now() -> torch.cuda.Event:
 
 class Abort:
     """Aborts a backend in a thread; its sums must not be read. Other threads hold `calls` while they are inside NCCL.
-
     `is_patient`: waits for the call under way however long it takes.
     """
 

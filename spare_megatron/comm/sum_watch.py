@@ -1,7 +1,4 @@
-"""Watches sums on a GPU for the rank's main thread, which may be blocked.
-
-A NCCL kernel that waits for a lost group may block later GPU work, and with it the main thread.
-"""
+"""Watches sums on a GPU for the rank's main thread: a NCCL kernel that waits for a lost group may block it."""
 
 import contextlib
 import threading
@@ -20,9 +17,8 @@ _INTERVAL_S = 0.25
 
 
 class SumWatch:
-    """The watch thread of one rank with a GPU. `connect` opens a store connection, not used while sums complete.
-
-    `head` is the number of log entries folded by the main thread; the next makes the sums in flight obsolete.
+    """The watch thread of one rank with a GPU, with a store connection of its own from `connect`. The log entry after
+    `head`, those that the main thread has folded, makes the sums in flight obsolete.
     """
 
     def __init__(
@@ -41,9 +37,8 @@ class SumWatch:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
 
     def poll(self) -> None:
-        """Aborts the sums in flight if the oldest was in flight and obsolete at the previous check too.
-
-        Raises StoreLost if the store does not answer.
+        """Aborts the sums in flight if the oldest was obsolete at the previous check too. StoreLost: the store does not
+        answer.
         """
         first, head = self._communicator.first_in_flight(), self._head()
         is_same, self._last = first is not None and first is self._last, first

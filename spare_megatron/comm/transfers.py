@@ -15,8 +15,7 @@ from spare_megatron.comm import nccl
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShare:
     """A range of a buffer, summed in place over all members; undefined afterwards on those that do not receive it.
-
-    `recipients` are member indices: first the one that sends the sum to the others; empty means all.
+    `recipients`: member indices, first the one that sends the sum to the others; empty means all.
     """
 
     values: torch.Tensor
@@ -24,9 +23,8 @@ class BucketShare:
 
 
 class SharedBackend:
-    """A backend, with the lock under which threads post to it and poll it: NCCL is not thread-safe.
-
-    `abort` (NCCL only) frees memory that a call under way may use, so it waits for that call and admits no other.
+    """A backend, with the lock under which threads post to it and poll it: NCCL is not thread-safe. `abort` (NCCL only)
+    frees memory that a call under way may use, so it waits for that call and admits no other.
     """
 
     def __init__(self, backend: Any, device: torch.device) -> None:
@@ -143,9 +141,8 @@ class Transfer:
 
 
 class Exchange:
-    """Sums and forwards the shares of one buffer, on the member with index `rank`.
-
-    `is_polled`: point-to-point works report their end to a poller; NCCL's do, gloo's do not.
+    """Sums and forwards the shares of one buffer on member `rank`. `is_polled`: NCCL's point-to-point works report
+    their end.
     """
 
     def __init__(self, backend: Any, rank: int, *, is_polled: bool) -> None:

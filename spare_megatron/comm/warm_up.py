@@ -29,9 +29,8 @@ def no_warm_up(_size: int) -> Iterable[Call]:
 
 
 def warm_up(new_buffer: Callable[[], torch.Tensor], size: int, *, is_stacked: bool) -> Iterable[Call]:
-    """All-reduces of up to the size of a buffer; for stacked state also a reduce and all-gathers.
-
-    The buffer belongs to the stream that is current now, its calls to that of the caller.
+    """All-reduces of up to the size of a buffer, of the current stream; for stacked state also a reduce and
+    all-gathers.
     """
     return _calls(new_buffer(), size, is_stacked=is_stacked)
 

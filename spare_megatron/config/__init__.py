@@ -1,4 +1,1 @@
-"""The settings of a run: schema, presets, overrides, resolved form, and the program's file.
-
-Loads without torch. Start with `schema`.
-"""
+"""The settings of a run: schema, presets, overrides, resolved form, and the program's file. Start with `schema`."""

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,24 @@ from spare_megatron.config.building import advice, build_run_config, nearest, va
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_fields import contradictions
 from spare_megatron.config.object_stores import refusal_of_address
-from spare_megatron.config.presets import preset_file, shipped_presets
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.whole_files import parsed_toml
 
+FOLDER = Path(__file__).parents[1] / "configs"
+KINDS = ("run", "model", "cluster")
+"""Folders of the presets that ship with the package. No two have the same name, whatever their kind."""
+
 INCLUDE = "include"
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_LEAST_LIKENESS = 0.6
+_MOST_SUGGESTED = 4
+
+RETIRED: Mapping[str, tuple[object, str]] = {
+    "checkpoint.restart_window_s": (3600.0, "checkpoint.max_restarts limits the restarts of an hour"),
+    "spare.placement": ("golomb", "other hosts of shards endure fewer losses; `spare simulate` compares them"),
+}
+"""Settings of earlier versions, in the configurations of their runs: the only value that is possible now, and why."""
 
 
 class ConfigError(ValueError):
@@ -54,7 +68,10 @@ class _Mistake:
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: Path | None = None) -> LoadedConfig:
     """Loads a preset (None: the defaults), the cluster preset, then `a.b=value` overrides; raises ConfigError."""
-    return _without_mistakes(*_assemble(_read_all(path, overrides, cluster)))
+    loaded, mistakes = _assemble(_read_all(path, overrides, cluster))
+    if mistakes:
+        raise ConfigError("\n".join(mistake.text for mistake in mistakes))
+    return loaded
 
 
 def load_and_judge(
@@ -77,22 +94,22 @@ def load_and_judge(
     return loaded, [*(mistake.text for mistake in mistakes), *judged]
 
 
-def _without_mistakes(loaded: LoadedConfig, mistakes: Sequence[_Mistake]) -> LoadedConfig:
-    if mistakes:
-        raise ConfigError("\n".join(mistake.text for mistake in mistakes))
-    return loaded
-
-
 def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake]]:
     known = valid_keys()
     mistakes: list[_Mistake] = []
     merged: dict[str, _Setting] = {}
     for setting in settings:
-        if setting.key in known or (setting.key.startswith("megatron.") and setting.key.count(".") == 1):
+        is_field = setting.key.startswith("megatron.") and setting.key.count(".") == 1
+        if setting.key in known or setting.key in RETIRED or is_field:
             merged[setting.key] = setting
         else:
             meant = nearest(setting.key, known) or setting.key
             mistakes.append(_Mistake(key=meant, text=_describe_unknown(setting, known)))
+    for setting in [merged.pop(key) for key in RETIRED if key in merged]:
+        only, reason = RETIRED[setting.key]
+        if setting.value != only:
+            what = f"{setting.key}={setting.value} can only be {only} in this version: {reason}; remove it"
+            mistakes.append(_Mistake(key=setting.key, text=f"{what} (set by {setting.origin})"))
     config, misfits = build_run_config({key: setting.value for key, setting in merged.items()}, COUNTED_WITH)
     mistakes += [_Mistake(key=item.key, text=f"{item.text} (set by {merged[item.key].origin})") for item in misfits]
     mistakes += [
@@ -138,7 +155,10 @@ def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setti
         reason = error.strerror if isinstance(error, OSError) else error
         hint = f"; a preset named {path.stem} ships with the package" if path.stem in shipped_presets() else ""
         raise ConfigError(f"cannot read the preset {path}{via}: {reason}{hint}") from error
-    table = _parse_toml(text, str(path))
+    try:
+        table = parsed_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     includes = table.pop(INCLUDE, [])
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
         raise ConfigError(
@@ -147,13 +167,6 @@ def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setti
     for name in includes:
         yield from _read_preset(_file(name, path.parent, f" (included from {path})"), (*included_from, path))
     yield from _flatten(table, str(path))
-
-
-def _parse_toml(text: str, origin: str) -> dict[str, Any]:
-    try:
-        return parsed_toml(text)
-    except ValueError as error:
-        raise ConfigError(f"{origin} is not valid TOML: {error}") from error
 
 
 def _parse_override(text: str) -> Iterator[_Setting]:
@@ -179,3 +192,46 @@ def _flatten(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterato
             yield from _flatten(value, origin, f"{key}.")
         else:
             yield _Setting(key=key, value=value, origin=origin)
+
+
+# ---------------------------------------------------------------------------------------------------- presets
+
+
+def shipped_presets() -> Mapping[str, Path]:
+    """Every shipped preset by name, those of runs first."""
+    return {file.stem: file for kind in KINDS for file in sorted((FOLDER / kind).glob("*.toml"))}
+
+
+def preset_file(given: str | Path, folder: Path = Path()) -> Path:
+    """The file of a preset that is given as a path relative to `folder`, or as the name of a shipped one.
+
+    An existing file wins over a name. Raises ValueError if a name is none of those that ship.
+    """
+    path = folder / given
+    if not _NAME.fullmatch(str(given)) or (path.exists() and not path.is_dir()):
+        return path
+    presets = shipped_presets()
+    if str(given) not in presets:
+        raise ValueError(f"{path} is no file, and no preset is named {given}; {suggestion(str(given))}")
+    return presets[str(given)]
+
+
+def suggestion(name: str) -> str:
+    """Names of shipped presets that resemble this one, or where they are listed.
+
+    >>> suggestion("Wipe-Outs")
+    'did you mean wipeout_cpu? `spare config list` lists all presets'
+    >>> suggestion("mine")
+    '`spare config list` lists the presets that ship'
+    """
+    near = get_close_matches(name.lower().replace("-", "_"), list(shipped_presets()), _MOST_SUGGESTED, _LEAST_LIKENESS)
+    if not near:
+        return "`spare config list` lists the presets that ship"
+    return f"did you mean {', '.join(near)}? `spare config list` lists all presets"
+
+
+def description(file: Path) -> str:
+    """What a preset is: the comment at the top of its file."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return " ".join(line.removeprefix("#").strip() for line in lines[:end])

@@ -105,7 +105,6 @@ def import_program(config: ProgramConfig) -> Mapping[str, Any]:
     sys.modules[MODULE] = module
     if (folder := str(found.path.parent)) not in sys.path:
         sys.path.append(folder)
-    # A script that trains by itself ends here with its call of `pretrain`: what the roles need is defined before that.
     with contextlib.suppress(ProgramImported):
         exec(compile(found.source, str(found.path), "exec", dont_inherit=True), module.__dict__)
     defined = {name: vars(module)[name] for name in (*ROLES, LOSS_TERMS) if vars(module).get(name) is not None}

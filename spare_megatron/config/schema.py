@@ -17,6 +17,7 @@ from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.paces import Rounds
+from spare_megatron.stacking.placement import Placement, make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +122,6 @@ class SpareConfig:
     """Microbatches per shard that each increase of the ramp adds."""
     ramp_steps: PositiveInt | None = None
     """Step from which on a shard has `microbatches_per_shard`; the increases before it are equally far apart."""
-    placement: Literal["golomb", "consecutive"] = "golomb"
-    """Choice of a shard's hosts; golomb lets any two shards share at most one host where possible."""
     groups_per_domain: PositiveInt = 1
     """Groups of consecutive ids per rack or power domain; hosts of a shard stand in different ones where possible."""
     rejoins: NonNegativeInt = 3
@@ -311,9 +310,7 @@ class CheckpointConfig:
     timeout_s: PositiveFloat = 1800.0
     """Longest time to write a checkpoint, after which it is abandoned and training continues, and to read one."""
     max_restarts: NonNegativeInt = 3
-    """Restarts after a wipe-out within restart_window_s; the next wipe-out ends the run. 0: the first one does."""
-    restart_window_s: PositiveFloat = 3600.0
-    """Seconds of training over which max_restarts counts."""
+    """Restarts after a wipe-out within an hour of training; the next wipe-out ends the run. 0: the first one does."""
     restart_wait_s: PositiveFloat = 60.0
     """Longest wait for missing groups: in a pause, then the run ends; at a restart also for stalled ones, then the
     others start if they can."""
@@ -533,6 +530,12 @@ class RunConfig:
             num_nodes=self.cluster.num_nodes,
             num_further=self.layout.most_groups - self.layout.num_groups,
         )
+
+    @property
+    def placement(self) -> Placement:
+        """The hosts of all shards; ValueError if there are fewer groups than hosts."""
+        num_groups, spare = self.layout.num_groups, self.spare
+        return make_placement("golomb", num_groups, spare.redundancy, spare.groups_per_domain)
 
     @property
     def row_size(self) -> int:

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from spare_megatron.config.limits import (
-    NonNegativeInt,
-    PositiveInt,
-)
+from spare_megatron.config.limits import NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,1 @@
-"""The process that a user starts: preflight, faults to inject, store, supervisors, telemetry, summary.
-
-Start with `run`, then `driver`.
-"""
+"""The process that a user starts: preflight, faults to inject, store, supervisors, telemetry, summary."""

@@ -16,7 +16,6 @@ from spare_megatron.config.training.terms import step_of
 from spare_megatron.core.controller.start import EarlyLoss, Start
 from spare_megatron.core.log.actions import StopHalted
 from spare_megatron.core.slow_machines.culprit import Culprit
-from spare_megatron.driver.shutdown import await_exit, end_processes, kill, remove_keys
 from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import shortage
@@ -29,8 +28,11 @@ from spare_megatron.machine.network import network_of
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process.processes import (
     Child,
+    await_exit,
     describe_exit,
+    end_processes,
     fork_server,
+    kill,
     start_child,
     start_hub,
     start_store,
@@ -69,6 +71,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import etcd_space
+from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
@@ -82,6 +85,8 @@ STORE_END_TIMEOUT_S = 2.0
 """How long the driver waits for the exit of a control store that no node reaches, before it kills the store."""
 _END_POLL_S = 0.5
 """How often the driver looks whether it is asked to end the run."""
+_LAST_ANSWER_S = 5.0
+"""Longest wait for etcd at the end of a run."""
 _STORE_POLL_S, _STORE_ANSWER_S = 600.0, 1.0
 """How often the driver asks etcd for its size, and how long it blocks for an answer."""
 
@@ -149,7 +154,6 @@ class Driver:
 
     def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.
-        `interrupts` defers signals, so that none breaks off the start of a process or a message to one.
         KeyboardInterrupt: after all processes have ended.
         """
         self._interrupts = interrupts
@@ -191,7 +195,7 @@ class Driver:
             if isinstance(spec, EtcdStoreSpec):
                 # The ranks of a killed supervisor die with it, but a little later.
                 await_exit([pid for node in here for pid in self._pids.get(node, [])])
-                remove_keys(spec)
+                _remove_keys(spec)
         return end
 
     @cached_property
@@ -486,6 +490,15 @@ class Driver:
             stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
+
+
+def _remove_keys(spec: EtcdStoreSpec) -> None:
+    """Removes the run's keys from etcd after the last writer has ended. They stay if etcd does not answer. The journal
+    holds all that was in the log, and failed runs would fill etcd one after another.
+    """
+    store = EtcdControlStore(replace(spec, timeout_s=_LAST_ANSWER_S))
+    with contextlib.suppress(StoreLost), contextlib.closing(store):
+        store.clear()
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

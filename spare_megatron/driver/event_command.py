@@ -29,9 +29,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class EventCommand:
-    """Calls `command` with one event after the other as a JSON object on its standard input. Failures go to
-    `on_failure`, each reason once, from the thread or from `close`.
-    """
+    """Calls `command` with one event after the other as JSON on its standard input; reports each failure once."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from spare_megatron.faults.points import (
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId, PlaceId
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement
 
 LLAMA3_INTERRUPTIONS: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
     {
@@ -58,8 +58,8 @@ effect on a run is most similar, an assumption of this project.
 
 
 def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
-    """Probability of each kind, summing to 1; raises ValueError if no kind is left. With `faults.mix=llama3` the kinds
-    allowed here share a cause equally; a cause without any is left out.
+    """Probability of each kind, summing to 1. With `faults.mix=llama3` the kinds allowed here share a cause equally.
+    ValueError: none is left.
     """
     listed = config.faults.kinds or survivable_kinds(config)
     weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
@@ -290,23 +290,22 @@ class _Condition:
 
 
 def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
-    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent. The
-    last `faults.recovery_steps` are spared: a fault there might be found only after the run.
+    """The random faults of a run, by step. The last `faults.recovery_steps` are spared: there they may be found too
+    late.
     """
     faults = config.faults
     if faults.mean_steps is None:
         return ()
-    spare, weights = config.spare, kind_weights(config)
+    weights, num_rejoins = kind_weights(config), config.spare.rejoins
     is_stacked = config.optimizer.sharding == "stacked"
-    num_groups = config.layout.num_groups
     condition = _Condition(
-        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
+        placement=config.placement,
         needs_majority=any(KINDS[kind].corrupts_state for kind in weights),
         recovery_steps=faults.recovery_steps,
-        num_rejoins=spare.rejoins,
+        num_rejoins=num_rejoins,
         has_last_resort=config.data.access == "shared",
         partitions=PartitionLossBudget(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
-        machines=_Machines(config) if spare.rejoins and can_reform(config.parallel) else None,
+        machines=_Machines(config) if num_rejoins and can_reform(config.parallel) else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)

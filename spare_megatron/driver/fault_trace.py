@@ -14,7 +14,7 @@ from spare_megatron.faults.points import (
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement
 
 PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {
     FaultPoint.PATCH,
@@ -31,9 +31,7 @@ _SURELY_FOUND_INTERVALS = 6
 
 
 def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """The groups that a fault is sure to cost the run. A rank or node that returns before it is missed costs none; a
-    slow store may delay that by several heartbeat intervals. A flipped bit may go unnoticed.
-    """
+    """The groups that a fault is sure to cost the run, as it lasts longer than a loss may take to be found."""
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
     kind = KINDS[fault.kind]
     if not (kind.is_sure_to_cost and (is_long or kind.duration == "lasts")):
@@ -115,9 +113,7 @@ def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int
 
 
 def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
-    trace, num_groups = config.faults.trace, config.layout.num_groups
-    spare = config.spare
-    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
+    trace, num_groups, placement = config.faults.trace, config.layout.num_groups, config.placement
     lost = {GroupId(fault.group) for fault in trace if fault.group is not None}
     groups: list[GroupId] = []
     for index, (fault, share) in enumerate(zip(trace, shares, strict=True)):

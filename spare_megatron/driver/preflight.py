@@ -24,9 +24,8 @@ _END_TIMEOUT_S = 10.0
 
 
 def preflight(config: RunConfig) -> Mapping[str, str]:
-    """Checks the configuration with Megatron and builds the sample index that all ranks read, in a child process.
-    Returns the kernels that ranks on this machine use. ValueError: the run cannot start, or the check was killed or
-    exceeded `control.startup_timeout_s`.
+    """Checks the configuration with Megatron and builds the sample index, in a child process. Returns the kernels of
+    ranks here. ValueError: the run cannot start, or the check was killed or exceeded `control.startup_timeout_s`.
     """
     # The fork server forks only after all its imports, and a signal must not wait for that.
     with deferred(end_fork_server) as interrupts:

@@ -106,16 +106,11 @@ def start_run(
     on_step: OnStep | None = None,
     takes_requests: bool = False,
 ) -> Summary:
-    """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet. `rank_main` is
-    the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts supervisors on
-    other machines, where `cluster.launcher` is srun. `on_step` gets the metrics of each step, in a thread. With
-    `takes_requests` SIGTERM and like signals end it after the step under way, once training has begun, and a second one
-    at once.
-
-    Raises:
-        FileExistsError: The directory is not empty.
-        ValueError: The run cannot start and nothing has been written, or another job uses a directory.
-        KeyboardInterrupt: After all processes have ended and the summary is written.
+    """Trains, and writes all results into `run_dir`, which is empty or does not exist yet. A caller may wrap
+    `rank_main` to observe a rank. `launcher`: for `cluster.launcher=srun`. `on_step` gets the metrics of each step, in
+    a thread. With `takes_requests` signals end it after the step under way, and a second one at once. FileExistsError:
+    the directory is not empty. ValueError: it cannot start, or another job uses a directory. KeyboardInterrupt: all
+    processes have ended.
     """
     machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
     config = resolved(config, machine)
@@ -146,8 +141,8 @@ def start_run(
 
 @contextlib.contextmanager
 def _held_directories(config: RunConfig, run_dir: Path, rejected: Sequence[Path]) -> Iterator[Path]:
-    """Locks the run's directory and its folder of checkpoints, then checks again what they hold: another run may have
-    ended since the first time. Yields the path that leads to the directory wherever it is moved. Raises as `start_run`.
+    """Locks the run's directory and its folder of checkpoints, then checks again what they hold. Yields the path that
+    leads to the directory wherever it is moved. Raises as `start_run`.
     """
     with contextlib.ExitStack() as held:
         with named_errors("--run-dir", run_dir):
@@ -162,9 +157,7 @@ def _held_directories(config: RunConfig, run_dir: Path, rejected: Sequence[Path]
 
 
 def resolved(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with this machine's device, what follows from that, the corpus and the program. Raises
-    ValueError if one of these cannot be used.
-    """
+    """The configuration with this machine's device, the corpus and the program. ValueError: one cannot be used."""
     data = config.data
     if data.corpora or "datasets_provider" not in machine.program:
         if machine.corpus is None:

@@ -39,7 +39,6 @@ from spare_megatron.process.reports import (
     StoreMeasured,
 )
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 
 _QUIET_STEPS = 101
 """A step without incidents takes the median of this many recent steps with all groups."""
@@ -167,16 +166,14 @@ class Telemetry:
         self._run = run
         self._sinks = sinks
         self._clock = clock
-        spare = config.spare
-        groups = config.layout.num_groups
-        self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
+        self._placement = config.placement
         self._absent: set[GroupId] = set()
         self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._store: dict[str, Value] = {}
         self._next_step = 0
         self._evaluated_by = -1  # attempt
-        self._goodput = LiveGoodput(groups, clock())
+        self._goodput = LiveGoodput(config.layout.num_groups, clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
 

@@ -1,6 +1,4 @@
-"""Makes text from elsewhere (paths, names, errors, causes) safe to show: terminals and pages obey
-invisible characters. Visible ones stay as they are.
-"""
+"""Makes text from elsewhere safe to show: terminals and pages obey invisible characters. Visible ones stay."""
 
 import unicodedata
 

@@ -24,15 +24,12 @@ _WELL_FILLED = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpace:
-    """The size of an etcd database.
-
-    Attributes:
-        used_bytes: Keys with all versions not yet compacted, without free pages.
-        limit_bytes: The quota, at which etcd refuses writes; None if unknown.
-    """
+    """The size of an etcd database."""
 
     used_bytes: int
+    """Keys with all versions not yet compacted, without free pages."""
     limit_bytes: int | None
+    """The quota, at which etcd refuses writes; None if unknown."""
     is_full: bool
 
 

@@ -5,22 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spare_megatron.formats.quantities import format_bytes, format_duration
+from spare_megatron.journal import records
 from spare_megatron.journal.losses import losses_of
-from spare_megatron.journal.records import (
-    CheckpointRecord,
-    CulpritRecord,
-    DisputeRecord,
-    EndRecord,
-    ExaminationRecord,
-    FaultRecord,
-    LadderRecord,
-    LossRecord,
-    PacesRecord,
-    PlacesRecord,
-    Record,
-    RestartRecord,
-    StorageRecord,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,37 +61,37 @@ def fault_named(fault: FaultLike) -> str:
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 
-def texts_of_record(record: Record) -> Iterator[str]:
+def texts_of_record(record: records.Record) -> Iterator[str]:
     """Yields the event texts of a record, except those of losses and of the end of the run."""
     match record:
-        case FaultRecord():
+        case records.FaultRecord():
             yield f"fault injected: {fault_named(record)}"
-        case CulpritRecord():
+        case records.CulpritRecord():
             yield text_of_culprit(record)
-        case LadderRecord(rule="drain"):
+        case records.LadderRecord(rule="drain"):
             yield text_of_ladder(record)
-        case ExaminationRecord():
+        case records.ExaminationRecord():
             yield text_of_examination(record)
-        case RestartRecord():
+        case records.RestartRecord():
             yield from record.rejected
-        case CheckpointRecord(outcome="saved"):
+        case records.CheckpointRecord(outcome="saved"):
             figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
             end = f"; {record.reason}" if record.reason else ""
             yield (
                 f"checkpoint after {record.step} steps saved: {figures}, {format_duration(record.stall_s)} of it "
                 f"without training{end}"
             )
-        case CheckpointRecord():
+        case records.CheckpointRecord():
             what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
             yield f"{what}; the earlier ones are untouched, and training goes on"
-        case DisputeRecord(outcome="saved"):
+        case records.DisputeRecord(outcome="saved"):
             yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
-        case DisputeRecord():
+        case records.DisputeRecord():
             what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
             yield f"{what}; the step cannot be replayed, and training goes on"
 
 
-def describe_storage(record: StorageRecord) -> str:
+def describe_storage(record: records.StorageRecord) -> str:
     match record.outcome:
         case "held":
             return f"the storage takes no more of {record.path}: {record.reason}"
@@ -126,7 +112,7 @@ def and_others(path: str, num_others: int) -> str:
     return f"{path} and {num_others} other file{plural}" if num_others else path
 
 
-def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
+def text_of_loss(record: records.LossRecord, *, is_known: bool) -> str:
     """Text of a loss; if the loss `is_known` already, that the group will not return."""
     if is_known:
         return f"group {record.group} given up: it has used up spare.rejoins"
@@ -134,7 +120,7 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
     return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
 
 
-def text_of_culprit(record: CulpritRecord) -> str:
+def text_of_culprit(record: records.CulpritRecord) -> str:
     """Text of what holds the run back, or does so no longer.
 
     >>> text_of_culprit(CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, excess_s=0.12, factor=2.04))
@@ -154,7 +140,7 @@ def text_of_culprit(record: CulpritRecord) -> str:
     )
 
 
-def text_of_ladder(record: LadderRecord) -> str:
+def text_of_ladder(record: records.LadderRecord) -> str:
     """Text of the decision to replace a machine that holds the run back."""
     by = {"group": "a further group", "machine": "a machine of a broken group"}.get(record.replacement)
     return (
@@ -168,7 +154,7 @@ def text_of_pause(step: int, shards: Collection[int]) -> str:
     return f"no group left hosts {shards_named(shards)}; training waits for one with step {step}"
 
 
-def text_of_paces(record: PacesRecord) -> str:
+def text_of_paces(record: records.PacesRecord) -> str:
     """Text of a change of the paces by which work is dealt.
 
     >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
@@ -181,7 +167,7 @@ def text_of_paces(record: PacesRecord) -> str:
     return f"from step {record.step} on work is dealt by pace: for a microbatch {paces}"
 
 
-def text_of_places(record: PlacesRecord) -> str:
+def text_of_places(record: records.PlacesRecord) -> str:
     """Text of an assignment of places to machines; `record.places` are there if it makes groups whole.
 
     >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
@@ -198,7 +184,7 @@ def text_of_places(record: PlacesRecord) -> str:
 _WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is slow"}
 
 
-def text_of_examination(record: ExaminationRecord) -> str:
+def text_of_examination(record: records.ExaminationRecord) -> str:
     """Text of an examination of a machine in quarantine.
 
     >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
@@ -212,7 +198,7 @@ def text_of_examination(record: ExaminationRecord) -> str:
     )
 
 
-def text_of_end(record: EndRecord, halted_by: str) -> str:
+def text_of_end(record: records.EndRecord, halted_by: str) -> str:
     """Text of the end of the run; omits a reason that equals `halted_by`, which was shown when the log halted."""
     if not record.reason:
         return f"the run {record.outcome}"

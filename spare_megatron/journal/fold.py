@@ -1,24 +1,12 @@
 """Folds the journaled decision log: who took part when, what was committed, and what restarts undid."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from spare_megatron.core.log.entries import (
-    Commit,
-    Entry,
-    Evaluated,
-    Fence,
-    Finish,
-    GiveUp,
-    Halt,
-    Restart,
-    Resume,
-    Retry,
-    entry_of,
-)
+from spare_megatron.core.log import entries as log
 from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.core.log.membership import Change, LogTerms, Membership
 from spare_megatron.journal.run_record import RunRecord
@@ -31,50 +19,41 @@ Severity = Literal["invalid", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One reason why a journal is not valid.
-
-    Attributes:
-        severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
-        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
-    """
+    """One reason why a journal is not valid."""
 
     severity: Severity
+    """`invalid` contradicts the invariant; `unknown` prevents its proof."""
     reason: str
     place: tuple[Any, ...] = ()
+    """Sort key among the findings of a rule; equal places keep the order in which they were found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedAttempt:
-    """A decided attempt of a step; a committed step may hold sums of several. All members voted.
-
-    Attributes:
-        kept: For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none.
-    """
+    """A decided attempt of a step; a committed step may hold sums of several. All members voted."""
 
     attempt: int
     kept: tuple[int, ...]
+    """For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none."""
     members: Members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A commit entry.
-
-    Attributes:
-        members: Groups that took part when it was written; all of them voted.
-        began_with: Groups that took part when the step began.
-        is_last: It ends the run, whatever the planned number of steps.
-        attempts: Attempts whose buckets may have been kept, ending with the committed one.
-    """
+    """A commit entry."""
 
     index: int
     step: int
     attempt: int
     members: Members
+    """Groups that took part when it was written; all of them voted."""
     began_with: Members
+    """Groups that took part when the step began."""
     saved: bool
     is_last: bool
+    """It ends the run, whatever the planned number of steps."""
     attempts: tuple[FoldedAttempt, ...]
+    """Attempts whose buckets may have been kept, ending with the committed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +61,22 @@ class Evaluation:
     """A decided evaluation, by the members (group -> incarnation) that all voted."""
 
     index: int
-    entry: Evaluated
+    entry: log.Evaluated
     members: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """State after the first `num_entries` entries, of which none is missing.
-
-    Attributes:
-        num_errors: Of the errors, those of these entries.
-        attempt: Attempt under way; infinite if the run is over.
-        position: (restarts, committed steps): earlier comparisons are settled. Infinite if the run is over.
-    """
+    """State after the first `num_entries` entries, of which none is missing."""
 
     num_entries: int
     num_errors: int
+    """Of the errors, those of these entries."""
     is_over: bool
     attempt: float
+    """Attempt under way; infinite if the run is over."""
     position: tuple[float, float]
+    """(restarts, committed steps): earlier comparisons are settled. Infinite if the run is over."""
 
 
 def placement_of(run: RunRecord) -> Placement:
@@ -130,7 +106,7 @@ class Fold(Membership):
         self.resumed: set[tuple[int, int]] = set()
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
         """Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies."""
-        self.restarts: dict[int, tuple[int, Restart]] = {}  # index -> the attempt that it begins, and the entry
+        self.restarts: dict[int, tuple[int, log.Restart]] = {}  # index -> the attempt that it begins, and the entry
         self.errors: list[str] = []
         self.known = self._known(0)
         """State before the first gap; later entries may contradict records only because of the gap."""
@@ -154,17 +130,17 @@ class Fold(Membership):
         """Folds the entry of this index; those between the last one and this one are missing."""
         change = Change(voters=self.voters, epoch=self.epoch)
         try:
-            change = self._add(index, entry_of(fields))
+            change = self._add(index, log.entry_of(fields))
         except ValueError as error:
             self.errors.append(f"log entry {index}: {error}")
         if index == self.known.num_entries:
             self.known = self._known(index + 1)
         return change
 
-    def _add(self, index: int, entry: Entry) -> Change:
+    def _add(self, index: int, entry: log.Entry) -> Change:
         self.head = index
         key = (self.num_restarts, self.step)
-        if isinstance(entry, Commit | Retry):
+        if isinstance(entry, log.Commit | log.Retry):
             self.attempts.append(FoldedAttempt(attempt=entry.attempt, kept=self.kept, members=self.groups))
         groups = self.groups
         change = self.apply(entry)
@@ -172,23 +148,23 @@ class Fold(Membership):
         if self.voters is not change.voters:
             self.incarnations, self.groups = dict(self.voters), frozenset(self.members)
         match entry:
-            case Fence():
+            case log.Fence():
                 self._add_fence(index, entry, change, key)
                 return change
-            case Commit():
+            case log.Commit():
                 self._add_commit(index, entry, groups)
-            case Retry(recompute=True):
+            case log.Retry(recompute=True):
                 self.attempts.clear()
                 self.computed_anew.add(key)
-            case Evaluated():
+            case log.Evaluated():
                 self.attempts.clear()
                 self.evaluations.append(Evaluation(index=index, entry=entry, members=self.incarnations))
-            case Resume():
+            case log.Resume():
                 self.attempts.clear()
                 self.resumed.add(key)
-            case Restart():
+            case log.Restart():
                 self._add_restart(index, entry)
-        if not isinstance(entry, Finish | GiveUp | Halt):
+        if not isinstance(entry, log.Finish | log.GiveUp | log.Halt):
             self.opened[self.attempt] = self.incarnations
         return change
 
@@ -201,7 +177,7 @@ class Fold(Membership):
             position=(math.inf, math.inf) if self.is_over else (self.num_restarts, self.step),
         )
 
-    def _add_fence(self, index: int, fence: Fence, change: Change, key: tuple[int, int]) -> None:
+    def _add_fence(self, index: int, fence: log.Fence, change: Change, key: tuple[int, int]) -> None:
         if self.drained.get(fence.group, fence.incarnation + 1) <= fence.incarnation:
             self.last_fenced_at[fence.group] = index  # it may have ended before it applied its last commit
         for group, incarnation in change.lost:
@@ -210,7 +186,7 @@ class Fold(Membership):
         if fence.discard:
             self.discarded[key] = self.discarded.get(key, frozenset()) | {fence.group}
 
-    def _add_commit(self, index: int, commit: Commit, members: Members) -> None:
+    def _add_commit(self, index: int, commit: log.Commit, members: Members) -> None:
         self.commits.append(
             Committed(
                 index=index,
@@ -226,7 +202,7 @@ class Fold(Membership):
         self.attempts.clear()
         self.began_with = self.groups
 
-    def _add_restart(self, index: int, restart: Restart) -> None:
+    def _add_restart(self, index: int, restart: log.Restart) -> None:
         kept = self.kept_commits
         saved = {self.run.first_step} | {commit.step + 1 for commit in kept if commit.saved}
         step, snapshot = restart.step, restart.snapshot
@@ -240,6 +216,10 @@ class Fold(Membership):
         self.began_with = self.groups
         self.attempts.clear()
         self.restarts[index] = (self.attempt, restart)
+
+
+Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
+"""Checks a part of the records: attempts or steps, as `journal.journal_view` has them."""
 
 
 def _log_terms(run: RunRecord) -> LogTerms:

@@ -15,31 +15,19 @@ from spare_megatron.journal.fold import Committed, Evaluation, Fold, FoldedAttem
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     AuditRecord,
+    CadenceRecord,
+    CheckpointRecord,
     ContributionRecord,
-    DisputeRecord,
-    EndRecord,
+    CulpritRecord,
     EntryRecord,
     EvaluationRecord,
-    ExaminationRecord,
-    FaultRecord,
-    LadderRecord,
-    LossRecord,
+    PacesRecord,
     ParamsRecord,
-    PlacesRecord,
-    RankRecord,
     Record,
-    RecoveryRecord,
-    RedundancyRecord,
-    RepairRecord,
-    RestartRecord,
-    StartRecord,
-    StorageRecord,
-    SuspicionRecord,
-    TermsRecord,
+    SnapshotRecord,
     UpdateRecord,
     VoteRecord,
 )
-from spare_megatron.journal.run_record import RunRecord
 
 Place = tuple[float, int, int]
 """Position of a line in the journal: (time, file number, line number)."""
@@ -48,30 +36,15 @@ Placed = tuple[Place, Any]
 
 FREQUENT = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """Records that every group writes in every step or evaluation, apart from log entries."""
-RARE = (
-    RunRecord,
-    RankRecord,
-    TermsRecord,
-    LossRecord,
-    DisputeRecord,
-    PlacesRecord,
-    ExaminationRecord,
-    StartRecord,
-    LadderRecord,
-    FaultRecord,
-    SuspicionRecord,
-    RecoveryRecord,
-    RestartRecord,
-    RedundancyRecord,
-    RepairRecord,
-    EndRecord,
-    StorageRecord,
-)
+_UNCHECKED = (CadenceRecord, CheckpointRecord, CulpritRecord, PacesRecord, SnapshotRecord)
+"""Records that no rule reads."""
 
 
 def is_rare(record: Record) -> bool:
-    """Whether a record is held throughout the check: a rare kind, or an entry that admits groups."""
-    return isinstance(record, RARE) or (isinstance(record, EntryRecord) and bool(record.entry.get("admit")))
+    """Whether a record is held throughout the check: of a kind that few write, or an entry that admits groups."""
+    if isinstance(record, EntryRecord):
+        return bool(record.entry.get("admit"))
+    return not isinstance(record, (*FREQUENT, *_UNCHECKED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,25 +97,22 @@ class JournalView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places.
-
-    Attributes:
-        went_on: (group, attempt) of each contribution or evaluation in these attempts and the next one.
-        commits: (number among the commits, commit) of each commit on one of these attempts.
-        decided: For each of these attempts of a committed step: number of the commit, position among the step's
-            attempts, the commit, the attempt, and the step's next attempt or None.
-        evaluated: (number among the evaluations, evaluation) of each that was decided on one of these attempts.
-    """
+    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places."""
 
     audits: Sequence[Placed]
     contributions: Sequence[Placed]
     votes: Sequence[Placed]
     updates: Sequence[Placed]
     went_on: Collection[tuple[int, int]]
+    """(group, attempt) of each contribution or evaluation in these attempts and the next one."""
     commits: Sequence[tuple[int, Committed]]
+    """(number among the commits, commit) of each commit on one of these attempts."""
     decided: Sequence[tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]]
+    """For each of these attempts of a committed step: number of the commit, position among the step's attempts, the
+    commit, the attempt, and the step's next attempt or None."""
     evaluations: Sequence[Placed]
     evaluated: Sequence[tuple[int, Evaluation]]
+    """(number among the evaluations, evaluation) of each that was decided on one of these attempts."""
 
 
 def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
@@ -153,7 +123,13 @@ def attempts_of(view: JournalView, fold: Fold) -> Iterator[Attempts]:
     evaluated = _Sorted(evaluation.entry.attempt for evaluation in fold.evaluations)
     for first, end in _cut(commits.numbers, view.num_stretches):
         stretch = Stretch(key="attempt", first=first, end=end)
-        kinds = (AuditRecord, ContributionRecord, EvaluationRecord, VoteRecord, UpdateRecord)
+        kinds = (
+            AuditRecord,
+            ContributionRecord,
+            EvaluationRecord,
+            VoteRecord,
+            UpdateRecord,
+        )
         found = view.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
         here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
         yield Attempts(

@@ -3,84 +3,21 @@
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from spare_megatron.formats.codec import decode, decode_head, encode
-from spare_megatron.journal.records import (
-    AuditRecord,
-    CadenceRecord,
-    CheckpointRecord,
-    ContributionRecord,
-    CulpritRecord,
-    DisputeRecord,
-    EndRecord,
-    EntryRecord,
-    EvaluationRecord,
-    ExaminationRecord,
-    FaultRecord,
-    LadderRecord,
-    LossRecord,
-    PacesRecord,
-    ParamsRecord,
-    PlacesRecord,
-    RankRecord,
-    Record,
-    RecoveryRecord,
-    RedundancyRecord,
-    RepairRecord,
-    RestartRecord,
-    SnapshotRecord,
-    StartRecord,
-    StorageRecord,
-    SuspicionRecord,
-    TermsRecord,
-    UpdateRecord,
-    VoteRecord,
-)
-from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.records import Record
 from spare_megatron.version import __version__
 
 FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
-
 _FORMER_FIELDS = {"cadence": ("restart_s",)}
 """Fields of format 1 records that later formats dropped; ignored when read."""
 
-
-KINDS: dict[str, type[Record]] = {
-    "run": RunRecord,
-    "rank": RankRecord,
-    "contribution": ContributionRecord,
-    "vote": VoteRecord,
-    "audit": AuditRecord,
-    "dispute": DisputeRecord,
-    "evaluation": EvaluationRecord,
-    "entry": EntryRecord,
-    "paces": PacesRecord,
-    "suspicion": SuspicionRecord,
-    "update": UpdateRecord,
-    "params": ParamsRecord,
-    "recovery": RecoveryRecord,
-    "restart": RestartRecord,
-    "fault": FaultRecord,
-    "loss": LossRecord,
-    "start": StartRecord,
-    "places": PlacesRecord,
-    "examination": ExaminationRecord,
-    "culprit": CulpritRecord,
-    "ladder": LadderRecord,
-    "cadence": CadenceRecord,
-    "checkpoint": CheckpointRecord,
-    "snapshot": SnapshotRecord,
-    "redundancy": RedundancyRecord,
-    "repair": RepairRecord,
-    "end": EndRecord,
-    "storage": StorageRecord,
-    "terms": TermsRecord,
-}
-
-_NAMES = {kind: name for name, kind in KINDS.items()}
+_NAMES: dict[type[Record], str] = {kind: kind.__name__.removesuffix("Record").lower() for kind in get_args(Record)}
+"""Of the kinds of records, as lines have them: a class of another name is another kind."""
+KINDS = {name: kind for kind, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

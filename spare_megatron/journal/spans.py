@@ -71,22 +71,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpans:
-    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
-
-    Attributes:
-        lane: The lane of its group.
-        machine: Equal for ranks that share a monotonic clock.
-        wall_s: Wall clock minus that monotonic clock, at the time of writing.
-    """
+    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group."""
 
     group: int
     rank: int
     incarnation: int
     stage: int
     machine: str
+    """Equal for ranks that share a monotonic clock."""
     wall_s: float
+    """Wall clock minus that monotonic clock, at the time of writing."""
     spans: Sequence[Span]
     lane: int = 0
+    """The lane of its group."""
 
 
 def spans_file(run_dir: Path, node: int) -> Path:

@@ -66,9 +66,7 @@ def reduced_clocks() -> tuple[str, ...]:
 
 
 class ClockReader:
-    """Returns what its last call has found by `reduced_clocks`, in a thread: after a failure of a GPU the library of
-    the driver may not return.
-    """
+    """Returns what its last call found by `reduced_clocks`, in a thread: with a broken GPU NVML may not return."""
 
     def __init__(self) -> None:
         self._found: tuple[str, ...] = ()

@@ -93,9 +93,7 @@ class Deferral:
         self._takes_requests = True
 
     def wait(self, objects: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        """As `multiprocessing.connection.wait`, but raises KeyboardInterrupt as soon as a signal has come, and returns
-        as soon as a request has.
-        """
+        """As `multiprocessing.connection.wait`, but returns on a request, and raises KeyboardInterrupt on a signal."""
         from multiprocessing.connection import wait
 
         ready = wait([*objects, self._wakeup_fd], timeout_s)

@@ -13,9 +13,7 @@ _SWAPPED = re.compile(r"^pswp(?:in|out) (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCounters:
-    """Totals since the machine's start: ticks of its processors, busy and all, TCP segments sent again in this network
-    namespace, and pages swapped.
-    """
+    """Totals since boot: busy and all ticks, TCP segments sent again in this namespace, swapped pages."""
 
     busy_ticks: int
     ticks: int

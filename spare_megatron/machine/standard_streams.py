@@ -1,7 +1,4 @@
-"""The standard streams of a process: always open, and for a run indifferent to what takes them.
-
-Imports nothing else of the package, as commands call it before all else.
-"""
+"""The standard streams of a process: open, and indifferent to what takes them. Imported by commands before all else."""
 
 import io
 import os
@@ -45,9 +42,7 @@ def outlasting() -> Iterator[None]:
 
 
 def outlast(stream: TextIO) -> TextIO:
-    """A stream to the same file that raises no OSError and never blocks for long; the stream itself if it has no
-    descriptor, as in tests.
-    """
+    """A stream to the same file that raises no OSError and never blocks for long; itself if it has no descriptor."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -63,9 +58,7 @@ def outlast(stream: TextIO) -> TextIO:
 
 
 def _not_blocking(descriptor: int) -> int:
-    """A descriptor of the same pipe or terminal that does not block, unlike those of other processes. The same one for
-    what never blocks, or cannot be opened again.
-    """
+    """A descriptor of the same pipe or terminal that does not block, if it can be opened again; else the same one."""
     with suppress(OSError):
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

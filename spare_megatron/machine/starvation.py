@@ -14,17 +14,14 @@ _STAT_BYTES = 512
 
 @dataclass(slots=True)
 class _Thread:
-    """The last observation of a thread.
-
-    Attributes:
-        times: Nanoseconds that it has run, and that it has waited for a processor.
-        ready_since_s: Monotonic time since which it is known to wait for one; None if it is not.
-        ahead_s: Seconds of its present wait that have been counted already.
-    """
+    """The last observation of a thread."""
 
     times: tuple[int, int]
+    """Nanoseconds that it has run, and that it has waited for a processor."""
     ready_since_s: float | None = None
+    """Monotonic time since which it is known to wait for one; None if it is not."""
     ahead_s: float = 0.0
+    """Seconds of its present wait that have been counted already."""
 
 
 def times_of(pid: int) -> dict[str, tuple[int, int]]:
@@ -41,9 +38,7 @@ def times_of(pid: int) -> dict[str, tuple[int, int]]:
 
 
 class UnstarvedClock:
-    """A monotonic clock, in seconds, that stands still while its thread waits for a processor. It never falls.
-    `read_waited_ns`: nanoseconds that the thread has waited so far.
-    """
+    """A monotonic clock (s) that stands still while its thread waits for a processor, by `read_waited_ns`."""
 
     def __init__(self, read_waited_ns: Callable[[], int], read_s: Callable[[], float] = time.monotonic) -> None:
         self._read_waited_ns = read_waited_ns
@@ -85,9 +80,7 @@ def _read(pid: int, thread: str, name: str) -> bytes:
 
 
 class Starvation:
-    """Watches the threads of one rank's process, by their times (`read_times`) and whether one is runnable
-    (`is_ready`).
-    """
+    """Watches the threads of one rank: their times (`read_times`), and whether one is runnable (`is_ready`)."""
 
     def __init__(
         self,

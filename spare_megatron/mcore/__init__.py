@@ -1,7 +1,4 @@
-"""The only importer of megatron-core: model, data, gradients, optimizer, adaptations.
-
-Start with `trainer`; `model.versions` says which packages it was checked against.
-"""
+"""The only importer of megatron-core: model, data, gradients, optimizer, adaptations. Start with `trainer`."""
 
 import warnings
 

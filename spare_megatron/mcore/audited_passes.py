@@ -71,9 +71,8 @@ def _mixed_blocks(
     count: Callable[[int, int], Ints],
     salt: int,
 ) -> Ints:
-    """A number for each block of the words, int32, that depends on its place and on the salt: [blocks], in int64.
-
-    `joined` and `count` are the library's functions for the kind of numbers: concatenation, and whole numbers in order.
+    """An int64 for each block of int32 words, by its place and the salt; `joined`, `count`: concatenation and arange of
+    the library.
     """
     sums: list[Ints] = []
     for start in range(0, len(words), piece_blocks * _BLOCK_WORDS):
@@ -115,9 +114,8 @@ def _multipliers_on(device: torch.device) -> Tensor:
 
 
 class AuditedPasses:
-    """Takes the digests of a rank's audited microbatches while the schedule runs them.
-
-    Those of other groups (`Item.is_audit`) are added to no sum: their gradients are zeros once the digest is taken.
+    """Takes the digests of a rank's audited microbatches while the schedule runs them. Gradients of those of other
+    groups (`Item.is_audit`) are zeros once the digest is taken.
     """
 
     def __init__(self, chunks: Sequence[Chunk], sums: GradientSums, groups: GroupCollection) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,19 +10,15 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.validation_sets import units_per_set
 from spare_megatron.core.log.evaluation_sums import FRACTION_BITS, SetSum, added
-from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.loss_terms import LossTerms
-from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.mcore.model.program import LOSS, Program, StepContext, Terms
-from spare_megatron.mcore.model.training_samples import ValidationWindows, on_device, validation_sets
+from spare_megatron.mcore.model.program import LOSS, ForwardPasses, Program, Terms
+from spare_megatron.mcore.model.training_samples import ValidationWindows, validation_sets
 from spare_megatron.stacking.plans import Microbatch, Numbered
-
-_Batch = dict[str, Tensor]
 
 
 class EvaluationData:
@@ -55,7 +52,7 @@ class EvaluationData:
     def has(self, microbatch: Numbered) -> bool:
         return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch.unit)])
 
-    def microbatch(self, microbatch: Numbered) -> _Batch:
+    def microbatch(self, microbatch: Numbered) -> dict[str, Tensor]:
         """As `Corpus.microbatch`."""
         windows = self._sets[self.set_of(microbatch.unit)]
         samples = [windows.sample(number) for number in self._windows_of(microbatch)]
@@ -75,9 +72,8 @@ class EvaluationData:
 
 
 class Evaluator:
-    """Computes microbatches of the validation sets, with the parameters as they are, and adds up their losses.
-
-    Changes nothing that training depends on: no gradient, no random state, no schedule.
+    """Computes microbatches of the validation sets and adds up their losses; changes no gradient, generator or
+    schedule.
     """
 
     def __init__(
@@ -97,10 +93,10 @@ class Evaluator:
         self._chunks = chunks
         self._groups = groups
         self._pipeline = pipeline
-        self._program = program
         self._terms = terms
-        self._device = device
         self._probe = probe
+        # A program may draw numbers in evaluation mode, too.
+        self._passes = ForwardPasses(config, program, groups, device, probe, is_random=bool(config.program.file))
         self._data = EvaluationData(config, validation_sets(config))
         self._no_tokens = torch.tensor(0, dtype=torch.int)  # the schedule adds it up, but nothing uses the total
         self._step = 0
@@ -114,10 +110,8 @@ class Evaluator:
         self._step, self.sums = step, ()
 
     def compute(self, work: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        """Adds the losses of this lane's share of `work` to `sums`; returns the work.
-
-        Collective over: all ranks of the group, with the same work in order. Raises RuntimeError if the schedule runs
-        another share.
+        """Adds the losses of this lane's share of `work` to `sums`; returns the work. Collective over: all ranks of the
+        group. Raises RuntimeError if the schedule runs another share.
         """
         present = [unit for unit in work if self._data.has_any_of(unit)]
         share = share_in_lane(present, self._groups, self._config, self._data.units_per_shard)
@@ -144,29 +138,12 @@ class Evaluator:
         self._probe(FaultPoint.EVALUATION)
         if chunk is self._chunks[0] and not item.is_padding:
             self._seen.append(item.microbatch)
-        if self._config.program.file:  # it may draw numbers in evaluation mode, too
-            seed, tensor_rank = self._config.train.seed, self._groups.tp.rank()
-            rng.seed_microbatch(seed, self._step, item.microbatch.number, chunk.stage, tensor_rank, self._device)
-        context = StepContext(
-            config=self._config,
-            groups=self._groups,
-            device=self._device,
-            step=self._step,
-            first_sequence=self._data.first_window(item.microbatch),
-            pre_process=chunk.is_first,
-            post_process=chunk.is_last,
-        )
-        output, terms = self._program.forward(self._batch(chunk, item.microbatch), chunk.module, context)
+        one = item.microbatch
+        first, read = self._data.first_window(one), partial(self._data.microbatch, one)
+        output, terms = self._passes.run(chunk, self._step, one.number, first, read)
         if chunk.is_last:
             output = self._add(item, terms)
         return output, lambda loss: (loss, self._no_tokens, {})
-
-    def _batch(self, chunk: Chunk, microbatch: Numbered) -> _Batch:
-        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
-            return {}
-        with self._probe.during(Operation.STORAGE):
-            batch = self._data.microbatch(microbatch)
-        return on_device(batch, self._config, self._device, self._groups.cp)
 
     def _add(self, item: Item, terms: Terms) -> Tensor:
         """Keeps the loss of a microbatch, which it returns."""

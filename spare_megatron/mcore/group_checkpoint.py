@@ -45,10 +45,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from spare_megatron.formats.codec import encode
 from spare_megatron.mcore.gradients.host_copies import HostCopies
+from spare_megatron.mcore.gradients.partitions import OWN
 from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.mcore.optimizer.divided_optimizer import OWN, DividedOptimizer
+from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
@@ -174,10 +175,8 @@ class GroupState:
         *,
         has_rest: bool = True,
     ) -> None:
-        """Refers to the live tensors, so it is valid until the next update unless `copy` is called before.
-
-        Contributes these `partitions`, each of which must be whole here, and with `has_rest` everything else; without
-        an optimizer the parameters alone.
+        """Refers to the live tensors until `copy`, so it is valid until the next update. Contributes these
+        `partitions`, each whole here, and with `has_rest` everything else; without an optimizer the parameters alone.
         """
         model = model_state(chunks, groups.lanes_and_cp)
         self._partitions: dict[PartitionId, _Parts] = {}
@@ -223,11 +222,9 @@ class GroupState:
         on_write: Callable[[], None],
         partitions: Collection[PartitionId] | None = None,
     ) -> Written:
-        """Writes copied partitions, or all else if None, into an empty folder; the first rank adds metadata.
-
-        `on_write` is called at the first bytes of this rank. File contents are synced to disk; directory entries may
-        not be. Collective over: ranks (gloo). Any thread may call it if no other uses `ranks` meanwhile. Raises OSError
-        if this rank could not write, CheckpointException if another could not.
+        """Writes copied partitions, or all else if None, into an empty folder, synced; the first rank adds metadata.
+        Collective over: ranks (gloo), from any thread. OSError: this rank could not write; CheckpointException: another
+        one.
         """
         files = HashingFiles(on_write)
         parts: _Parts = dict(self._rest) if partitions is None else {}
@@ -256,10 +253,8 @@ class GroupState:
 
 
 def join_partitions(folder: Path, names: Iterable[str]) -> Written:
-    """Joins a checkpoint without partitions and the partitions in its subfolders `names` into one checkpoint.
-
-    The first subfolder that contains a box counts. Returns the new metadata file; those of the subfolders are deleted.
-    Raises IncompletePartitions if a tensor is incomplete.
+    """Joins a checkpoint without partitions and those in its subfolders `names`; returns the new metadata file. The
+    first subfolder that contains a box counts. Raises IncompletePartitions if a tensor is incomplete.
     """
     whole = torch_checkpoint.FileSystemReader(folder).read_metadata()
     tensors, places = whole.state_dict_metadata, whole.storage_data
@@ -293,11 +288,8 @@ def load_checkpoint(
     on_read: Callable[[], None],
     partitions: Collection[PartitionId] = (),
 ) -> None:
-    """Loads a checkpoint that was written with any layout, with stacked or replicated optimizer state.
-
-    With stacked state, `partitions` are held afterwards. `on_read` is called when all tensors are read and not all are
-    installed. Collective over: all ranks of the group. Raises CheckpointingException if the checkpoint lacks what this
-    model needs; the state is undefined then.
+    """Loads a checkpoint of any layout; stacked `partitions` are held afterwards. Collective over: all ranks of the
+    group. Raises CheckpointingException if it lacks what this model needs; the state is undefined then.
     """
     model = model_state(chunks, groups.lanes_and_cp)
     if isinstance(optimizer, FragmentAdam):
@@ -352,9 +344,8 @@ class _PartitionsPlanner(MCoreSavePlanner):
 
 
 class HashingFiles(torch_checkpoint.filesystem.FileSystem):
-    """Files that are hashed while written and synced to disk when closed.
-
-    `written` has the size and SHA-256 of each by name, `error` the first error of the operating system.
+    """Files that are hashed while written (`written`: size and SHA-256 by name) and synced; `error` is the first
+    OSError.
     """
 
     def __init__(self, on_write: Callable[[], None]) -> None:
@@ -387,10 +378,7 @@ def _cause(error: BaseException | None) -> OSError | None:
 
 
 class HashingWriter(io.BufferedWriter):
-    """A file that is written sequentially, hashed, and synced to disk when closed.
-
-    `on_write` is called at the first bytes; `num_bytes` and `digest` (SHA-256) are those written so far.
-    """
+    """A file that is written sequentially, hashed, and synced to disk when closed; `on_write`: at its first bytes."""
 
     def __init__(self, path: str | os.PathLike[str], on_write: Callable[[], None] = lambda: None) -> None:
         super().__init__(io.FileIO(path, "wb"))

@@ -1,7 +1,5 @@
-"""Reads the pickled parts of a checkpoint without running code: unknown classes become inert objects.
-
-A folder of weights may come from anywhere, and Megatron's own reader of `common.pt` and `.metadata` runs what is in
-them. Unknown ones also are classes of packages that are not installed here.
+"""Reads the pickled parts of a checkpoint without running code: unknown classes become inert objects. A folder of
+weights may come from anywhere, and Megatron's own reader of `common.pt` and `.metadata` runs what is in them.
 """
 
 import argparse

@@ -51,10 +51,7 @@ class LossTerms:
         return total
 
     def add_to(self, gradients: GradientSums, terms: Terms) -> tuple[Tensor, Tensor | None]:
-        """Adds the microbatch's sums and counts to those of the step.
-
-        Returns the sum of the loss, and its count unless all tokens always count.
-        """
+        """Adds the microbatch's sums and counts to those of the step. Returns as `of_microbatch`."""
         total, number = self.of_microbatch(terms)
         gradients.add_loss(total, number)
         for index, name in enumerate(self._declared):

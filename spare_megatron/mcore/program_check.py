@@ -1,6 +1,5 @@
-"""Checks a program before any rank starts: its samples, and that its loss depends on the masks of `[data]`.
-
-A forward pass without memory or values shows what depends on what, for models of any size.
+"""Checks a program before any rank starts: its samples and, by forward passes without values, its use of `[data]`'s
+masks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,10 +33,8 @@ _MOST_NUMBERS = 10_000
 
 
 def check_program(config: RunConfig, program: Program) -> None:
-    """Raises BadSample for the samples of a program, and UnreadMask if its loss does not depend on a mask.
-
-    A program that fails on tensors without values passes: its ranks see what it reads of each microbatch. The world has
-    to be this process alone, and is made if there is none.
+    """Raises BadSample for the samples of a program, and UnreadMask if its loss does not depend on a mask. A program
+    that fails on tensors without values passes. The world is this process alone, made if absent.
     """
     corpus = program.corpus(config)
     corpus.digest()
@@ -134,9 +131,8 @@ class _Trial:
 
 
 class _Flow(TorchDispatchMode):
-    """Follows tensors: what is computed from their values, or written into, depends on them.
-
-    A number that the program takes out of a tensor is 1, and the masks that it depends on count as used from then on.
+    """Follows tensors: what is computed from their values, or written into, depends on them. A number that the program
+    takes out of a tensor is 1, and its masks count as used from then on.
     """
 
     def __init__(self, sources: Mapping[str, Tensor]) -> None:

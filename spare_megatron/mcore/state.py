@@ -1,7 +1,4 @@
-"""The whole state of a rank: handed to a group that rejoins, copied to host memory, or saved.
-
-It is a description (everything but tensors) and the tensors' bytes, read and written in place without a second copy.
-"""
+"""The state of a rank for a group that rejoins, a copy or a file: a description and the tensors' bytes, in place."""
 
 import mmap
 from collections.abc import Collection, Sequence
@@ -40,9 +37,8 @@ class OutgoingState:
 
 
 class StateCopy:
-    """A rank's state to be copied to host memory by another thread, before the next update.
-
-    The copy has the length of the description (8 bytes, big-endian), the description and the tensors.
+    """A rank's state to be copied to host memory by another thread, before the next update: the length of the
+    description (8 bytes, big-endian), the description and the tensors.
     """
 
     def __init__(self, state: OutgoingState, copies: HostCopies) -> None:
@@ -99,9 +95,8 @@ def partition_state(optimizer: StackedOptimizer, number: PartitionId) -> Outgoin
 
 
 def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer | DividedOptimizer) -> TensorsDigest:
-    """Digest of a rank's state beside the parameters that its optimizer updates, bitwise equal in all groups.
-
-    That is the optimizer's state and, in bf16 models, the bf16 parameters; not model buffers, which may differ.
+    """Digest of optimizer state and, in bf16 models, bf16 parameters: bitwise equal in all groups, unlike model
+    buffers.
     """
     if isinstance(optimizer, DividedOptimizer):
         return optimizer.digest()
@@ -135,10 +130,8 @@ def load_state(
     optimizer: AnyOptimizer,
     partitions: Collection[PartitionId] = (),
 ) -> None:
-    """Loads files that `save_state` wrote for this position. Raises ForeignState for another model.
-
-    With stacked state the files together have all partitions, and `partitions` are held. The optimizer must be
-    new.
+    """Loads files that `save_state` wrote for this position into a new rank. Raises ForeignState for another model.
+    With stacked state the files together have all partitions, and `partitions` are held.
     """
     is_stacked = isinstance(optimizer, StackedOptimizer)
     # Memory-mapped if stacked, since a rank needs only parts of the files; otherwise the loaded tensors are used.

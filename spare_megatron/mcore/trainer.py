@@ -19,21 +19,19 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.flat_gradients import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients.gradients import make_gradient_sums
 from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
+from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
 from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
 from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.loss_terms import LossTerms
-from spare_megatron.mcore.model import cpu, rng
+from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.model import Chunk, build_chunks
 from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.model.probe import Probe, SilentProbe
 from spare_megatron.mcore.model.process_groups import build_process_groups
-from spare_megatron.mcore.model.program import Program, StepContext, Terms, program_of
-from spare_megatron.mcore.model.training_samples import on_device
+from spare_megatron.mcore.model.program import ForwardPasses, Program, Terms, program_of
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
@@ -79,10 +77,8 @@ class UpdateResult:
 
 
 class GroupTrainer:
-    """The model, data and optimizer of one rank of one group, which is the default torch.distributed world.
-
-    A step calls `begin_step`, `compute` once or more, and `gradients.stage` for each bucket. When the sums over all
-    groups are committed and written back with `gradients.put`, `update` applies them.
+    """The model, data and optimizer of one rank of one group, which is the default torch.distributed world. A step:
+    `begin_step`, `compute`, `gradients.stage` for each bucket; once committed, `gradients.put` and `update`.
     """
 
     def __init__(
@@ -95,10 +91,7 @@ class GroupTrainer:
         program: Program | None = None,
     ) -> None:
         """Builds the rank, after `prepare_index`; a CUDA `device` must be current. Partitions in `hosted` start here.
-        `program` replaces that of the configuration.
-
-        Collective over: all ranks of the group. Raises ValueError if Megatron or this package rejects the
-        configuration.
+        Collective over: all ranks of the group. Raises ValueError if the configuration is rejected.
         """
         if device.type == "cpu":
             cpu.install()
@@ -128,7 +121,8 @@ class GroupTrainer:
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
-        self._is_random = dropout > 0.0 or bool(config.program.file)
+        is_random = dropout > 0.0 or bool(config.program.file)
+        self._passes = ForwardPasses(config, self._program, groups, device, self._probe, is_random=is_random)
         self._step = 0
         self.on_loaded: Callable[[Tensor], None] | None = None
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
@@ -261,9 +255,8 @@ class GroupTrainer:
         return self.gradients.totals().loss if self.chunks[-1].is_last else None
 
     def microbatch_losses(self) -> dict[Numbered, float]:
-        """The mean losses of the microbatches computed since the last call. Waits for the device if there are any.
-
-        Only on one rank of those that have computed the same ones; the others have none.
+        """Mean losses of the microbatches since the last call, on one rank of those with the same ones. Waits for the
+        device.
         """
         losses, self._losses = self._losses, {}
         return self._means(losses)
@@ -405,22 +398,10 @@ class GroupTrainer:
         self._probe(FaultPoint.FORWARD)
         if chunk is self.chunks[0] and item.is_counted:
             self._seen.append(item.microbatch)
-        if self._is_random:
-            tensor_rank = self.process_groups.tp.rank()
-            seed, number = self._config.train.seed, item.microbatch.number
-            rng.seed_microbatch(seed, self._step, number, chunk.stage, tensor_rank, self._device)
-        batch = self._batch(chunk, item.microbatch.number)
-        context = StepContext(
-            config=self._config,
-            groups=self.process_groups,
-            device=self._device,
-            step=self._step,
-            first_sequence=self.corpus.first_sample(self._step, item.microbatch.number),
-            pre_process=chunk.is_first,
-            post_process=chunk.is_last,
-        )
+        number = item.microbatch.number
+        first = self.corpus.first_sample(self._step, number)
         with self.gradients.experts.counting() if item.is_counted else nullcontext():
-            output, terms = self._program.forward(batch, chunk.module, context)
+            output, terms = self._passes.run(chunk, self._step, number, first, partial(self._batch, number))
         if chunk.is_last:
             output = self._loss(terms, item)
         self.passes.on_forward(chunk, item, output)
@@ -440,16 +421,12 @@ class GroupTrainer:
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return loss, self._schedule_tokens, {}
 
-    def _batch(self, chunk: Chunk, number: int) -> dict[str, Tensor]:
-        """What a chunk needs of a microbatch; without a mask, nothing for chunks between the ends of the model."""
-        if not (chunk.is_first or chunk.is_last or self._config.data.reset_attention_mask):
-            return {}
-        with self._probe.during(Operation.STORAGE):
-            batch = self.corpus.microbatch(self._step, number)
+    def _batch(self, number: int) -> dict[str, Tensor]:
+        batch = self.corpus.microbatch(self._step, number)
         if self.on_loaded is not None:
             self.on_loaded(batch["tokens"])
             self.on_loaded = None
-        return on_device(batch, self._config, self._device, self.process_groups.cp)
+        return batch
 
     def _show_progress(self) -> None:
         """Reports progress when a layer starts its forward pass and around the end of its backward pass."""

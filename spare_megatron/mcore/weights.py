@@ -1,7 +1,5 @@
-"""Weights of checkpoints without optimizer and process groups: reads boxes of them, and writes weights alone.
-
-Neither needs more memory than a few tensors of one layer. A checkpoint names tensors alike for every layout; those of
-the layers are stacked along a first dimension.
+"""Weights of checkpoints without optimizer and process groups: reads boxes of them, and writes weights alone, a few
+tensors of one layer at a time. Tensors of layers are stacked along a first dimension, in every layout.
 """
 
 import io
@@ -118,10 +116,8 @@ class _BoxPlanner(DefaultLoadPlanner):
 
 
 def load_weights(folder: Path, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
-    """Fills the parameters of the chunks; rows beyond the stored vocabulary become zero.
-
-    The optimizer must be built afterwards: it copies the parameters. Raises ValueError if a tensor is missing or has
-    another shape.
+    """Fills the parameters, before the optimizer copies them; rows beyond the stored vocabulary become zero. Raises
+    ValueError if a tensor is missing or has another shape.
     """
     stored = StoredWeights(folder)
     with torch.no_grad():
@@ -183,10 +179,8 @@ def write_weights(
     objects: Mapping[str, object] = MappingProxyType({}),
     common: Mapping[str, object] = MappingProxyType({}),
 ) -> Written:
-    """Writes a checkpoint of these weights into an empty folder, one part after another.
-
-    `objects` are Megatron's sharded objects by unique key, `common` what is stored beside all tensors. Raises what
-    reading a part raises, and OSError.
+    """Writes weights into an empty folder, one part after another. `objects`: Megatron's sharded objects by unique key;
+    `common`: what is stored beside all tensors. Raises what reading a part raises, and OSError.
     """
     files = HashingFiles(lambda: None)
     writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)

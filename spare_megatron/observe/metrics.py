@@ -39,12 +39,8 @@ class MetricsSink(Protocol):
 
 
 class DetachedSink:
-    """Runs a sink in a thread: it never blocks its caller, and reports errors instead of raising them.
-
-    Args:
-        open_sink: Opens the sink, in the thread.
-        on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
-        close_timeout_s: Longest wait of `close` for the sink.
+    """Runs a sink in a thread: it never blocks its caller. `on_failure` gets the reason when the sink fails, in the
+    thread, and from `close`, which waits `close_timeout_s` at most, for what the sink lacks.
     """
 
     def __init__(

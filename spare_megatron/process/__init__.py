@@ -1,4 +1,1 @@
-"""The processes of a run: how they start, what they send each other, and how they show that they live.
-
-Start with `specs` and `reports`.
-"""
+"""The processes of a run: how they start, what they send each other, and how they show that they live."""

@@ -4,12 +4,13 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
 from spare_megatron.process.span_ring import PassTimes, Ring, SpanRecorder
 
+_MOST_PAUSE_S = 0.5
 _DECAY = 0.98
 """Factor on a slowest time for each later operation of its kind, so that outliers fade in some hundred operations."""
 
@@ -81,9 +82,10 @@ class HeartbeatWriter:
         """Whether the rank is to abandon the step under way and save its own state."""
         return bool(self._page.end_asked > 1)
 
-    def start_beating(self, interval_s: float) -> None:
-        """Counts beats from a daemon thread until the process ends."""
-        threading.Thread(target=self._beat, args=(interval_s / BEATS_PER_INTERVAL,), daemon=True).start()
+    def start_beating(self, interval_s: float, on_cut_off: Callable[[], None]) -> None:
+        """Counts beats from a daemon thread until the process ends, and calls back at each while `is_cut_off`."""
+        pause_s = min(interval_s / BEATS_PER_INTERVAL, _MOST_PAUSE_S)
+        threading.Thread(target=self._beat, args=(pause_s, on_cut_off), daemon=True).start()
 
     def begin_step(self, step: int) -> None:
         """Attributes what follows to this step. The first step warms up and does not count among the slowest times."""
@@ -149,7 +151,9 @@ class HeartbeatWriter:
         self._page.operation, self._page.progress_at_s = index, now_s
         self._page.progress += 1
 
-    def _beat(self, pause_s: float) -> None:
+    def _beat(self, pause_s: float, on_cut_off: Callable[[], None]) -> None:
         while True:
             self._page.beats += 1
+            if self.is_cut_off:
+                on_cut_off()
             time.sleep(pause_s)

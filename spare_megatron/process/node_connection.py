@@ -22,9 +22,7 @@ _POLL_S = 0.5
 
 
 class Listener:
-    """Listens for the supervisor of one node, and publishes its address in the run's directory, which both share.
-    `host` is this machine's address as the other one reaches it.
-    """
+    """Listens for the supervisor of one node at `host`, and publishes the address in the run's directory."""
 
     def __init__(self, run_dir: Path, node: int, host: str) -> None:
         self._file = _file(run_dir, node)

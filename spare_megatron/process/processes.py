@@ -1,5 +1,5 @@
-"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors. They are forked in
-milliseconds from a server that has imported torch and Megatron, has no threads and has not touched a GPU.
+"""Starts and ends the processes of a run on this machine: they are forked in milliseconds from a server that has
+imported torch and Megatron, has no threads and has not touched a GPU.
 """
 
 import contextlib
@@ -48,14 +48,14 @@ Wait = Callable[[list[Any], float], list[Any]]
 _PR_SET_PDEATHSIG = 1
 
 _REAP_TIMEOUT_S = 10.0
+_EXIT_S = 5.0
+"""Longest wait for a killed process that is no child: it may have much memory to free."""
 
 _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context from which all processes of a run are started, as children of the fork server. Main thread only: the
-    kernel ends the server with the thread that started it.
-    """
+    """The context that forks all processes of a run. Main thread only: the server ends with its starter's thread."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # it is importing its parent's main module
         leave(NO_MAIN_GUARD)
     set_environment_of_ranks()
@@ -68,9 +68,7 @@ def fork_server() -> ForkServerContext:
 
 
 def set_environment_of_ranks() -> None:
-    """Sets the environment for Megatron's import and new processes; variables that the user has set stay. c10d's
-    warnings are off: with `without_name_lookups` every process would warn of unknown host names.
-    """
+    """Sets the environment for Megatron's import and new processes; what the user has set stays."""
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron looks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
@@ -87,16 +85,14 @@ def end_fork_server() -> None:
 
 
 def rank_context(device: str, forking: BaseContext) -> BaseContext:
-    """The context from which ranks are started: `forking`, which saves them the imports. On device "gpu" they are
-    spawned and import for themselves: importing transformer-engine uses a GPU, after which a fork cannot use it.
+    """The context of ranks: `forking` or, on device "gpu", one that spawns: transformer-engine uses a GPU at its
+    import.
     """
     return multiprocessing.get_context("spawn") if device == "gpu" else forking
 
 
 def set_gpu_environment(layout: Layout) -> None:
-    """Sets the environment of NCCL, torch and CUDA for ranks of groups with this layout, in the process that spawns
-    them: transformer-engine uses a GPU as soon as a rank imports it, and CUDA reads its environment then.
-    """
+    """Sets the environment of NCCL and CUDA for ranks of this layout, in the process that spawns them."""
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
     os.environ.update(TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_ENABLE_MONITORING="0")
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
@@ -119,8 +115,8 @@ class Child:
 
 
 def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
-    """Starts `target(*args, pipe)` in a new process, which ends with this one. Main thread only, except for a child of
-    the fork server: the kernel ends the others with the thread that started them.
+    """Starts `target(*args, pipe)` in a new process, which ends with this one, and with its thread unless it is a child
+    of the fork server.
     """
     ours, theirs = context.Pipe(duplex=True)
     started: contextlib.AbstractContextManager[None] = end_signal.blocked_in_children()
@@ -139,9 +135,8 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
 
 
 def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) -> None:
-    """Runs the target in a child of the fork server, which dies with the server, and the server with the driver. The
-    server ends when no process holds the other end of its pipe, which every child inherits. Each child closes it here,
-    so that only the driver holds it: its death ends the server and all children, even stopped ones.
+    """Runs the target in a child of the fork server, which dies with the server. That ends when no process holds the
+    other end of its pipe, which every child inherits: each closes it, so that only the driver holds it.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     # A collection would examine all that the server has imported, for 0.2 s, and copy their shared pages.
@@ -190,8 +185,8 @@ def start_hub(context: ForkServerContext, wait: Wait) -> Child:
 def start_store(
     context: ForkServerContext, control: ControlConfig, run_name: str, hub: Child | None, wait: Wait
 ) -> tuple[Child | None, StoreSpec]:
-    """The control store of a new run, with its process if it is the embedded one. Raises RuntimeError if it does not
-    come up, and ValueError for credentials for etcd that cannot be used.
+    """The control store of a new run, and its process if it is the embedded one. Raises RuntimeError if it does not
+    come up, and ValueError for unusable credentials for etcd.
     """
     if control.store == "etcd":
         return None, etcd_spec(control, run_name, os.environ)
@@ -211,8 +206,8 @@ def start_embedded_store(
 
 
 def _first_report(child: Child, wait: Wait, name: str, remedy: str = "") -> Any:
-    """The first report of a process, which says that it is up; ends the process if none comes. RuntimeError: it has
-    reported nothing within _STORE_START_TIMEOUT_S, or has died. KeyboardInterrupt: a signal came; see `Deferral.wait`.
+    """The first report of a process; ends it if none comes. RuntimeError: it is late or has died. KeyboardInterrupt: a
+    signal came; see `Deferral.wait`.
     """
     try:
         if not wait([child.reports], _STORE_START_TIMEOUT_S):
@@ -245,11 +240,41 @@ def stop_children(children: Collection[Child]) -> None:
     end_s = time.monotonic() + _REAP_TIMEOUT_S
     for child in children:
         child.process.join(max(0.0, end_s - time.monotonic()))
+    kill(children)
+    for child in children:
+        end_child(child)
+
+
+def end_processes(
+    *, supervisors: Collection[Child], lost: Collection[Child], store: Child | None, hub: Child | None
+) -> None:
+    """Ends and reaps all processes, ranks before the control store: without it they would begin to save their state.
+    `supervisors`, some of them proxies of remote ones, are asked to end; `lost` ones are killed at once.
+    """
+    for child in lost:
+        end_child(child)
+    stop_children(supervisors)
+    for last in (store, hub):
+        if last is not None:
+            end_child(last)
+
+
+def await_exit(pids: Collection[int]) -> None:
+    """Waits for processes that are no children of this one and are dying; until then they may write to the store."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                connection.wait([process], _EXIT_S)
+            finally:
+                os.close(process)
+
+
+def kill(children: Collection[Child]) -> None:
+    """Kills those that still run, and their ranks with them, without reaping them."""
     for child in children:
         if child.process.is_alive():
             child.process.kill()
-    for child in children:
-        end_child(child)
 
 
 def describe_exit(code: int | None) -> str:

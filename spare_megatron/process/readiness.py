@@ -13,8 +13,8 @@ class GroupsMissing(ValueError):
 
 
 def note_ready(store: ControlStore, group: GroupId, reporter: str, num_groups: int) -> None:
-    """Records that the group is ready, or lost; the last such record opens the barrier. `reporter` reports a group
-    once, but several may report it, and one may die halfway: the count only says when to check every group.
+    """Records that the group is ready, or lost; the last record opens the barrier. Several may report a group, and one
+    may die halfway: the count only says when to check every group.
     """
     store.put(keys.ready(group), "yes")
     count = store.put_counted(keys.ready_report(group, reporter), "yes", keys.NUM_READY_REPORTS)

@@ -1,7 +1,4 @@
-"""Requests to a run: a file per group in its directory says whether the group is to take part.
-
-The last request for a group stands, whichever of the run's processes are replaced meanwhile. Supervisors poll them.
-"""
+"""Requests to a run: a file per group in its directory, polled by supervisors, says whether it is to take part."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +8,6 @@ from typing import Literal
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
-from spare_megatron.stacking.placement import make_placement
 
 Request = Literal["drain", "grow"]
 _FOLDER = "requests"
@@ -110,18 +106,14 @@ def groups_to_grow(
 def why_not_drained(
     groups: Sequence[GroupId], config: RunConfig, members: Iterable[int], leaving: Iterable[int]
 ) -> str:
-    """Why these groups cannot leave, after the members that are asked to; empty if they can.
-
-    The run decides for itself at the end of each step (`core.controller.departures`): what it cannot grant by then
-    waits.
+    """Why these groups cannot leave after those that are `leaving`; empty if they can. The run decides for itself at
+    the end of each step (`core.controller.departures`).
     """
     left = frozenset(map(GroupId, members)).difference(map(GroupId, leaving), groups)
-    spare = config.spare
-    placement = make_placement(spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain)
-    lost = [] if config.data.access == "shared" else [int(shard) for shard in placement.uncovered(left)]
+    lost = [] if config.data.access == "shared" else [int(shard) for shard in config.placement.uncovered(left)]
     if left and not lost:
         return ""
-    what = f"no host for shards {lost} (spare.redundancy={spare.redundancy})" if lost else "no group"
+    what = f"no host for shards {lost} (spare.redundancy={config.spare.redundancy})" if lost else "no group"
     return (
         f"without groups {[int(group) for group in groups]} the run would have {what}: drain fewer groups, or wait "
         f"until others have come back; `spare status` shows which take part"

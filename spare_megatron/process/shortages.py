@@ -49,10 +49,8 @@ def process_limits() -> ProcessLimits:
 
 
 def shortage_in(error: BaseException) -> str:
-    """What the error says that this process lacks, with the remedy; empty for an error of another kind.
-
-    Libraries hide the number of a system error, and gloo some texts, too: then a limit that this process has nearly
-    reached is the cause. Do not ask about errors that a lost peer explains.
+    """What the error says that this process lacks, with the remedy; empty for another kind. Where libraries hide the
+    system error, a limit that is nearly reached is the cause. Not for errors that a lost peer explains.
     """
     number = _number_of(error)
     limits = "; ".join(limits_reached(os.getpid()))

@@ -1,6 +1,4 @@
-"""A rank's spans, in memory shared with its supervisor, and the compute time of its steps. The time of forward and
-backward passes alone distinguishes a slow rank from one that waits for it.
-"""
+"""A rank's spans, in memory shared with its supervisor, and the time of its passes, which alone tells a slow rank."""
 
 import contextlib
 import ctypes
@@ -20,10 +18,9 @@ _MOST_MEDIANS = 2.0
 
 
 class PassTimes(Generic[Mark]):
-    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included and the reading
-    of data not. `mark` returns a mark in what the device computes, `between_s` the seconds between two marks once both
-    are past. `stretch` gets the seconds of each pass and may sleep for longer, which is a part of the pass; None on
-    ranks without such faults.
+    """Adds up the passes of a step, without the reading of data. `mark` returns a mark in what the device computes,
+    `between_s` the seconds between two past marks. `stretch` gets the seconds of each pass and may sleep, as a part of
+    the pass.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:

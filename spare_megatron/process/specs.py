@@ -16,15 +16,10 @@ from spare_megatron.version import code_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """All that a rank's process needs to know at its start.
-
-    Attributes:
-        incarnation: Incarnation of the group; 0 with the start of the run.
-        rank: Index inside the group.
-        page: Heartbeat page, shared with the supervisor. The process inherits it; a spec that is sent has none.
-        seconds_left: Time until the run ends with the current step; None if all steps are to be trained.
-        wiped_out_at_s: Monotonic time at which the supervisor learned of the wipe-out that caused this start, if any.
-        code: Digest of the driver's code.
+    """What a rank's process needs to know. `incarnation`: of the group; `rank`: index inside it. `page`: inherited by
+    the process; a spec that is sent has none. `seconds_left`: until the run ends with the current step.
+    `wiped_out_at_s`: monotonic time at which the supervisor learned of the wipe-out that caused this start. `code`: the
+    driver's digest.
     """
 
     config: RunConfig
@@ -74,14 +69,9 @@ RankMain = Callable[[RankSpec, Connection], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """All that a supervisor's process needs to know at its start.
-
-    Attributes:
-        hub_pid: Process that holds the bridge between the nodes' networks, if each has one of its own.
-        incarnation: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
-        is_remote: The driver is on another machine, and may be lost without the node.
-        ends_at_s: When training is to end, on the monotonic clock of the machine; None if it is not limited.
-        code: Digest of the driver's code.
+    """What a supervisor's process needs to know. `hub_pid`: holds the bridge between the nodes' networks.
+    `incarnation`: of the supervisor. `is_remote`: the driver is on another machine, and may be lost without the node.
+    `ends_at_s`: when training is to end, on the machine's monotonic clock. `code`: digest of the driver's code.
     """
 
     config: RunConfig

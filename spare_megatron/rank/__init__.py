@@ -1,4 +1,1 @@
-"""A rank's process: bootstrap, training steps, rejoin and restart.
-
-Start with `train_step`.
-"""
+"""A rank's process: bootstrap, training steps, rejoin and restart. Start with `train_step`."""

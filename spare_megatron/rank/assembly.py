@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
@@ -30,7 +30,7 @@ from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
-from spare_megatron.state.optimizer_state import OptimizerState, ReplicatedState
+from spare_megatron.state.optimizer_state import OptimizerState
 from spare_megatron.state.rank_context import RankContext, RankProgress
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
@@ -49,9 +49,8 @@ from spare_megatron.voting.voting import Voting, open_relay
 
 
 class Assembly:
-    """The parts of one rank, built on construction. `ranks` are the group's, for CPU tensors.
-
-    Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
+    """The parts of one rank. `ranks`: the group's, for CPU tensors. Collective over: all ranks of the group, which may
+    arrive as far apart as the startup timeout allows.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Assembly:
     def _build_optimizer_state(self) -> OptimizerState:
         ctx, optimizer = self.ctx, self.ctx.trainer.stacked
         if optimizer is None:
-            return ReplicatedState(ctx.trainer, ctx.communicator)
+            return OptimizerState(ctx.trainer, BucketSums(ctx.trainer.gradients, ctx.communicator))
         hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
         return StackedState(ctx, optimizer, self._staging, hosted)
 

@@ -24,10 +24,7 @@ _MARGIN_S = 30.0
 
 
 def choose_device(config: RunConfig, name: str, number: int) -> torch.device:
-    """Makes the GPU of this name, if it is one, current; `number` counts all ranks that may share it.
-
-    Raises `ImportError` if its NCCL version is not supported.
-    """
+    """Makes the GPU of this name, if it is one, current. ImportError: its NCCL version is not supported."""
     device = torch.device(name)
     if device.type == "cuda":
         nccl.check_nccl()
@@ -39,10 +36,8 @@ def choose_device(config: RunConfig, name: str, number: int) -> torch.device:
 
 
 def pass_times_on(spec: RankSpec) -> PassTimes:
-    """The timer of passes on the rank's device: the clock, or events among the kernels of a GPU.
-
-    Where groups share the processors of a machine, the time that the calling thread waits for a processor is left out:
-    they take it from each other.
+    """The timer of passes on the rank's device: the clock, without waits for processors that groups take from each
+    other, or events among the kernels of a GPU.
     """
     if spec.device != "cpu":
         return PassTimes(_record_event, _between_events_s)
@@ -66,11 +61,8 @@ def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float
 
 
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
-    """Makes the group's ranks a torch.distributed world, with the startup's timeout.
-
-    Checkpoint loads use it, and Megatron's interleaved schedule with 2 pipeline stages for one of its two directions.
-    Returns a group of the same ranks for CPU tensors, whose timeout exceeds the leader's longest wait. Collective over:
-    all ranks of the group, which may arrive as far apart as the startup timeout allows.
+    """Makes the group's ranks a torch.distributed world, which checkpoint loads and Megatron's schedule use. Returns a
+    group for CPU tensors, whose timeout exceeds the leader's longest wait. Collective over: all ranks of the group.
     """
     control = spec.config.control
     timeout_s = control.startup_timeout_s
@@ -91,9 +83,8 @@ def longest_wait_s(control: ControlConfig) -> float:
 
 
 def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
-    """Waits until every group has built its model or is lost.
-
-    Collective over: all ranks of the group. Raises `GroupsMissing` if a group is not ready in time.
+    """Waits until every group has built its model or is lost. Raises `GroupsMissing` if one is late. Collective over:
+    all ranks of the group.
     """
     dist.barrier(group=ranks)
     if spec.rank == 0:
@@ -103,9 +94,7 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
 
 
 def check_same_device(device: torch.device, group: GroupId, store: ControlStore) -> None:
-    """Compares the model of the device with that of the first group that started. Raises ValueError if it differs, as
-    audits would take what it computes for wrong.
-    """
+    """Raises ValueError if the first group has another model of device: audits would take its results for wrong."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     first = store.put_if_absent(keys.AUDITED_DEVICE, name)
     if first != name:

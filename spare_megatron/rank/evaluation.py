@@ -17,10 +17,7 @@ from spare_megatron.voting.voting import plain_vote
 
 
 def attempt_evaluation(ctx: RankContext, digests: StateDigests, action: AttemptEvaluation) -> Sequence[Event]:
-    """Votes with the group's sums, without them if it lacks parameters. Returns as `Voting.cast`.
-
-    Collective over: all ranks of the group.
-    """
+    """Votes with the group's sums, if it has its parameters. Returns as `Voting.cast`; collective likewise."""
     if ctx.progress.lacks_params:
         return ctx.voting.cast(action, plain_vote(action, Digests(), lacks_params=True))
     ctx.probe(FaultPoint.EVALUATION_COMPUTED)

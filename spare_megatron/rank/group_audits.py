@@ -31,9 +31,8 @@ class GroupAudits:
         now.audited = [*now.audited, *(one for one in asked if one not in now.audited)]
 
     def words(self, attempt: int, disputed: Sequence[Microbatch]) -> tuple[AuditWord, ...]:
-        """The group's digests of audited microbatches; those of disputed ones show what they are made of.
-
-        Waits for the device. Collective over: all ranks of the group.
+        """The group's digests of audited microbatches; those of disputed ones show what they are made of. Waits for the
+        device. Collective over: all ranks of the group.
         """
         now = self._ctx.progress.now
         if not now.has_audits:
@@ -63,10 +62,8 @@ class GroupAudits:
         return tuple(words)
 
     def losses(self, disputed: Sequence[Microbatch], *, has_suspects: bool) -> tuple[AuditWord, ...]:
-        """The group's digests of losses: of suspects that it has counted, and of those it was asked about.
-
-        The latter show what they are made of if they are disputed. Collective over: all ranks of the group, with the
-        same arguments.
+        """Likewise of losses: of suspects that it has counted, and of those it was asked about. Collective over: all
+        ranks of the group, with the same arguments.
         """
         now = self._ctx.progress.now
         if not has_suspects and not now.questioned:

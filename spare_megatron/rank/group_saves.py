@@ -33,10 +33,7 @@ class GroupSaves:
         self._digests = digests
 
     def save(self, action: SaveCheckpoint) -> None:
-        """Starts a checkpoint of the present state, if this group has a part in it, and has the state compared.
-
-        Collective over: all ranks of the group.
-        """
+        """Starts a checkpoint, if this group has a part in it. Collective over: all ranks of the group."""
         member = self._ctx.member
         self._digests.check_saved(action.step)
         if action.cadence is not None and action.member == member:
@@ -48,9 +45,8 @@ class GroupSaves:
         self._saver.refuse(action)
 
     def save_dispute(self, action: SaveDispute) -> None:
-        """Has the state before the step compared, and its parameters saved if it is this group's turn.
-
-        Collective over: all ranks of the group.
+        """Has the state before the step compared, and saves its parameters in turn. Collective over: all ranks of the
+        group.
         """
         assert self._dispute_saver is not None, "only a run with audits has disputes"
         if self._ctx.progress.lacks_params:

@@ -83,14 +83,14 @@ class _Rank:
         self._progress = RankProgress(
             is_leave_asked=lambda: bool(self._page.leave_asked),
             is_end_asked=lambda: bool(self._page.end_asked),
-            is_cut_off=lambda: self._beacon.is_cut_off,
         )
         self._parts: Assembly | None = None
 
     def run(self) -> ExitCode:
         """Trains, and maps the ways in which a run can end for this rank to exit codes."""
         try:
-            self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
+            interval_s = self._spec.config.control.heartbeat_interval_s
+            self._beacon.start_beating(interval_s, on_cut_off=self._store.break_off)
             self._write_code()
             parts = self._parts = self._assemble()
             first = self._rejoin(parts) if self._spec.incarnation else self._start(parts)

@@ -78,9 +78,7 @@ class RecoveryClock:
             self._without_communicator = None
 
     def on_commit(self) -> int:
-        """Ends the recovery under way; returns the microbatches that its survivors have computed for it, all together,
-        which is what they add up to in their records.
-        """
+        """Ends the recovery under way; returns the microbatches that all its survivors have computed for it."""
         if self._open is None:
             return 0
         recovery, self._open = self._open, None

@@ -65,10 +65,7 @@ class RestartLoader:
         self._wiped_out_at_s = None
 
     def candidates(self) -> tuple[CheckpointCandidate, ...]:
-        """The newest checkpoints of this training that pass `glance` and are not withdrawn, three at most.
-
-        Raises `OSError` if the checkpoint folder cannot be read.
-        """
+        """The newest usable checkpoints of this training, three at most. OSError: their folder cannot be read."""
         self._require_folder()
         self._offered = {}
         rejected: list[str] = []
@@ -106,9 +103,8 @@ class RestartLoader:
             self.reader.read(offer, self._offered[offer], numbers)
 
     def find_snapshots(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...]]:
-        """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold.
-
-        Collective over: all ranks of the group, after `offers`, if that is called.
+        """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold. Collective
+        over: all ranks of the group.
         """
         if self._snapshots is None:
             return (), ()
@@ -128,9 +124,8 @@ class RestartLoader:
                 self._load_first(self._first, () if ownership is None else ownership.hosts)
 
     def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
-        """Loads the checkpoint, the snapshot or the run's initial state; the first vote compares it.
-
-        Collective over: all ranks of the group. Raises `JoinFailed` if it is gone.
+        """Loads the checkpoint, snapshot or initial state; the first vote compares it. Collective over: all ranks of
+        the group. Raises `JoinFailed` if it is gone.
         """
         self._load(action)
         progress = self._ctx.progress

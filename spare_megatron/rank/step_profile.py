@@ -20,9 +20,8 @@ def wants_profile(profile: ProfileConfig, group: int, rank: int) -> bool:
 
 
 class StepProfile:
-    """Traces the steps of `profile.steps` on one rank, each until the next step or evaluation or the rank's end.
-
-    Ranges are also NVTX ranges on a GPU. Errors of storage cost the trace alone.
+    """Traces the steps of `profile.steps`, each until the next step or evaluation; errors of storage cost the trace
+    alone.
     """
 
     def __init__(self, ctx: RankContext) -> None:

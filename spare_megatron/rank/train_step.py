@@ -24,7 +24,6 @@ from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
-from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
@@ -36,7 +35,6 @@ from spare_megatron.state.rank_context import RankContext, StepUnderWay
 from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.state.transfer.state_transfer import StateTransfer, admit
-from spare_megatron.store.interface import StoreLost
 from spare_megatron.voting.agreement import Fenced, GroupOpinion, RankOutcome
 from spare_megatron.voting.log_follower import Stop
 from spare_megatron.voting.voting import plain_vote
@@ -154,9 +152,8 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
 
 
 def compute_step(ctx: RankContext, parts: Components, action: actions.ComputeStep) -> None:
-    """Starts the step or evaluation and computes this group's part of the plan from zero sums.
-
-    Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes nothing.
+    """Starts the step or evaluation and computes this group's part of the plan from zero sums, once, if it has all
+    parameters.
     """
     plan, before = action.plan, ctx.progress.step
     if before is not None and (before.step, before.is_evaluation) != (plan.step, plan.is_evaluation):
@@ -221,9 +218,8 @@ def _compute(ctx: RankContext, parts: Components, plan: StepPlan, into: actions.
 def _begin_early(
     ctx: RankContext, parts: Components, action: actions.AttemptReduce, brought: Sequence[Microbatch]
 ) -> Callable[[int], None]:
-    """Allows buckets to be sent while the last microbatches of the attempt are computed.
-
-    `brought` is all that the local sums will hold. Returns what backward passes report finished buckets to.
+    """Allows buckets to be sent while the last of the microbatches `brought` are computed; returns what backward passes
+    report to.
     """
     _write_contribution(ctx, action, brought)
     parts.sums.begin_early(len(brought))
@@ -321,14 +317,8 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
 
 
 def _is_decided(ctx: RankContext) -> bool:
-    """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete.
-
-    Raises StoreLost if the rank is to give the step up and save its state alone.
-    """
-    is_over = ctx.agreement.is_over(ctx.controller.head)
-    if not is_over and ctx.progress.is_cut_off():
-        raise StoreLost(CUT_OFF)
-    return is_over
+    """Whether the next log entry is written, or a rank of any group has reported that the sums cannot complete."""
+    return ctx.agreement.is_over(ctx.controller.head)
 
 
 def _first(ctx: RankContext, failure: str) -> str:
@@ -349,9 +339,8 @@ def _raise_if_unsound(parts: Components, finding: GradientFinding) -> None:
 
 
 def _judge_losses(ctx: RankContext, parts: Components, action: actions.AttemptReduce) -> None:
-    """Journals and notes the suspects among the microbatches computed since the last call, before the group votes.
-
-    Waits for the device on ranks of the last stage.
+    """Journals and notes the suspects computed since the last call, before the vote. Ranks of the last stage wait for
+    the device.
     """
     now, losses = ctx.progress.now, ctx.trainer.microbatch_losses()
     suspects = parts.loss_watch.on_losses(action.step, losses)

@@ -1,7 +1,5 @@
-"""Examines this machine: a seeded matrix product, copies in memory, and an exchange with the control store.
-
-A process of its own, which alone imports torch, does it and publishes what it has found.
-`core.slow_machines.examination_rules` judges it.
+"""Examines this machine in a process of its own: a seeded matrix product, copies in memory, and an exchange with the
+control store, judged by `core.slow_machines.examination_rules`.
 """
 
 import hashlib

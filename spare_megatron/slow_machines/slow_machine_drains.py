@@ -30,7 +30,6 @@ from spare_megatron.process.requests import asked_to_leave, request
 from spare_megatron.slow_machines.culprits import record_of
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.stacking.paces import dealt_stacks
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.supervisor.places.group_reforming import AssignmentList, empty_places
 
@@ -168,11 +167,7 @@ class Ladder:
     def _least_hosts(self, staying: frozenset[GroupId]) -> int | None:
         if self._config.data.access == "shared":
             return None
-        spare = self._config.spare
-        placement = make_placement(
-            spare.placement, self._config.layout.num_groups, spare.redundancy, spare.groups_per_domain
-        )
-        return min(len(staying.intersection(hosts)) for hosts in placement.hosts)
+        return min(len(staying.intersection(hosts)) for hosts in self._config.placement.hosts)
 
     def _replacement(
         self,

@@ -3,7 +3,7 @@
 r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs
 N >= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement, max over k != 0 of
 |sum_o exp(2 pi i k o / N)|. With failure domains of d consecutive groups, few hosts per domain take precedence. The
-argument is in docs/protocol.md.
+argument is in docs/protocol_dealing.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,23 +99,14 @@ class _Domains:
 
 
 def golomb_offsets(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> tuple[int, ...]:
-    """Offsets in ascending order from 0, with as few repeated differences mod N as the search finds.
+    """The r offsets, ascending from 0, with as few repeated differences mod N as the search finds; d groups per domain.
 
-    Args:
-        num_groups: N, at least 1.
-        redundancy: r, from 1 to N; anything else raises ValueError.
-        groups_per_domain: d, at least 1. At most ceil(r min(d, N) / N) offsets lie among any d consecutive numbers mod
-            N, the least that any placement reaches. This takes precedence over distinct differences.
-
-    Notes:
-        For d = 1 the result is a modular Golomb ruler if N > 2L with L the length of the shortest ruler of r <= 24
-            marks, if N = r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9 or 16, or if a ruler exists and there are
-            at most 2,000,000 / N candidate sets. In such small cases the offsets are optimal among those that the
-            domains allow: least multiplicity of the commonest difference, then least sum of squared multiplicities.
-            Elsewhere the search may miss a ruler; then `Placement.max_shared_hosts` exceeds 1.
-        Deterministic, with work bounded by counts: under 0.5 s up to N = 10,000, r = 24. Ties go to the better mixing,
-            then to the first found. More than N/2 offsets are the complement of a small set, which has the same repeats
-            up to a constant.
+    At most ceil(r min(d, N) / N) lie among any d consecutive numbers mod N, the least that any placement reaches. For
+    d = 1 they are a modular Golomb ruler if N > 2L, L the length of the shortest ruler of r <= 24 marks, if N =
+    r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9 or 16, or if a ruler exists and there are at most 2,000,000 / N
+    candidate sets: these small cases are optimal, by the multiplicity of the commonest difference, then the sum of
+    squared ones. Ties go to the better mixing, then to the first found. Work is bounded by counts: under 0.5 s up to
+    N = 10,000, r = 24. More than N/2 offsets are the complement of a small set, with the same repeats up to a constant.
 
     >>> golomb_offsets(7, 3)
     (0, 1, 3)

@@ -5,7 +5,7 @@ survivor, by way of the commons node. Within the makespan T a group that takes p
 (T - fetch) // p for cold units; `stacking.paces.Rounds` says how many units fit, one each by default. On a pair (s, h)
 the first `free[s, h]` units stay at no cost, every other unit moves at cost 1, and a cold one costs more than all moves
 together. Primal-dual minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8).
-Proof: docs/protocol.md.
+Proof: docs/protocol_dealing.md.
 """
 
 from bisect import bisect_left
@@ -23,25 +23,22 @@ _SOURCE, _SINK, _FIRST_NODE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpreadProblem:
-    """Units of demand to place on surviving groups. Arrays of pairs are flat: shard * redundancy + column.
-
-    Attributes:
-        is_alive: For each group; groups beyond those of the placement host nothing and take only cold units.
-        free: For each pair, how many units cost nothing there. 0 where the host is lost.
-        start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
-        pace: Time per round, at least 1, of all groups or of each.
-        rounds: The rounds that units take.
-        fetch: Time before a group can begin a cold unit, in the same unit of time; None if it never can.
-    """
+    """Units of demand to place on surviving groups. Arrays of pairs are flat: shard * redundancy + column."""
 
     placement: Placement
     is_alive: BoolArray
+    """For each group; groups beyond those of the placement host nothing and take only cold units."""
     demand: IntArray
     free: IntArray
+    """For each pair, how many units cost nothing there. 0 where the host is lost."""
     start: IntArray
+    """For each pair, the units placed there at first; at most `free`, and per shard at most its demand."""
     pace: IntArray | int = 1
+    """Time per round, at least 1, of all groups or of each."""
     rounds: Rounds = ONE_BY_ONE
+    """The rounds that units take."""
     fetch: int | None = None
+    """Time before a group can begin a cold unit, in the same unit of time; None if it never can."""
 
     def capacities(self, makespan: int) -> tuple[IntArray, IntArray]:
         """Units, and cold units, that each group can take within a makespan."""
@@ -64,33 +61,29 @@ class SpreadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """A placement of all units at least cost.
-
-    Attributes:
-        flow: For each pair, the hosted units. `cold`: for each shard, its cold units; `lent`: for each group, the cold
-            units that it takes, of any shards.
-        num_moves: Units beyond the free ones, cold units included.
-        num_phases: Distinct lengths of displacement chains that were needed; 0 if the start was complete.
-        shard_potential: For each shard, and `host_potential` for each group, its distance from the unplaced units.
-    """
+    """A placement of all units at least cost."""
 
     flow: IntArray
+    """For each pair, the hosted units."""
     cold: IntArray
+    """For each shard, its cold units."""
     lent: IntArray
+    """For each group, the cold units that it takes, of any shards."""
     makespan: int
     num_moves: int
+    """Units beyond the free ones, cold units included."""
     num_phases: int
+    """Distinct lengths of displacement chains that were needed; 0 if the start was complete."""
     shard_potential: IntArray
+    """For each shard, its distance from the unplaced units."""
     host_potential: IntArray
+    """For each group, likewise."""
     commons_potential: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bottleneck:
-    """Proof that a makespan is too short: units for which there are only some hosts, and cold capacity of some groups.
-
-    No group is both.
-    """
+    """Proof that a makespan is too short: units with only some hosts, and cold capacity of some other groups."""
 
     demand: int
     is_host: BoolArray
@@ -109,9 +102,7 @@ class Bottleneck:
 
 
 def makespan_bound(problem: SpreadProblem) -> int:
-    """A lower bound on the makespan: from all groups together, from shards without a host and, if no unit can be cold,
-    from each shard and each sole host. Cost: O(N r).
-    """
+    """A lower bound from all groups together, and from shards without a host or from single ones. Cost: O(N r)."""
     placement, demand = problem.placement, problem.demand
     is_alive = problem.is_alive[placement.host_array]
     num_hosts = is_alive.sum(axis=1)
@@ -257,11 +248,8 @@ class _Residual:
         self.num_shards, self.redundancy = placement.host_array.shape
         self.num_groups = problem.is_alive.size
         self.hosts = placement.host_array.ravel()
-        self.host_array, self.pair_array, self.stack_array = (
-            placement.host_array,
-            placement.pair_array,
-            placement.stack_array,
-        )
+        self.host_array, self.pair_array = placement.host_array, placement.pair_array
+        self.stack_array = placement.stack_array
         self.is_alive = problem.is_alive
         self.free = problem.free
         self.flow = problem.start.copy()
@@ -281,9 +269,7 @@ class _Residual:
         return bool((self.unplaced > 0).any() or (self.spare < 0).any())
 
     def distances(self) -> _Distances | Bottleneck:
-        """Dial's algorithm; distances beyond the nearest host with spare capacity are upper bounds. A `Bottleneck` if
-        no such host is reachable.
-        """
+        """Dial's algorithm; upper bounds beyond the nearest host with spare capacity. `Bottleneck`: there is none."""
         ahead, back = self._reduced_costs()
         from_shard, from_host, on_to_shard, on_to_host = self._commons_costs()
         to_shard, to_commons = np.where(self.unplaced > 0, 0, _FAR), _FAR

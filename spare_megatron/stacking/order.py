@@ -24,9 +24,7 @@ class Order(Protocol):
         """The work of each surviving group in a step."""
 
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "Order":
-        """The order for exactly these groups at these paces, with the fewest moves; some may have come back. Raises
-        WipeOut.
-        """
+        """The order for exactly these groups at these paces, with the fewest moves. Raises WipeOut."""
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
         """The orphans spread over these groups with the least makespan of the patch alone. Raises WipeOut."""

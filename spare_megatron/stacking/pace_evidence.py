@@ -6,7 +6,7 @@ dealt to them (`exceptions`); everything else follows from the log. Integers alo
 A deviation z, in units of the mean deviation so far, has the tail probability u of Student's t with 3 degrees of
 freedom, but at least the share of far deviations so far. Its evidence is the log likelihood ratio ln(a u^(a - 1)) of a
 density that favours small u (Beta(a, 1)). Sums of it over steps, never below 0, exceed h in quiet once in e^h steps at
-most (Lorden 1971). docs/protocol.md derives the threshold.
+most (Lorden 1971). docs/protocol_dealing.md derives the threshold.
 """
 
 from collections import deque
@@ -100,14 +100,13 @@ def exceptions(measured: Mapping[GroupId, int], dealt: Mapping[GroupId, int]) ->
 
 @dataclass(slots=True)
 class _Evidence:
-    """About one group: sums that it is slower, then that it is faster than dealt, each for large and small factors.
-
-    `since`: steps since each sum was 0. `paces`: the latest ones.
-    """
+    """About one group: sums that it is slower, then that it is faster than dealt, each for large and small factors."""
 
     sums: list[int] = field(default_factory=lambda: [0] * 4)
     since: list[int] = field(default_factory=lambda: [0] * 4)
+    """Steps since each sum was 0."""
     paces: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
+    """The latest ones."""
 
     def add(self, permille: int, gains: Iterable[int]) -> None:
         self.paces.append(permille)
@@ -123,10 +122,7 @@ class _Evidence:
 
 
 class PaceEvidence:
-    """Evidence about the groups' paces and the paces that follow from it. Equal after the same entries.
-
-    `dealt`: thousandths by group, where they are not `LIKE`.
-    """
+    """Evidence about the groups' paces. Equal after the same entries. `dealt`: thousandths by group, if not `LIKE`."""
 
     def __init__(self) -> None:
         self.dealt: dict[GroupId, int] = {}

@@ -22,18 +22,16 @@ LIKE = 1000
 class Rounds:
     """A group computes u > 0 units in `fill` + k rounds, where k is the least multiple of `multiple` with
     k x `lanes` >= u x `size`; it needs no round for none.
-
-    Attributes:
-        size: Microbatches per unit: 1, or all of a shard.
-        lanes: Microbatches in a round.
-        multiple: Rounds to which an interleaved schedule pads.
-        fill: Rounds that filling and draining the pipeline takes.
     """
 
     size: int = 1
+    """Microbatches per unit: 1, or all of a shard."""
     lanes: int = 1
+    """Microbatches in a round."""
     multiple: int = 1
+    """Rounds to which an interleaved schedule pads."""
     fill: int = 0
+    """Rounds that filling and draining the pipeline takes."""
 
     def num_rounds(self, units: int) -> int:
         """Rounds that this many units take.

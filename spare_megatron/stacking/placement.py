@@ -6,17 +6,18 @@ groups of consecutive ids; no two hosts of a shard share one if r groups_per_dom
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.stacking.golomb import check_groups_per_domain, check_redundancy
-from spare_megatron.stacking.golomb import golomb_offsets as golomb_offsets
+from spare_megatron.stacking.golomb import check_groups_per_domain, check_redundancy, golomb_offsets
 from spare_megatron.stacking.layout import GroupId, ShardId
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+T = TypeVar("T", np.int32, np.int64)
 PlacementKind = Literal["golomb", "consecutive"]
 
 
@@ -56,11 +57,11 @@ class Placement:
             )
         # by_group is column-major (home shards first); pairs are row-major.
         pairs = (by_group % num_groups) * redundancy + by_group // num_groups
-        object.__setattr__(self, "host_array", _read_only(hosts))
-        object.__setattr__(self, "pair_array", _read_only(pairs.reshape(num_groups, redundancy)))
+        object.__setattr__(self, "host_array", read_only(hosts))
+        object.__setattr__(self, "pair_array", read_only(pairs.reshape(num_groups, redundancy)))
 
-    def __reduce__(self) -> tuple[object, tuple[tuple[tuple[GroupId, ...], ...]]]:
-        return _placement, (self.hosts,)
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return partial(Placement, hosts=self.hosts), ()
 
     @property
     def num_groups(self) -> int:
@@ -105,9 +106,7 @@ class Placement:
         return most
 
     def alive_mask(self, alive: frozenset[GroupId]) -> BoolArray:
-        """`mask[group]`: whether the group is alive. Ids from `num_groups` on are of groups that host nothing; they
-        make the mask longer. Raises ValueError for a negative id.
-        """
+        """Whether each group is alive. Ids from `num_groups` on, of groups that host nothing, make it longer."""
         ids = np.fromiter(alive, dtype=np.int64, count=len(alive))
         if ids.min(initial=0) < 0:
             raise ValueError(f"group ids begin with 0, got {ids.min()}")
@@ -122,14 +121,10 @@ class Placement:
 
 
 def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Placement:
-    """The cyclic placement of a kind. Raises ValueError if the arguments do not fit.
+    """The cyclic placement of N groups and shards, r hosts each. Raises ValueError if the arguments do not fit.
 
-    Args:
-        kind: "golomb" for offsets of a modular Golomb ruler; "consecutive" for offsets 0 to r - 1, for comparison only.
-        num_groups: N data-parallel groups, at least 1, and as many shards.
-        redundancy: r hosts per shard, from 1 to N.
-        groups_per_domain: d groups of consecutive ids per domain, at least 1; the last domain may have fewer. A domain
-            holds at most ceil(r min(d, N) / N) hosts of a shard.
+    `golomb` has the offsets of a modular Golomb ruler; `consecutive` 0 to r - 1, for comparison. A domain, d groups of
+    consecutive ids (the last one may have fewer), holds at most ceil(r min(d, N) / N) hosts of a shard.
 
     >>> make_placement("golomb", 7, 3).hosts[0]
     (0, 6, 4)
@@ -144,18 +139,14 @@ def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups
         offsets = tuple(range(redundancy))
     else:
         raise ValueError(
-            f"spare.groups_per_domain={groups_per_domain} keeps hosts apart, and spare.placement=consecutive puts them "
-            "beside each other; set spare.placement to golomb or spare.groups_per_domain to 1"
+            f"groups_per_domain={groups_per_domain} keeps hosts apart, and placement=consecutive puts them beside each "
+            "other; set placement to golomb or groups_per_domain to 1"
         )
     return Placement(
         hosts=tuple(tuple(GroupId((shard - o) % num_groups) for o in offsets) for shard in range(num_groups))
     )
 
 
-def _placement(hosts: tuple[tuple[GroupId, ...], ...]) -> Placement:
-    return Placement(hosts=hosts)
-
-
-def _read_only(array: IntArray) -> IntArray:
+def read_only(array: npt.NDArray[T]) -> npt.NDArray[T]:
     array.setflags(write=False)
     return array

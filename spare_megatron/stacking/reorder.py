@@ -16,7 +16,7 @@ import numpy as np
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, least_spread
 from spare_megatron.stacking.paces import EVEN, LIKE, ONE_BY_ONE, Paces, Rounds
-from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
+from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 from spare_megatron.stacking.plans import Microbatch, Owners
 from spare_megatron.stacking.wipe_out import require_hosts
 
@@ -27,19 +27,16 @@ _COLD = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reorder:
-    """Owners after a reorder.
-
-    Attributes:
-        owners: Read-only, shape (num_shards, m): the owner of each microbatch.
-        makespan: Largest number of microbatches of any group.
-        num_moves: Microbatches whose owner changed, those of lost groups included, and all cold ones.
-        path: "orphans" if only microbatches without a surviving owner moved, else "chains".
-    """
+    """Owners after a reorder."""
 
     owners: Owners
+    """Read-only, shape (num_shards, m): the owner of each microbatch."""
     makespan: int
+    """Largest number of microbatches of any group."""
     num_moves: int
+    """Microbatches whose owner changed, those of lost groups included, and all cold ones."""
     path: ReorderPath
+    """`orphans` if only microbatches without a surviving owner moved, else `chains`."""
 
 
 def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:
@@ -55,7 +52,7 @@ def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
     """Owners before any loss: each group owns its home shard. Read-only, shape (num_shards, m)."""
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches per shard; a shard needs at least 1")
-    return _read_only(np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32))
+    return read_only(np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32))
 
 
 def reorder_microbatches(
@@ -67,11 +64,9 @@ def reorder_microbatches(
     surviving host of its shard always moves. Groups with ids from `num_groups` on host nothing: their work is cold.
     Without `fetch` a shard without a surviving host raises WipeOut; with it, only the loss of all groups does.
 
-    Notes:
-        All optima are exact: see `stacking.matching`. Ties: a host keeps its lowest indices; the others go in
-            ascending order of index to hosts in ascending order of id. The last of a shard are its cold ones; over all
-            shards they go in ascending order to groups in ascending order of id. Cost: O(N (m + r) r) and, per length
-            of displacement chains, one maximum flow over the pairs they touch.
+    All optima are exact (`stacking.matching`). Ties: a host keeps its lowest indices; the others go in ascending order
+    of index to hosts in ascending order of id. The last of a shard are its cold ones, which go over all shards to
+    groups likewise. Cost: O(N (m + r) r) and, per length of displacement chains, a maximum flow over their pairs.
     """
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
@@ -94,7 +89,7 @@ def reorder_microbatches(
     path: ReorderPath = "chains" if spread.num_moves > num_orphans else "orphans" if num_orphans else "unchanged"
     changed = _hand_over(placement, owners, kept, spread)
     return Reorder(
-        owners=_read_only(changed),
+        owners=read_only(changed),
         makespan=int(np.bincount(changed.ravel()).max()),
         num_moves=spread.num_moves,
         path=path,
@@ -187,8 +182,3 @@ def _hand_over(placement: Placement, owners: Owners, kept: IntArray, spread: Spr
     changed = owners.copy()
     changed[rows] = old
     return changed
-
-
-def _read_only(array: Owners) -> Owners:
-    array.setflags(write=False)
-    return array

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread, makespan_bound
 from spare_megatron.stacking.paces import EVEN, Paces
-from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
+from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 from spare_megatron.stacking.wipe_out import require_hosts
 
 StackArray = npt.NDArray[np.int32]
@@ -32,26 +32,22 @@ class StackOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackReorder:
-    """Stack order and owners after a reorder.
-
-    Attributes:
-        owners: Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its
-            stack.
-        num_moves: Shards swapped into the first `depth` of a stack for one that its group does not own.
-        depth: The largest of any group.
-        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2).
-    """
+    """Stack order and owners after a reorder."""
 
     owners: StackArray
+    """Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its stack."""
     order: StackOrder
     depth: int
+    """The largest of any group."""
     num_moves: int
+    """Shards swapped into the first `depth` of a stack for one that its group does not own."""
     phase: Literal[1, 3]
+    """1 if the present order was valid at its depth; 3 if the depth came from a matching (phase 2)."""
 
 
 def initial_order(placement: Placement) -> StackOrder:
     """Every stack in the order of the offsets at depth 1: each group computes its home shard."""
-    return StackOrder(stacks=_read_only(placement.stack_array.astype(np.int32)), depth=1)
+    return StackOrder(stacks=read_only(placement.stack_array.astype(np.int32)), depth=1)
 
 
 def reorder_stacks(
@@ -59,18 +55,14 @@ def reorder_stacks(
 ) -> StackReorder:
     """The least depth for the surviving groups and, at that depth, the fewest changes of the present order.
 
-    A move swaps a shard from beyond the first S of a group's stack with one within it; all other positions stay. The
-    order may come from any earlier state. The unit of `paces` is a shard. Raises WipeOut if some shard has no surviving
-    host.
+    A move swaps a shard from beyond the first S of a group's stack with one within it. The order may come from any
+    earlier state. The unit of `paces` is a shard. Raises WipeOut.
 
-    Notes:
-        Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces
-            the paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S
-            slots per group and any host allowed, S growing from the proven bound. Phase 3:
-            `stacking.matching.cheapest_spread` at that S, where hosts are free for the shards within their first S.
-            Where paces differ, phase 3 follows `stacking.matching.least_spread`, which has the least time.
-        Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
-            `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.
+    Phase 1 keeps the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces the
+    paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S slots per
+    group and any host allowed, S growing from the proven bound; by the least time where paces differ. Phase 3:
+    `stacking.matching.cheapest_spread`, where hosts are free for the shards within their first S. Ties: phase 1 picks
+    the host that has the shard earliest, then the lowest id; shards move by id to the earliest positions not owned.
     """
     require_hosts(placement, alive)
     is_alive = placement.alive_mask(alive)
@@ -104,7 +96,7 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     assert isinstance(spread, Spread), spread
     is_owner = spread.flow.reshape(free.shape) > 0
     return StackReorder(
-        owners=_read_only(placement.host_array[is_owner].astype(np.int32)),
+        owners=read_only(placement.host_array[is_owner].astype(np.int32)),
         order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depths), depth=int(depths.max())),
         depth=int(depths.max()),
         num_moves=spread.num_moves,
@@ -148,7 +140,7 @@ def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray
     """For each shard, the surviving host that has it earliest; lowest id on ties."""
     n = placement.num_groups
     key = np.where(is_alive[placement.host_array], position * n + placement.host_array, np.iinfo(np.int64).max)
-    return _read_only((key.min(axis=1) % n).astype(np.int32))
+    return read_only((key.min(axis=1) % n).astype(np.int32))
 
 
 def _bring_in(
@@ -164,9 +156,4 @@ def _bring_in(
         new = int(owned[group, : depths[group]].argmin())
         stacks[group, [old, new]] = stacks[group, [new, old]]
         owned[group, new] = True
-    return _read_only(stacks)
-
-
-def _read_only(array: StackArray) -> StackArray:
-    array.setflags(write=False)
-    return array
+    return read_only(stacks)

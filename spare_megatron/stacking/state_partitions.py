@@ -43,10 +43,7 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSetup:
-    """How the optimizer state is partitioned: N partitions on r_o = `redundancy` groups each.
-
-    Domains are `groups_per_domain` groups of consecutive ids that may be lost together.
-    """
+    """N partitions of the optimizer state, each on r_o = `redundancy` groups; a domain may be lost as one."""
 
     num_groups: int
     redundancy: int
@@ -58,24 +55,21 @@ class PartitionSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank.
-
-    Attributes:
-        hosts: For each partition, the members that hold its whole state of the present step.
-        owners: For each partition, the host that sends its parameters, as even as hosts allow.
-        repairs: The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first.
-        moves: The copies whose donors release theirs afterwards; until then both are hosts.
-        leaving: Members that are to leave: others are to host what they do, and they get no further copies.
-    """
+    """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank."""
 
     setup: PartitionSetup
     placed: tuple[tuple[GroupId, ...], ...]
     members: tuple[Member, ...]
     hosts: Hosts
+    """For each partition, the members that hold its whole state of the present step."""
     owners: tuple[Member, ...]
+    """For each partition, the host that sends its parameters, as even as hosts allow."""
     repairs: tuple[Repair, ...] = ()
+    """The copies to make, up to r_o hosts or all members, partitions with the fewest hosts first."""
     moves: tuple[Repair, ...] = ()
+    """The copies whose donors release theirs afterwards; until then both are hosts."""
     leaving: tuple[Member, ...] = ()
+    """Members that are to leave: others are to host what they do, and they get no further copies."""
 
     def for_members(self, members: Iterable[Member]) -> "Ownership":
         """The ownership for other members; new ones hold none. Raises StateWipeOut if a partition has no host left."""

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from spare_megatron.comm.bucket_sums import AllReducedBuckets, BucketSums
-from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.bucket_sums import BucketSums
 from spare_megatron.core.log.actions import GatherParams, StartRepairs, TakeSnapshot, UpdateModel
 from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.formats.pieces import Piece
@@ -25,84 +24,54 @@ class Content(Protocol):
         """The bytes of the piece, until the thread's next call. Raises `NotOffered` if they are not here now."""
 
 
-class OptimizerState(Protocol):
-    """What depends on whether groups hold the same optimizer state.
-
-    `is_gathered`: an update changes some parameters only; all others are lacking until `gather`. `bucket_sums`: how
-    gradients are summed. `served`: what other groups may read after every update, by name.
+class OptimizerState:
+    """The optimizer state of a rank where every group holds all of it; `state.stacked` overrides what differs.
+    `is_gathered`: an update leaves some parameters lacking until `gather`. `served`: what other groups may read after
+    every update.
     """
-
-    is_gathered: bool
-    bucket_sums: BucketSums
-    served: Mapping[str, Content]
-
-    def gather(self, action: GatherParams, /) -> None:
-        """Gathers lacking parameters. Collective over: rank j of every member group, all ranks of the group."""
-
-    def start_repairs(self, action: StartRepairs, /) -> None:
-        """Starts the copies that the group is to make, which are all that it makes from here on."""
-
-    def on_commit(self, action: UpdateModel, /) -> None:
-        """A commit says which copies have been compared."""
-
-    def with_copies(self, vote: Vote, /) -> Vote:
-        """The vote with the copies that are whole. Collective over: all ranks of the group."""
-
-    def digests(self) -> list[TensorsDigest]:
-        """Of the rank's parts of what some groups hold alone, in the order that `reported` takes."""
-
-    def reported(self, digests: list[str], /) -> tuple[PartitionDigest, ...]:
-        """These digests, combined over the group's ranks, as votes report them."""
-
-    def digest_of_rest(self) -> TensorsDigest | None:
-        """Digest of all state beside parameters; None if groups differ in it."""
-
-    def digests_by_name(self) -> dict[str, str]:
-        """Hex digests of the parts that some groups hold alone, for an emergency checkpoint."""
-
-    def snapshot_parts(self, action: TakeSnapshot, /) -> dict[PartKey, StateCopy]:
-        """The parts that some groups hold alone and this one is to keep."""
-
-    def load(self, hosts: Hosts, load_part: Callable[[PartKey, TensorBytes], None], /) -> None:
-        """Loads the parts that some groups hold alone, each by `load_part`."""
-
-
-class ReplicatedState:
-    """Every group holds all state. An `OptimizerState`."""
 
     is_gathered = False
     served: Mapping[str, Content] = {}
 
-    def __init__(self, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
+    def __init__(self, trainer: GroupTrainer, bucket_sums: BucketSums) -> None:
         self._trainer = trainer
-        self.bucket_sums: BucketSums = AllReducedBuckets(trainer.gradients, communicator)
+        self.bucket_sums = bucket_sums
 
     def gather(self, action: GatherParams) -> None:
+        """Gathers lacking parameters. Collective over: rank j of every member group, all ranks of the group."""
         raise AssertionError(f"no parameters are lacking: {action}")
 
     def start_repairs(self, action: StartRepairs) -> None:
+        """Starts the copies that the group is to make, which are all that it makes from here on."""
         raise AssertionError(f"no group lacks a copy: {action}")
 
-    def on_commit(self, _action: UpdateModel) -> None:
-        pass
+    def on_commit(self, action: UpdateModel) -> None:
+        """A commit says which copies have been compared."""
 
     def with_copies(self, vote: Vote) -> Vote:
+        """The vote with the copies that are whole. Collective over: all ranks of the group."""
         return vote
 
     def digests(self) -> list[TensorsDigest]:
+        """Of the rank's parts of what some groups hold alone, in the order that `reported` takes."""
         return []
 
-    def reported(self, _digests: list[str]) -> tuple[PartitionDigest, ...]:
+    def reported(self, digests: list[str]) -> tuple[PartitionDigest, ...]:
+        """These digests, combined over the group's ranks, as votes report them."""
+        assert not digests, "every group holds all state"
         return ()
 
     def digest_of_rest(self) -> TensorsDigest | None:
+        """Digest of all state beside parameters; None if groups differ in it."""
         return self._trainer.rest_of_state()
 
     def digests_by_name(self) -> dict[str, str]:
+        """Hex digests of the parts that some groups hold alone, for an emergency checkpoint."""
         return {}
 
-    def snapshot_parts(self, _action: TakeSnapshot) -> dict[PartKey, StateCopy]:
+    def snapshot_parts(self, action: TakeSnapshot) -> dict[PartKey, StateCopy]:  # noqa: ARG002  (there are none)
+        """The parts that some groups hold alone and this one is to keep."""
         return {}
 
-    def load(self, _hosts: Hosts, _load_part: Callable[[PartKey, TensorBytes], None]) -> None:
-        pass
+    def load(self, hosts: Hosts, load_part: Callable[[PartKey, TensorBytes], None]) -> None:
+        """Loads the parts that some groups hold alone, each by `load_part`."""

@@ -76,7 +76,6 @@ class RankProgress:
         save_ends: Finished saves of the group, which its votes report until a commit records them.
         is_leave_asked: Whether the group is asked now to leave the run, which its votes report.
         is_end_asked: Likewise whether this rank is asked to end the run.
-        is_cut_off: Whether the time for that is over, so that the step under way is to be given up.
     """
 
     num_steps: int = 0
@@ -87,7 +86,6 @@ class RankProgress:
     save_ends: list[SaveEnd] = field(default_factory=list)
     is_leave_asked: Callable[[], bool] = lambda: False
     is_end_asked: Callable[[], bool] = lambda: False
-    is_cut_off: Callable[[], bool] = lambda: False
     step: StepUnderWay | None = None
 
     @property
@@ -98,10 +96,7 @@ class RankProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """One rank: what it trains with and how it reaches the others. `rank.assembly` builds it.
-
-    A component of a rank takes this and what is its own. `send` sends a report to the supervisor.
-    """
+    """What one rank trains with, built by `rank.assembly`: a component takes this and what is its own."""
 
     spec: RankSpec
     controller: Controller

@@ -1,4 +1,1 @@
-"""The control store: interface, TCPStore, etcd, and the client of the decision log.
-
-Start with `interface`, `keys` and `decision_log`.
-"""
+"""The control store: interface, TCPStore, etcd, and the client of the decision log. Start with `interface`."""

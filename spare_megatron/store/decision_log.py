@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
+from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
@@ -20,17 +20,15 @@ _MOST_ASKS_PER_S = 20_000
 
 
 _CHECK_S = 2.0
-"""Longest time for which a process relies on entries that it has seen while it waits for the next one."""
-_RECENT_S = 0.1
-"""The same before it appends an entry."""
+"""Longest time for which a process relies on entries that it has seen."""
 
 
 class DecisionLog:
     """The decision log over one store connection.
 
     A store that has lost entries which it had confirmed counts as lost, though it answers. So the newest entry that is
-    known here is looked up again every `check_s`, and before each append unless that was done just before. What reads
-    or appends raises `StoreLost` if it is gone or another one.
+    known here is looked up again every `check_s`, and no entry is written after one that is gone. What reads or
+    appends raises `StoreLost` if it is gone or another one.
     """
 
     def __init__(self, store: ControlStore, check_s: float = _CHECK_S) -> None:
@@ -44,7 +42,7 @@ class DecisionLog:
     def note(self, index: int, entry: str) -> None:
         """Notes an entry that is written. Raises StoreLost if another one stood there before."""
         if index == self._num_known - 1 and self._newest not in (None, entry):
-            raise _lost(keys.entry(index))
+            raise lost_key(keys.entry(index))
         if index >= self._num_known - 1:
             self._num_known, self._newest = index + 1, entry
 
@@ -53,10 +51,10 @@ class DecisionLog:
         if head > self._num_known:
             self._num_known, self._newest = head, None
 
-    def check(self, interval_s: float | None = None) -> None:
-        """Raises StoreLost if the store has lost what is known here. Looks again after `check_s`, or less."""
+    def check(self) -> None:
+        """Raises StoreLost if the store has lost what is known here. Looks again after `check_s`."""
         now_s = time.monotonic()
-        if now_s - self._checked_at_s >= min(self._check_s, self._check_s if interval_s is None else interval_s):
+        if now_s - self._checked_at_s >= self._check_s:
             self._checked_at_s = now_s
             self._require()
 
@@ -65,13 +63,13 @@ class DecisionLog:
         (value,) = self._store.get([key])
         is_known = self._num_known > 0 or self._newest is not None  # the embedded store has no name
         if is_known and (value is None or self._newest not in (None, value)):
-            raise _lost(key)
+            raise lost_key(key)
         self._newest = value
 
     def append(self, index: int, entry: str) -> str:
-        """Writes the entry if the index is free; returns the entry stored there."""
-        self.check(_RECENT_S)
-        stored = self._store.put_if_absent(keys.entry(index), entry)
+        """Writes the entry if the index is free, after all before it; returns the entry stored there."""
+        self.check()
+        stored = self._store.put_if_absent(keys.entry(index), entry, after=keys.entry(index - 1) if index else None)
         self.note(index, stored)
         return stored
 
@@ -113,7 +111,7 @@ class DecisionLog:
         found = self.entries(range(start, end))
         for index, entry in enumerate(found, start):
             if entry is None:
-                raise _lost(keys.entry(index))
+                raise lost_key(keys.entry(index))
             self.note(index, entry)
         return [entry for entry in found if entry is not None]
 
@@ -213,13 +211,6 @@ class DecisionLog:
     def relay(self, member: Member) -> str | None:
         """Address of the member's relay, None if it has published none."""
         return self._store.get([keys.relay(member)])[0]
-
-
-def _lost(key: str) -> StoreLost:
-    return StoreLost(
-        f"the control store has lost {key}, which it had confirmed: it was emptied, restored from a backup, or the "
-        f"keys of the run were removed"
-    )
 
 
 def ask_interval_s(num_ranks: int) -> float:

@@ -86,6 +86,7 @@ class EtcdGateway:
         self._connection: http.client.HTTPConnection | None = None
         self._host = ""
         """Local address of the last connection."""
+        self._is_broken_off = False
         self._num_timeouts = 0
         """Tries that timed out, minus answers since: a cluster that was slow recently is still assumed to be."""
 
@@ -101,6 +102,8 @@ class EtcdGateway:
         """
         began_s, revision = time.monotonic(), self._session.revision
         while True:
+            if self._is_broken_off:
+                raise StoreLost("the connection to etcd is broken off")
             try_s = try_timeout_s(self._num_timeouts)
             try:
                 if self._spec.credentials is not None and not self._session.token:
@@ -119,6 +122,14 @@ class EtcdGateway:
                         f"control.store_timeout_s={self._spec.timeout_s:g}: {again}"
                     ) from again
                 time.sleep(_PAUSE_S)
+
+    def break_off(self) -> None:
+        """Ends the try under way; `call` raises StoreLost from now on. Callable from any thread."""
+        self._is_broken_off = True
+        sock = None if self._connection is None else self._connection.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of ssl would break a read under way
 
     @contextlib.contextmanager
     def stream(

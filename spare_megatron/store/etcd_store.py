@@ -12,7 +12,7 @@ from typing import Any
 
 from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreLacks, decoded, encoded
 from spare_megatron.store.etcd_watch import EtcdDirectory, values_of
-from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.store.interface import StoreTimeout, lost_key
 from spare_megatron.store.keys import LOG
 from spare_megatron.store.spec import EtcdStoreSpec
 from spare_megatron.store.tcp_store import listen, without_name_lookups
@@ -33,11 +33,18 @@ class EtcdControlStore:
         """Watched directories by key range, least recently used first."""
         self._leases: dict[str, str] = {}
 
-    def put_if_absent(self, key: str, value: str) -> str:
-        answer = self._transact(_is_absent(self._key(key)), [self._put(key, value)], [self._range(key)])
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
+        compare, reads = _is_absent(self._key(key)), [self._range(key)]
+        if after is not None:
+            compare += _is_present(self._key(after))
+            reads.append(self._range(after))
+        answer = self._transact(compare, [self._put(key, value)], reads)
         if answer.get("succeeded"):
             return value
-        return values_of(answer["responses"][0]["response_range"])[self._key(key)]
+        found = [values_of(response["response_range"]) for response in answer["responses"]]
+        if after is not None and not found[1]:
+            raise lost_key(after)
+        return found[0][self._key(key)]
 
     def put(self, key: str, value: str) -> None:
         self._transact([], [self._put(key, value)], [])
@@ -128,6 +135,9 @@ class EtcdControlStore:
         for directory in self._followed.values():
             directory.close()
 
+    def break_off(self) -> None:
+        self._gateway.break_off()
+
     # --------------------------------------------------------------------------------------------------- requests
 
     def _key(self, key: str) -> str:
@@ -196,3 +206,7 @@ def _sum_of(digits: EtcdMessage, directory: str) -> int:
 
 def _is_absent(name: str) -> list[EtcdMessage]:
     return [{"key": encoded(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}]
+
+
+def _is_present(name: str) -> list[EtcdMessage]:
+    return [{"key": encoded(name), "target": "CREATE", "result": "GREATER", "create_revision": "0"}]

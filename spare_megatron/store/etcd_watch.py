@@ -102,9 +102,8 @@ _RECHECK_READS, _LONGEST_RECHECK_S = 20.0, 5.0
 
 
 class EtcdDirectory:
-    """A followed directory (its first key, and the one after the last) whose watch is checked by reads.
-
-    `is_ordered`: keys are written and asked for in lexicographic order; earlier values are dropped, and read on demand.
+    """A followed directory (its first key, and the one after the last) whose watch is checked by reads. `is_ordered`:
+    keys are written and asked for in order; earlier values are dropped, and read on demand.
     """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], *, is_ordered: bool) -> None:

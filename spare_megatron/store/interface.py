@@ -12,15 +12,25 @@ class StoreLost(Exception):
     """The control store is unreachable or rejects the request."""
 
 
+def lost_key(key: str) -> StoreLost:
+    return StoreLost(
+        f"the control store has lost {key}, which it had confirmed: it was emptied, restored from a backup, or the "
+        f"keys of the run were removed"
+    )
+
+
 class ControlStore(Protocol):
     """A connection to the run's key-value store.
 
     Every method may raise `StoreLost`. A connection serves one thread at a time, also while it blocks in `wait`; only
-    `rendezvous` may be called from another thread meanwhile.
+    `rendezvous` and `break_off` may be called from another thread meanwhile.
     """
 
-    def put_if_absent(self, key: str, value: str) -> str:
-        """Writes the value if the key has none; returns the value that is stored."""
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
+        """Writes the value if the key has none; returns the value that is stored.
+
+        Raises StoreLost, and writes nothing, if a store that can lose keys has lost the key `after`.
+        """
 
     def put(self, key: str, value: str) -> None:
         """Writes the value."""
@@ -62,8 +72,8 @@ class ControlStore(Protocol):
         `former`, name and this rank of a communicator that all members have left, are removed.
         """
 
+    def break_off(self) -> None:
+        """Has the request under way in another thread, and each later one, raise `StoreLost`. Never waits or raises."""
+
     def local_host(self) -> str:
         """This machine's IP address on the route to the store, at which other clients of the store reach it."""
-
-    def clear(self) -> None:
-        """Removes everything the run has written; call it after the last reader."""

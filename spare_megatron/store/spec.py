@@ -19,14 +19,8 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdStoreSpec:
-    """One run's keys in etcd.
-
-    Attributes:
-        endpoints: URLs of the members, all of one scheme.
-        prefix: Prefix of all keys of the run; unique.
-        timeout_s: Longest time without an answer from any member.
-        ca_file: CA certificates for the members; the system's when empty.
-        cert_file: The client's certificate, with its key in key_file; none when empty.
+    """One run's keys in etcd, below a unique `prefix`. `timeout_s`: longest time without an answer from any member.
+    `ca_file`: for the members, the system's when empty. `cert_file`: the client's, with its key in `key_file`.
     """
 
     endpoints: tuple[str, ...]

@@ -147,6 +147,11 @@ class TcpControlStore:
                 with connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def break_off(self) -> None:
+        for connection in _connections_to(self._address[1]):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _request(self, ask: Callable[[Any], T], *, is_answered: bool = True) -> T:
         import torch.distributed as dist
 
@@ -165,7 +170,7 @@ class TcpControlStore:
                         self._client.set(key, value)
                     self._is_renewing = False
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:  # noqa: ARG002  (loses no keys)
         return self._request(lambda client: bytes(client.compare_set(key, "", value)).decode())
 
     def put(self, key: str, value: str) -> None:
@@ -242,9 +247,6 @@ class TcpControlStore:
         with socket.socket(family, socket.SOCK_DGRAM) as route:
             route.connect(self._address)  # sends nothing: a datagram socket
             return str(route.getsockname()[0])
-
-    def clear(self) -> None:
-        """Nothing to remove: the data ends with the server."""
 
 
 def _gloo_key(prefix: str, rank: int) -> str:

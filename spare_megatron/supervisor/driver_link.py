@@ -23,9 +23,8 @@ class Stopped(Exception):
 
 
 class DriverLink:
-    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read. `is_needed`:
-    the node ends when the driver is gone; otherwise it goes on alone. `listener`, which may change, gets every report,
-    even if the driver is gone.
+    """The connection, with a thread that sends. `is_needed`: the node ends when the driver is gone; else it goes on
+    alone. `listener`, which may change, gets every report, even if the driver is gone.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class DriverLink:
         return order
 
     def close(self, last: NodeReport) -> None:
-        """Sends the last report and waits until the driver has taken it. The wait has no limit for a needed driver,
-        which is on this machine: it may be suspended, and its end breaks the connection. Another one must acknowledge
-        within `last_word_s`: its process here may outlive it. Stopped: a needed driver is gone.
+        """Sends the last report and waits until the driver has taken it: without limit for a needed driver, which may
+        be suspended; another one must acknowledge within `last_word_s`. Stopped: a needed driver is gone.
         """
         self.report(last)
         if self._connection is None or self._sender is None:

@@ -12,14 +12,9 @@ SHARE_OF_STEP = 0.6
 
 
 class EndRequests:
-    """Requests by signals, by the driver, and of others. The first time limit holds, whatever else is asked later.
-
-    Args:
-        grace_s: The limit that most signals set, `control.end_grace_s`.
-        ask_ranks: Has the ranks end with the step under way; safe in a signal handler.
-        cut_off: Called once a share of the limit is over.
-        end_at_once: Called once all of it is over.
-        report: Reports requests of which the driver may not know.
+    """Requests by signals, by the driver, and of others. The first time limit holds; most signals set `grace_s`.
+    `ask_ranks` has the ranks end with the step under way, also in a signal handler; `cut_off` is called after a share
+    of the limit, `end_at_once` after all of it. `report` gets requests of which the driver may not know.
     """
 
     def __init__(

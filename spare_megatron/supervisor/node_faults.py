@@ -1,6 +1,4 @@
-"""Injects the faults of a trace that strike from outside a rank: suspended ranks, cut or slow networks, hosts with
-fewer processors, killed supervisors, and groups that are asked to leave or to join.
-"""
+"""Injects the faults of a trace that strike a rank or a node from outside, and asks groups to leave or to join."""
 
 import contextlib
 import os

@@ -58,8 +58,8 @@ def supervise(spec: NodeSpec, driver: Connection) -> None:
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> int | None:
-    """Supervises the places that this machine holds one after another, until the run ends. Returns the last one if it
-    has ended without a driver, else None. The driver gets the text of an exception that ends it.
+    """Supervises the places that this machine holds one after another. Returns the last one if it has ended without a
+    driver, which else gets the text of an exception that ends this.
     """
     link = DriverLink(driver, is_needed=not spec.is_remote)
     try:
@@ -103,9 +103,7 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
 
 
 def _take_place(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Examiner) -> PlaceTaken | None:
-    """A place for a machine that replaces another one, or has lost its place to another one, once it is in no
-    quarantine; None if the run has ended before.
-    """
+    """A place for a machine that replaces another or has lost its own; None if the run has ended before."""
     store = open_store(spec.store)
     assignments = AssignmentList(store, spec.config.parallel)
     if assignments.read().quarantine_of(machine) is not None and not _passes(spec, machine, link, examiner, store):
@@ -149,8 +147,7 @@ def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, RunConfig] | None:
     """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
-    driver is lost and the nodes have to conclude the run; else None. ValueError: the node is not awaited, its code is
-    not the driver's, or it cannot use the control store.
+    driver is lost. ValueError: the node is not awaited, its code is another one, or it cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)

@@ -23,6 +23,7 @@ from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
     end_child,
+    kill,
     leave,
     log_to_file,
     rank_context,
@@ -94,8 +95,8 @@ def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, reports: Connectio
 
 
 def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
-    """Runs the rank, imports included, reports an exception and ends the process, without destructors: those of
-    abandoned communicators, which the exception keeps alive, would wait for transfers that cannot end.
+    """Runs the rank, reports an exception and ends the process without destructors: those of abandoned communicators
+    would wait for transfers that cannot end.
     """
     try:
         log_to_file(spec.run_dir, spec.name)
@@ -118,12 +119,8 @@ def _record_of(fault: Fault) -> FaultRecord:
 
 
 class RankProcesses:
-    """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
-
-    Attributes:
-        pipes: Pipe of reports -> rank that writes it.
-        sentinels: Sentinel that becomes ready when a process ends -> its rank.
-        foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
+    """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation. `foreign`:
+    groups last started by a lost supervisor, in an incarnation that is not known yet.
     """
 
     def __init__(self, spec: NodeSpec) -> None:
@@ -160,9 +157,8 @@ class RankProcesses:
         self._spares.warm()
 
     def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
-        """Starts the next incarnation of the group's ranks on this node, in place of its former processes.
-        `wiped_out_at_s` is the monotonic time of the wipe-out that caused the restart, if one did. With `takes_spares`,
-        spares become ranks as far as there are any; returns how many do.
+        """Starts the next incarnation of the group's ranks on this node; `wiped_out_at_s`: monotonic time of the
+        wipe-out that caused it. With `takes_spares`, spares become ranks; returns how many do.
         """
         self._incarnations[group] += 1
         keys = self.of(group)
@@ -282,8 +278,8 @@ class RankProcesses:
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
-        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels. Returns
-        their ranks; those that ended because they lost a peer come last, so that the cause of a loss comes first.
+        """Reaps the processes with these ready sentinels and records their exit codes. Returns their ranks; those that
+        ended because they lost a peer come last, so that the cause of a loss comes first.
         """
         ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
         for key in ended:
@@ -317,8 +313,6 @@ class RankProcesses:
 
 
 def _end_all(children: Sequence[Child]) -> None:
-    for child in children:
-        if child.process.is_alive():
-            child.process.kill()
+    kill(children)
     for child in children:
         end_child(child)

@@ -124,9 +124,7 @@ class RankWatch:
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
 
     def find_stopped(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
-        """Yields likewise the groups with a process that a signal has stopped or is ending; to be called every
-        `STOP_POLL_S`.
-        """
+        """Yields likewise the groups with a process that a signal stops or ends; for every `STOP_POLL_S`."""
         pids = self._ranks.pids
         states = {key: self._read_state(pids[key]) for key in self._stop_detectors}
         causes = {key: detector.poll(states[key], now_s) for key, detector in self._stop_detectors.items()}

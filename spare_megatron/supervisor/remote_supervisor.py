@@ -1,6 +1,4 @@
-"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost. Runs
-as a process on the driver's machine, one per remote node.
-"""
+"""A process on the driver's machine for each supervisor on another one: launches it, relays messages, replaces it."""
 
 import contextlib
 import dataclasses

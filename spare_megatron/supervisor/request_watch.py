@@ -17,11 +17,9 @@ _PAUSE_S = 0.5
 
 
 class RequestWatch:
-    """Sends to `inbox` all groups that are asked to leave, a frozenset, whenever they have changed. The `further` ones
-    of the run are at first.
-
-    Once `notice_file` exists, which says that this machine is about to go, it requests that of the `groups` that have
-    ranks here, so that all of their supervisors learn of it. None is watched for if it is empty.
+    """Sends to `inbox` all groups that are asked to leave whenever they have changed; the `further` ones of the run are
+    at first. Once `notice_file` exists, which says that this machine is about to go, it requests that of the `groups`
+    here.
     """
 
     def __init__(

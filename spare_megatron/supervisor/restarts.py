@@ -9,11 +9,9 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class GroupRestarts:
-    """The restarts of a node's groups: within `budget`, besides those after wipe-outs and in pauses.
-
-    `restarts_all`: whether wipe-outs start all groups again, and pauses those that have used up their restarts.
-    `wait_for_parts` is called with each group on several nodes that this node is ready to start, and `start` here has
-    to be called once all of its nodes are; the parameter `start`, with a group and whether it takes spares, starts it.
+    """The restarts of a node's groups: within `budget`, besides those after wipe-outs and in pauses. `restarts_all`:
+    wipe-outs start all groups again, and pauses those that have used up their restarts. `wait_for_parts` gets groups on
+    several nodes that this node is ready to start; once all are, call `start` here. The parameter `start` starts one.
     """
 
     def __init__(
@@ -83,8 +81,8 @@ class GroupRestarts:
         return frozenset() if self.is_paused or self.wiped_out_at_s is not None else self._leave_asked
 
     def on_fenced(self, group: GroupId, *, is_own: bool = True) -> bool:
-        """Schedules the group's restart. Returns False if it is given up because it has used up its restarts.
-        `is_own`: whether the loss began on this machine.
+        """Schedules the group's restart; False if it has used its restarts up. `is_own`: the loss began on this
+        machine.
         """
         self._ended.add(group)
         if group in self._leave_asked and self.wiped_out_at_s is None and not self.is_paused:

@@ -73,9 +73,7 @@ def end_in_log(store: ControlStore, config: RunConfig) -> EndRecord | None:
 
 
 def stopped(trouble: str = "", by: str = "", steps: str = "") -> EndRecord:
-    """The end of a run that was asked to end: by what and after which steps, as far as that is known, and what kept it
-    from ending in order.
-    """
+    """The end of a run that was asked to end: by what, after which steps, and what kept it from ending in order."""
     by, steps, trouble = by and f" by {by}", steps and f" after {steps}", trouble and f"; {trouble}"
     return EndRecord(outcome="stopped", reason=f"asked to end{by}{steps}{trouble}")
 

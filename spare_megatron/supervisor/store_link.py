@@ -1,5 +1,5 @@
-"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes. The supervisor's
-main thread has to go on reaping while the store does not answer, so it never calls the store.
+"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes. The main thread
+has to go on reaping while the store does not answer.
 """
 
 import math
@@ -52,13 +52,8 @@ _LEASE_S = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceWanted:
-    """Request to fence a group.
-
-    Attributes:
-        member: The lost incarnation, if this node knows it.
-        rank: The rank that showed the loss; -1 for a whole node.
-        error: The exception behind it, if other groups may raise the same one; else empty.
-        from_index: An index at or before the head of the log.
+    """Request to fence a group. `member`: the lost incarnation, if known. `rank`: -1 for a whole node. `error`: the
+    exception behind it, if other groups may raise the same one. `from_index`: at or before the head of the log.
     """
 
     group: GroupId
@@ -151,23 +146,8 @@ LinkEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """This node is ready to start this incarnation of a group."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """This incarnation of a group has left the run, and its ranks here have ended."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class _GivenUp:
-    """This machine's place may be given to another."""
+_Request = Callable[[ControlStore, DecisionLog], None]
+"""What the thread is to do with the store and the log."""
 
 
 class StoreLink:
@@ -198,9 +178,7 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | _Left | _GivenUp | ControllerSetup | None] = (
-            queue.SimpleQueue()
-        )
+        self._wanted: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
         self._stop: Stop | AwaitHosts | None = None  # as last reported
         self._parts = GroupRendezvous(layout, node, incarnation, interval_s, outbox.send)
@@ -226,27 +204,27 @@ class StoreLink:
 
     def fence(self, wanted: FenceWanted) -> None:
         """Requests a fence, which is written as soon as the store answers."""
-        self._wanted.put(wanted)
+        self._wanted.put(lambda store, log: self._fence(store, log, wanted))
 
     def publish_incarnation(self, member: Member) -> None:
         """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
-        self._wanted.put(member)
+        self._wanted.put(lambda store, _: self._on_started(store, member))
 
     def give_place_up(self) -> None:
         """Publishes that this machine's place may be given to another, as it loses its group again and again."""
-        self._wanted.put(_GivenUp())
+        self._wanted.put(lambda store, _: store.put(keys.given_up(self._holding.machine), "yes"))
 
     def wait_for_parts(self, member: Member) -> None:
         """Publishes that this node is ready for the incarnation; `PartsReady` follows once all its nodes are."""
-        self._wanted.put(_Ready(member))
+        self._wanted.put(lambda store, _: self._parts.publish_ready(store, member))
 
     def publish_left(self, member: Member) -> None:
         """Publishes that the member has left the run, and that its ranks here have ended."""
-        self._wanted.put(_Left(member))
+        self._wanted.put(lambda store, _: store.put(keys.has_left(member, self._node), "yes"))
 
     def follow(self, setup: ControllerSetup) -> None:
         """Follows the log and reports its end as `LogStopped`, for a node without ranks that would notice it."""
-        self._wanted.put(setup)
+        self._wanted.put(lambda _, log: self._start_following(LogFollower(log, setup)))
 
     def stop(self, timeout_s: float) -> None:
         """Writes the last heartbeat, which says that the node ends by itself, if the store accepts it in time."""
@@ -295,25 +273,19 @@ class StoreLink:
             return True
         if self._is_replaced():
             return False
-        match wanted:
-            case None:
-                store.put(keys.beat(self._node), ENDED)
-                return False
-            case Member():
-                store.put(keys.group_incarnation(wanted.group), str(wanted.incarnation))
-                self._parts.note_started(wanted)
-                self._follower = None
-            case _Ready():
-                self._parts.publish_ready(store, wanted.member)
-            case _Left():
-                store.put(keys.has_left(wanted.member, self._node), "yes")
-            case _GivenUp():
-                store.put(keys.given_up(self._holding.machine), "yes")
-            case ControllerSetup():
-                self._follower = LogFollower(log, wanted)
-            case FenceWanted():
-                self._fence(store, log, wanted)
+        if wanted is None:
+            store.put(keys.beat(self._node), ENDED)
+            return False
+        wanted(store, log)
         return True
+
+    def _on_started(self, store: ControlStore, member: Member) -> None:
+        store.put(keys.group_incarnation(member.group), str(member.incarnation))
+        self._parts.note_started(member)
+        self._follower = None
+
+    def _start_following(self, follower: LogFollower) -> None:
+        self._follower = follower
 
     def _on_beat(self, store: ControlStore, log: DecisionLog) -> bool:
         """Beats, and reads what others have written. Returns False if the machine's place is another's."""
@@ -473,9 +445,7 @@ class StoreLink:
 
 
 class StoreWatch:
-    """Judges how long the store has not answered: away after `interval_s`, given up after `limit_s`, with `failure`
-    why.
-    """
+    """Judges how long the store is silent: away after `interval_s`, given up after `limit_s`, with `failure` why."""
 
     def __init__(self, node: int, link: StoreLink, interval_s: float, limit_s: float) -> None:
         self._node = node

@@ -95,10 +95,9 @@ class _Moved(Exception):
 
 
 class Supervisor:
-    """One node's event loop: turns reports, exits, timers and store events into fences and restarts. Runs in the main
-    thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `leave` if the machine is to
-    take another place, else `close`. `taken`: how it took this place, if it did not begin with it. `budget`: the
-    machine's, from its former place.
+    """One node's event loop in the main thread: turns reports, exits, timers and store events into fences and restarts.
+    Call `run`, then `leave` if the machine is to take another place, else `close`. `taken`: how it took this place, if
+    it did not begin with it. `budget`: the machine's, from its former place.
     """
 
     def __init__(
@@ -180,9 +179,7 @@ class Supervisor:
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str | PlaceChanged:
-        """Supervises until no rank is left. Returns why the run cannot continue, empty after a normal end; or that this
-        machine is to take another place.
-        """
+        """Supervises until no rank is left. Returns why the run cannot go on, if so, or the machine's other place."""
         try:
             if self._taken is not None:
                 with contextlib.suppress(OSError):
@@ -204,8 +201,9 @@ class Supervisor:
         return self._store_failure
 
     def _cut_off(self) -> None:
-        """Has the ranks save their state alone, unless the last step is committed and only left to be saved."""
-        if not (self._is_last_committed or self._store_failure):
+        """Has the ranks save their state alone, unless the last step is committed and the store there to save it."""
+        is_being_saved = self._is_last_committed and not self._store_watch.is_away
+        if not (is_being_saved or self._store_failure):
             self._is_cut_off, self._restarts.is_over = True, True
             self._store_failure = CUT_OFF
             self._ranks.ask_to_end(at_once=True)

@@ -1,4 +1,1 @@
-"""A group's vote on an attempt, the relays that carry it, and the log that it follows.
-
-Start with `agreement`; `log_follower` builds the controller.
-"""
+"""A group's vote on an attempt, the relays that carry it, and the log that it follows. Start with `agreement`."""

@@ -1,7 +1,5 @@
-"""Agreement between the ranks of a group, the group's votes, and the log entries it reads.
-
-Only the leader (rank 0 of the group) exchanges votes and entries with the control store; the other ranks get entries
-from it. Every rank may poll whether an entry is written, which ends waits that nothing else ends.
+"""Agreement between the ranks of a group, the group's votes, and the log entries it reads. Only the leader, rank 0,
+exchanges votes and entries with the control store; every rank may poll whether an entry is written.
 """
 
 import hashlib
@@ -47,9 +45,8 @@ class GroupBroken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
-    """What one rank found in an attempt. Fields as in `GroupOpinion`, on which its group settles.
-
-    `loss` and `terms` are None where another pipeline stage knows them. `work_digest`: of the work it computed.
+    """What one rank found in an attempt; fields as in `GroupOpinion`. `loss`, `terms`: None where another stage knows
+    them.
     """
 
     is_complete: bool
@@ -93,13 +90,8 @@ class GroupOpinion:
 
 class GroupAgreement:
     """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
-
-    Args:
-        ranks: CPU process group of the group's ranks; its timeout exceeds decision_timeout_s.
-        log: The decision log, on this rank's own connection.
-        decision_timeout_s: Longest wait for an entry.
-        may_come_back: Groups that may ask to be admitted after a loss.
-        fan_in: Most groups whose votes one relay casts.
+    `ranks`: for CPU tensors, with a timeout beyond decision_timeout_s, the longest wait for an entry. `may_come_back`:
+    groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts.
     """
 
     def __init__(
@@ -135,18 +127,15 @@ class GroupAgreement:
         return is_written
 
     def report_broken(self, index: int, cause: str) -> str:
-        """Marks the collective preceding entry `index` as failed, unless that is written; this rank alone writes.
-
-        Returns the cause that the first such mark names, this group's or another's.
+        """Marks the collective preceding entry `index` as failed, unless that is written; from this rank alone. Returns
+        the cause that the first such mark names.
         """
         return (
             cause if self.is_written(index) else self._log.report_broken(index, f"group {self.member.group}: {cause}")
         )
 
     def is_over(self, index: int) -> bool:
-        """Whether the collective preceding entry `index` can be given up: that is written, or a rank of any group has
-        marked the collective as failed. This rank alone asks the store.
-        """
+        """Whether the entry at the index is written, or any rank has marked the collective preceding it as failed."""
         return self.is_written(index) or self._log.is_broken(index)
 
     def highest(self, value: int) -> int:
@@ -156,9 +145,8 @@ class GroupAgreement:
         return int(values)
 
     def settle(self, outcome: RankOutcome) -> GroupOpinion:
-        """Combines the ranks' outcomes of an attempt into the group's opinion.
-
-        Collective over: all ranks of the group. Raises RuntimeError if the ranks computed different work.
+        """Combines the ranks' outcomes into the group's opinion. Collective over: all ranks of the group. Raises
+        RuntimeError if they computed different work.
         """
         work = float(int(outcome.work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         unknown = (-math.inf, -math.inf)
@@ -206,10 +194,7 @@ class GroupAgreement:
         return values
 
     def combine_digests(self, digests: Sequence[str]) -> list[str]:
-        """For each position in the list, SHA-256 over the ranks' digests in rank order.
-
-        Collective over: all ranks of the group, with equally many digests, at least one.
-        """
+        """For each position, SHA-256 over the ranks' digests in order. Collective over: all ranks of the group."""
         mine = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
         all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
         self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
@@ -227,10 +212,8 @@ class GroupAgreement:
     def cast(
         self, attempt: int, votes: Mapping[Member, str], voters: Sequence[Member], forget: Sequence[int] = ()
     ) -> VotesRead | None:
-        """Leader: casts votes. Returns all votes if the last one may be among them, for the leader to decide.
-
-        `votes` are the encoded ones of the group and of those that it relays; casts on the attempts in `forget` are no
-        longer read.
+        """Leader: casts encoded votes, also those that it relays; votes on the attempts in `forget` are no longer read.
+        Returns all votes if the last one may be among them, for the leader to decide.
         """
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
@@ -306,20 +289,16 @@ class GroupAgreement:
         return text if index == appended_at else self._log.wait(index, self._decision_timeout_s)
 
     def read_entry(self, index: int, text: str = "") -> Entry:
-        """The entry at the index, as soon as it is written; `text` is the leader's text of it, if it has one already.
-
-        Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
-        Raises StoreTimeout after the decision timeout.
+        """The entry at the index, as soon as it is written; `text`: the leader's text of it, if it has one already.
+        Collective over: all ranks of the group; only the leader waits on the store. StoreTimeout: after the decision
+        timeout.
         """
         text = self._broadcast((text or self.await_entry(index)) if self.is_leader else "")
         self._log.note(index, text)  # every rank finds out by itself that the store has lost it
         return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:
-        """The entry at the index, as soon as it is written, and those already written after it, up to _MOST_ENTRIES.
-
-        Collective over: all ranks of the group. Raises StoreTimeout as `read_entry` does.
-        """
+        """Likewise, with the entries already written after it, up to _MOST_ENTRIES. Collective as `read_entry`."""
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]

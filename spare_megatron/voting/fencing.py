@@ -1,7 +1,5 @@
-"""Recognizes errors that show a lost peer, and fences lost groups in the log.
-
-A supervisor sees a dead child, a rank a reset socket inside its group; both write the same fence, whichever is first. A
-reset socket between groups does not identify the lost group and only fails the attempt.
+"""Recognizes errors that show a lost peer, and fences lost groups. A supervisor sees a dead child, a rank a reset
+socket inside its group; both write the same fence. A reset socket between groups only fails the attempt.
 """
 
 import re
@@ -24,10 +22,7 @@ _NUM_RECENT = 64
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Whether a collective or transfer failed because a peer is gone, rather than by a fault of its own.
-
-    gloo and NCCL raise RuntimeError for both; only the text differs.
-    """
+    """Whether a collective failed because a peer is gone; gloo and NCCL raise RuntimeError for any fault."""
     return _CONNECTION_ERROR.search(str(error)) is not None
 
 
@@ -44,17 +39,10 @@ def fence(
     error: str = "",
     on_entry: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes sure that the log fences the member; returns the index of an entry that does.
-
-    Only the last _NUM_RECENT of the existing entries are read: a member that is fenced twice is lost once.
-
-    Args:
-        log: The log.
-        member: The lost group, in the incarnation that was lost.
-        reason: Text for people; the entry has its first 200 characters.
-        from_index: An index at or before the head; the closer, the fewer reads.
-        error: Last line of the exception that ended the group, if it was its own; the same limit.
-        on_entry: Called after each entry that another process wrote first; there may be many.
+    """Makes sure that the log fences the member; returns the index of an entry that does. Only _NUM_RECENT existing
+    entries are read: a member that is fenced twice is lost once. `from_index`: at or before the head, the closer the
+    fewer reads. `error`: last line of the exception that ended the group, if it was its own. `on_entry` is called after
+    each entry that another process wrote first.
     """
     text = encode_entry(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])

@@ -16,7 +16,6 @@ from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store.decision_log import DecisionLog
 
@@ -36,7 +35,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             groups_per_domain=spare.groups_per_domain,
         )
     return ControllerSetup(
-        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
+        placement=config.placement,
         microbatches_per_shard=config.unit_ramp.largest,
         ramp=config.unit_ramp,
         rounds=config.rounds if spare.deal_by_pace else None,
@@ -45,7 +44,6 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         last_resort=config.data.access == "shared",
         restarts=RestartLimits(
             max_restarts=config.checkpoint.max_restarts,
-            window_s=checkpoint.restart_window_s,
             wait_s=checkpoint.restart_wait_s,
         ),
         pause_s=checkpoint.restart_wait_s if spare.rejoins or checkpoint.max_restarts else None,
@@ -91,10 +89,7 @@ class LogFollower:
         self._stop: Stop | AwaitHosts | None = None
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:
-        """The action that ends or pauses the run, as far as the log is written, else None.
-
-        A restart undoes a wipe-out. `on_entry` is called after each entry; there may be many.
-        """
+        """The action that ends or pauses the run, as far as the log is written. `on_entry`: called after each entry."""
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
             for text in texts:

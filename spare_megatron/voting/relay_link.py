@@ -13,10 +13,8 @@ RETRY_ATTEMPTS = 100
 
 
 class RelayLink:
-    """A member's connection to its current relay, opened with the first vote and again when the relay changes.
-
-    `find` looks up the address of a member's relay, if it has published one. Waits for the relay `timeout_s` at most,
-    counted from the sending of a vote.
+    """A member's connection to its current relay, opened with the first vote and again when the relay changes. `find`:
+    the address that a relay has published. Waits `timeout_s` at most from the sending of a vote.
     """
 
     def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
@@ -33,10 +31,7 @@ class RelayLink:
         self._end_s = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
-        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately.
-
-        `head` is the number of log entries read so far.
-        """
+        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately."""
         self._end_s = time.monotonic() + self._timeout_s
         if relay != self._relay:
             self.close()

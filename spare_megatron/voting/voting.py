@@ -148,9 +148,8 @@ class Voting:
         return [votes for votes in found if votes is not None]
 
     def read_votes(self, action: ReadVotes) -> list[VotesRead]:
-        """The votes cast so far on a leader that is to read them, else nothing.
-
-        Nothing if the group's relay reads them, or if a vote is still missing: the group that casts it reads them all.
+        """The votes so far on a leader that is to read them. None if its relay reads them, or if a vote is missing: the
+        group that casts it reads them all.
         """
         with self._probe.during(Operation.VOTE):
             if not self.agreement.is_leader or self._reliance.is_placed:
@@ -190,9 +189,8 @@ class Voting:
     # ----------------------------------------------------------------------------------------------- over the relays
 
     def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
-        """Leader: casts the group's only vote on the attempt, or sends it to the relay; `confirm` must follow.
-
-        Returns all votes if the last one may be among those cast, for the leader to decide.
+        """Leader: casts the group's only vote on the attempt or sends it to the relay; `confirm` must follow. Returns
+        all votes if the last one may be among those cast, for the leader to decide.
         """
         self._attempt, self._vote, self._voters = attempt, encode(set_fields(vote)), voters
         blocks = self.agreement.blocks(voters)

@@ -37,21 +37,21 @@ def test_kernels_compute_what_the_cpu_computes(device: str) -> None:
 
 def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason=NOT_HERE)
-    from spare_megatron.mcore.gradients import fixed_point_kernel
+    from spare_megatron.mcore.gradients import kernels
 
     def fails(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(fixed_point_kernel, "add_rounded", fails)
+    monkeypatch.setattr(kernels, "add_rounded", fails)
     with pytest.raises(
         ValueError, match=r"find C compiler; install a C compiler and Python's headers .*reduce.mode=fast"
     ):
-        fixed_point_kernel.check(torch.device("cpu"))
+        kernels.check_fixed_point(torch.device("cpu"))
 
 
 def compare_digests(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore.gradients import digest_kernel, digests
+    from spare_megatron.mcore.gradients import digests, kernels
 
     generator, here = torch.Generator().manual_seed(7), torch.device("cpu")
     multipliers = digests.multipliers_on(here)
@@ -59,14 +59,14 @@ def compare_digests(device: str) -> int:
         shape = (num_blocks, digests.BLOCK_WORDS)
         words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
         (expected,) = digests.block_sums(words.view(-1), num_blocks)
-        found = digest_kernel.sum_blocks(words.to(device), multipliers.to(device))
+        found = kernels.sum_blocks(words.to(device), multipliers.to(device))
         assert torch.equal(found.cpu(), expected)
     return 3
 
 
 def compare(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore.gradients import fixed_point, fixed_point_kernel
+    from spare_megatron.mcore.gradients import fixed_point, kernels
 
     generator = torch.Generator().manual_seed(7)
     num_compared = 0
@@ -76,7 +76,7 @@ def compare(device: str) -> int:
             largest = torch.tensor(3.0)
             added, expected = before.to(device), before.clone()
             found, expected_largest = largest.to(device), largest.clone()
-            fixed_point_kernel.add_rounded(added, values.to(device), scale, found)
+            kernels.add_rounded(added, values.to(device), scale, found)
             fixed_point.add_rounded(expected, values, scale, expected_largest)
             fits = values.float().abs() * scale <= 2.0**62  # what does not is flagged, and its sum void
             assert torch.equal(added.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)

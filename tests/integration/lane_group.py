@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.gradients.flat_gradients import flat_parameters, segments
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, flat_parameters, scatter_ranges, segments
 from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
 from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, GroupState, load_checkpoint
 from spare_megatron.mcore.model import cpu

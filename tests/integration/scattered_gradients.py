@@ -7,7 +7,6 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
 from spare_megatron.mcore.gradients.tied_parameters import needed_everywhere
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import PartitionId
 from tests.integration.mcore_group import CPU, agreed_loss, all_work
 from tests.integration.stacked_groups import stacked
 
@@ -36,7 +35,7 @@ def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) 
     expected = np.full(trainer.gradients.buckets[-1].stop, no_group)
     partitions = stacked(trainer).partitions
     starts = {item.parameter: item.start for item in flat}
-    for number in map(PartitionId, range(partitions.num_partitions)):
+    for number in partitions.numbers:
         for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
             start = starts[fragment.parameter]
             owner = all_groups if fragment.parameter in everywhere else number

@@ -111,6 +111,19 @@ def test_a_write_whose_answer_is_lost_is_found_to_be_ones_own(etcd_cluster: Etcd
         assert proxy.num_lost == 2
 
 
+def test_nothing_is_written_after_a_key_that_is_gone(etcd_cluster: EtcdCluster) -> None:
+    """Whether it is gone is decided with the write; one who asked before would write into an emptied store."""
+    store = EtcdControlStore(spec_of(*etcd_cluster.endpoints))
+    store.put("log/0", "entry")
+    assert store.put_if_absent("log/1", "next", after="log/0") == "next"
+    assert store.put_if_absent("log/1", "late", after="log/0") == "next"
+    store.delete(["log/0"])
+    for key in ("log/1", "log/2"):
+        with pytest.raises(StoreLost, match="has lost log/0"):
+            store.put_if_absent(key, "late", after="log/0")
+    assert store.get(["log/1", "log/2"]) == ["next", None]
+
+
 def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> None:
     answers = iter([True])
     with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:

@@ -59,12 +59,6 @@ def test_what_is_written_is_to_the_byte_what_megatron_writes(tmp_path: Path, voc
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
 
 
-def test_an_end_token_follows_every_document(tmp_path: Path) -> None:
-    counts = write_corpus([b"ab", b"c"], tmp_path / "text", vocab_size=257, end_of_document=256)
-    assert counts.num_tokens == 5
-    assert read_documents(tmp_path / "text")[1] == [99, 256]
-
-
 @pytest.mark.parametrize("documents", [[[0, 300]], [[-1]], [b""], []], ids=["too large", "negative", "empty", "none"])
 def test_a_corpus_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, documents: list[list[int]]) -> None:
     write_corpus([b"old"], tmp_path / "text")

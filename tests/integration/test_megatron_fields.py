@@ -176,10 +176,11 @@ def refusals(config: RunConfig) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_drawn_tables_are_refused_by_name_or_honoured() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_tables_are_refused_by_name_or_honoured(seed: int) -> None:
     """Of those that were accepted before there were lists, two fifths had a field that changed nothing."""
-    random, accepted = Random(1), []
-    for _ in range(1200):
+    random, accepted = Random(seed), []
+    for _ in range(300):
         config = drawn(random)
         if found := list(refusals(config)):
             assert all(any(f"megatron.{name}" in text for name in config.megatron) for text in found), found
@@ -190,14 +191,14 @@ def test_drawn_tables_are_refused_by_name_or_honoured() -> None:
             assert name in HONOURED or name in IGNORED or is_off(name, value), config.megatron
             if name != "no_rope_freq" and not is_off(name, value):  # Megatron writes it out
                 assert as_written(getattr(built, name)) == value, name
-    assert len(accepted) > 100
-    assert_each_field_has_an_effect(accepted[:30])
+    assert len(accepted) > 25
+    assert_each_field_has_an_effect(accepted[:10])
 
 
 def assert_each_field_has_an_effect(tables: Sequence[RunConfig]) -> None:
     tried = [(config, name, without(config, name)) for config in tables for name in config.megatron]
     tried = [one for one in tried if not is_restated(*one)]
-    assert len(tried) > len(tables)
+    assert len(tried) > len(tables) / 2
     configs = [config for with_it, _, without_it in tried for config in (with_it, without_it)]
     (effects,) = run_group(field_effects.effects_of, configs[0], configs)
     for (config, name, _), ours, others in zip(tried, effects[::2], effects[1::2], strict=True):

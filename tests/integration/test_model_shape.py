@@ -13,7 +13,7 @@ from spare_megatron.config.model.parameter_rules import parameter_names
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
-from spare_megatron.mcore.optimizer.parameter_rates import names_for_rules
+from spare_megatron.mcore.optimizer.optimizer import names_for_rules
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, run_group, work_of
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.faults.points import FaultPoint
@@ -81,7 +81,7 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
         is_alone=is_alone,
         trainer=trainer,
         communicator=communicator,
-        bucket_sums=AllReducedBuckets(trainer.gradients, communicator),
+        bucket_sums=BucketSums(trainer.gradients, communicator),
         staging=Staging(trainer.gradients.new_staging),
         outlier_factor=0.0,
         probe=SilentProbe(),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.audits.suspicion import LossWatch
@@ -252,7 +252,7 @@ class Rank:
             is_alone=is_alone,
             trainer=trainer,
             communicator=self.communicator,
-            bucket_sums=AllReducedBuckets(self.sums, self.communicator),  # type: ignore[arg-type]
+            bucket_sums=BucketSums(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,

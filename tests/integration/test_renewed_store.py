@@ -4,7 +4,7 @@ import contextlib
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -92,23 +92,25 @@ def network(server: TcpControlStore) -> Iterator[Network]:
     network.close()
 
 
-@pytest.mark.parametrize("asks", ["put_if_absent", "exists", "get", "put_counted"])
+REQUESTS: dict[str, Callable[[TcpControlStore], object]] = {
+    "put_if_absent": lambda client: client.put_if_absent("key", "value"),
+    "exists": lambda client: client.exists("before"),
+    "get": lambda client: client.get(["before", "key"]),
+    "put_counted": lambda client: client.put_counted("key", "value", "counter"),
+}
+
+
+@pytest.mark.parametrize("asks", REQUESTS)
 def test_a_request_that_an_outage_swallowed_is_answered_on_a_new_connection(
     server: TcpControlStore, network: Network, asks: str
 ) -> None:
     client = TcpControlStore("127.0.0.1", network.port)
     client.put("before", "the outage")
-    requests = {
-        "put_if_absent": lambda: client.put_if_absent("key", "value"),
-        "exists": lambda: client.exists("before"),
-        "get": lambda: client.get(["before", "key"]),
-        "put_counted": lambda: client.put_counted("key", "value", "counter"),
-    }
     answers = {"put_if_absent": "value", "exists": True, "get": ["the outage", None], "put_counted": 1}
     network.cut()
     client.put("unanswered", "pair")  # the server answers none
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(requests[asks])
+        asked = pool.submit(REQUESTS[asks], client)
         assert network.has_lost.wait(WAIT_S)
         assert not asked.done()
         client.renew_if_back()
@@ -116,6 +118,20 @@ def test_a_request_that_an_outage_swallowed_is_answered_on_a_new_connection(
     assert server.exists("key") == asks.startswith("put")
     assert server.get(["unanswered"]) == ["pair"]
     assert client.exists("before")
+
+
+@pytest.mark.parametrize("asks", [*REQUESTS, "wait"])
+def test_a_request_that_an_outage_swallowed_ends_once_the_connection_is_broken_off(network: Network, asks: str) -> None:
+    client = TcpControlStore("127.0.0.1", network.port)
+    network.cut()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(REQUESTS.get(asks, lambda client: client.wait("key", 3600.0)), client)
+        assert network.has_lost.wait(WAIT_S)
+        client.break_off()
+        with pytest.raises(StoreLost):
+            asked.result(WAIT_S)
+    with pytest.raises(StoreLost):
+        client.exists("key")
 
 
 def test_a_connection_without_a_request_under_way_is_renewed_by_the_next_one(

@@ -17,7 +17,7 @@ from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.tools.report import page as report_page
-from spare_megatron.tools.report.serve_command import open_server
+from spare_megatron.tools.report.report_commands import open_server
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario

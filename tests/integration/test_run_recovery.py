@@ -19,56 +19,10 @@ from tests.integration.whole_run import (
     fenced_groups,
     kill,
     patched_in,
-    retries_of,
     tiny_config,
 )
 
 pytestmark = pytest.mark.timeout(150)
-
-AGAIN = (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
-"""Phases that every attempt of a step goes through."""
-
-SECOND_FAULTS = {
-    "patch_and_rebuild": (FaultPoint.PATCH, FaultPoint.REBUILD),
-    "before_and_in_reduce": (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE),
-    "after_reduce_and_vote": (FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE),
-}
-LAYOUTS = {
-    "one_rank": LayoutConfig(num_groups=5),
-    "stages": LayoutConfig(num_groups=5, pipeline_parallel=2),
-}
-
-
-# --------------------------------------------------------------------------------- a loss while recovering from one
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("phases", SECOND_FAULTS.values(), ids=SECOND_FAULTS)
-def test_a_second_loss_while_recovering_repeats_the_recovery(
-    text_corpus: Path, tmp_path: Path, phases: tuple[FaultPoint, FaultPoint], layout: LayoutConfig
-) -> None:
-    """Steps 1 and 3 each lose a group in the forward pass and another one while recovering from that."""
-    last = layout.pipeline_parallel - 1
-    scenarios = [(1, {0, 1}, phases[0]), (3, {2, 3}, phases[1])]
-    faults: list[FaultConfig] = []
-    for step, lost, phase in scenarios:
-        faults += [kill(FaultPoint.FORWARD, step, min(lost)), kill(phase, step, max(lost), last)]
-    second = frozenset((max(lost), step, phase) for step, lost, phase in scenarios)
-    config = tiny_config(text_corpus, layout, steps=6, faults=faults)
-    watch = Watch(
-        dump_steps=frozenset(range(6)),
-        in_second_attempt=frozenset(moment for moment in second if moment[2] in AGAIN),
-        after_other_votes=frozenset(moment for moment in second if moment[2] is FaultPoint.AFTER_REDUCE),
-    )
-    run = complete_run(config, tmp_path / "run", watch)
-    assert_masked(run)
-    assert_exact(run, range(6))
-    for step, lost, phase in scenarios:
-        # A group that dies after its vote may be missed only when the step is committed already.
-        assert_recovered_at_once(run, step, lost, until_step=step + (phase is FaultPoint.AFTER_VOTE))
-        # Once the second group's part is in every group's sum, losing it costs no further attempt.
-        is_counted = phase in (FaultPoint.REBUILD, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
-        assert retries_of(run.journal)[step] >= (1 if is_counted else 2)
 
 
 @pytest.mark.parametrize("phase", [FaultPoint.BACKWARD, FaultPoint.IN_REDUCE, FaultPoint.AFTER_VOTE])

@@ -69,19 +69,6 @@ def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_p
     assert [group for group, _, _ in rejoined(run)] == [1]
 
 
-def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns) -> None:
-    layout = LayoutConfig(num_groups=3)
-    faults = [kill(FaultPoint.IN_REDUCE, 2, 1)]
-    config = tiny_config(
-        text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, mode="reproducible", hidden_dropout=0.1
-    )
-    whole = fault_free(config)
-    run = complete_run(config, tmp_path / "run", WATCH)
-    assert_masked(run)
-    assert len(rejoined(run)) == 1
-    assert run.summary.params_sha256 == whole.summary.params_sha256
-
-
 def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(
     text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
 ) -> None:

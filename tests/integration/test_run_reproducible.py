@@ -27,9 +27,8 @@ STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
 BOTH = LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2)
 
 FAULTS_OF_STAGES: dict[str, list[FaultConfig]] = {
-    "one after another": [kill("forward", 1, 1), kill("in_reduce", 2, 2, 1), kill("after_vote", 3, 3)],
     "two in one step": [kill("backward", 1, 0, 1), kill("before_reduce", 1, 3)],
-    "both ends of a transfer": [kill("send", 1, 2), kill("receive", 1, 1, 1), kill("after_reduce", 2, 0)],
+    "both ends of a transfer in one step": [kill("send", 1, 2), kill("receive", 1, 1, 1)],
 }
 FAULTS_OF_BOTH: dict[str, list[FaultConfig]] = {
     "one after another": [kill("receive", 1, 0, 2), kill("in_reduce", 2, 2, 3)],

@@ -165,10 +165,20 @@ def test_a_run_whose_directory_is_removed_ends_with_a_checkpoint(text_corpus: Pa
 # ------------------------------------------------------------------------------------------------------------ time
 
 
-def test_a_run_whose_step_takes_too_long_to_end_saves_what_was_committed(text_corpus: Path, tmp_path: Path) -> None:
-    """Ranks that wait for the sums of a group which computes too long save alone; the next run goes on from there."""
-    hang = FaultConfig(phase=FaultPoint.FORWARD, step=3, group=0, rank=0, kind="hang", seconds=100.0)
-    config = tiny_config(text_corpus, LAYOUT, steps=5, faults=[hang], heartbeat_s=7.0)
+HANG = FaultConfig(phase=FaultPoint.FORWARD, step=3, group=0, rank=0, kind="hang", seconds=100.0)
+WAITED_FOR = {
+    "sums of a group that computes too long": HANG,
+    "vote of a group that hangs": replace(HANG, phase=FaultPoint.AFTER_REDUCE),
+    "control store": replace(HANG, kind="stop_store"),
+}
+
+
+@pytest.mark.parametrize("awaited", WAITED_FOR)
+def test_a_run_whose_step_takes_too_long_to_end_saves_what_was_committed(
+    text_corpus: Path, tmp_path: Path, awaited: str
+) -> None:
+    """Ranks that wait save alone; the next run goes on from there."""
+    config = tiny_config(text_corpus, LAYOUT, steps=5, faults=[WAITED_FOR[awaited]], heartbeat_s=7.0)
     config = replace(config, control=replace(config.control, end_grace_s=6.0))
     run_dir = tmp_path / "run"
     with train(config, tmp_path) as process:

@@ -282,7 +282,7 @@ class _LateContent(PartitionContent):
 
 def _late_contents(watch: Watch, optimizer: StackedOptimizer) -> list[PartitionContent]:
     contents: list[PartitionContent] = []
-    for number in range(optimizer.partitions.num_partitions):
+    for number in optimizer.partitions.numbers:
         content = _LateContent(optimizer, PartitionId(number))
         content.first_update = watch.no_pieces_before
         contents.append(content)

@@ -19,8 +19,8 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
+from spare_megatron.faults.points import PHASES_OF_AN_EVALUATION, FaultPoint
+from spare_megatron.journal.records import FaultRecord, LossRecord, RecoveryRecord, UpdateRecord
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     CALM_HEARTBEAT_S,
@@ -41,6 +41,8 @@ from tests.matrix.cells import CAUSES, NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTIT
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 SLACK_S = 10.0
 """For a machine that is slow, or busy with other things. Every timeout that would find the fault, too, is longer."""
+_BEFORE_THE_SUM = (FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE)
+"""Moments of a recovery at which no group holds the part of the second group that is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,13 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert_same_bits(run, expected)
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
     assert all(re.match(CAUSES[cell.kind], cause) for cause in causes), causes
+    num_retries = retries_of(run.journal)[STEP]
+    if cell.moment.in_recovery and cell.moment.phase not in PHASES_OF_AN_EVALUATION:
+        for survivor in set(range(NUM_GROUPS)) - fences.keys():
+            recoveries = [record for record in run.journal.of(RecoveryRecord) if record.group == survivor]
+            assert {group for record in recoveries for group in record.lost} == fences.keys(), recoveries
+        # Once the second group's part is in every group's sum, losing it costs no further attempt.
+        assert num_retries >= (2 if cell.moment.phase in _BEFORE_THE_SUM else 1), num_retries
     found_s = found_after_s(run, victim)
     limit_s = _found_within_s(run, cell)
     assert found_s <= limit_s, f"found after {found_s:.1f} s, where {limit_s:.1f} s are allowed"
@@ -112,7 +121,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
         fenced=tuple(sorted(fences)),
         found_s=found_s,
         recovery_s=sum(recovery.total_s for recovery in run.summary.recoveries),
-        num_retries=retries_of(run.journal)[STEP],
+        num_retries=num_retries,
         params_sha256=run.summary.params_sha256,
     )
 

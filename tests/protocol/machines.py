@@ -33,7 +33,6 @@ from spare_megatron.slow_machines import quarantine
 from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import decision_log, keys
 from spare_megatron.supervisor import restarts, store_link
 from spare_megatron.supervisor.places import group_reforming, group_rendezvous
@@ -79,9 +78,9 @@ class Store(MemoryStore):
             raise Violation(f"{key} is given to other machines, and is written once by compare-and-set")
         super().put(key, value)
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         is_new = key.startswith("assignment/") and key not in self.values
-        found = super().put_if_absent(key, value)
+        found = super().put_if_absent(key, value, after)
         if is_new:
             self._assignments.written(int(key.removeprefix("assignment/")), value)
         return found
@@ -113,8 +112,7 @@ class World:
         self.clock, self.random, self.config = clock, Random(seed), config
         self.layout = config.parallel
         self.budgets = defaultdict[int, RestartBudget](lambda: RestartBudget(config.spare.rejoins, INTERVAL_S))
-        spare = config.spare
-        hosts = make_placement(spare.placement, config.layout.num_groups, spare.redundancy).hosts
+        hosts = config.placement.hosts
         self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains, hosts)
         self.store = Store(self.assignments)
         self.lines: list[tuple[str, PlacesRecord | ExaminationRecord | StartRecord | LadderRecord]] = []
@@ -542,7 +540,7 @@ def found_in(world: World) -> list[str]:
         most_groups=world.layout.num_groups,
         num_groups=world.layout.num_groups,
         redundancy=spare.redundancy,
-        placement=spare.placement,
+        placement="golomb",
         groups_per_domain=1,
     )
     return [finding.reason for finding in (*check_places(view, run), *check_quarantines(view))]

@@ -41,7 +41,7 @@ class _Connection:
             return answer
         raise _Unanswered(Request(operation, arguments))
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         return self._ask("put_if_absent", key, value)
 
     def put(self, key: str, value: str) -> None:

@@ -71,8 +71,8 @@ class Requests:
     def __getattr__(self, operation: str) -> Callable[..., Any]:
         carry_out = getattr(self._store, operation)
 
-        def ask(*arguments: Any) -> Any:
+        def ask(*arguments: Any, **named: Any) -> Any:
             self._turns.wait()
-            return carry_out(*arguments)
+            return carry_out(*arguments, **named)
 
         return ask

@@ -21,7 +21,7 @@ class MemoryStore:
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         self.put(key, value)
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         return self.values.setdefault(key, value)
 
     def put_counted(self, key: str, value: str, counter: str) -> int:

@@ -26,7 +26,8 @@ class TroubledRank(_Rank):
         self._log: Any = SimpleNamespace(has=lambda index: index < num_written)
         control = SimpleNamespace(heartbeat_interval_s=1.0)
         self._spec: Any = SimpleNamespace(incarnation=0, config=SimpleNamespace(control=control))
-        self._beacon: Any = SimpleNamespace(start_beating=lambda _interval_s: None)
+        self._store: Any = SimpleNamespace(break_off=None)
+        self._beacon: Any = SimpleNamespace(start_beating=lambda _interval_s, on_cut_off: None)
         self._parts = None
 
     def _write_code(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.presets import FOLDER
+from spare_megatron.config.loader import FOLDER
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 NODE = str(Path(__file__).parents[2] / "configs/run/gpt_1p3b_node.toml")

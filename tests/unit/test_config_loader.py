@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.loader import ConfigError, load_run_config
+from spare_megatron.config.building import valid_keys
+from spare_megatron.config.loader import RETIRED, ConfigError, load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
@@ -93,6 +94,16 @@ def test_an_unknown_key_names_the_nearest_valid_one_and_its_source(override: str
     assert override.partition("=")[0] in text
     assert f"--set {override}" in text
     assert text.endswith(f"the nearest valid one is {nearest}")
+
+
+def test_settings_of_earlier_versions_can_have_their_defaults_alone() -> None:
+    assert not RETIRED.keys() & set(valid_keys())
+    loaded = load_run_config(None, ["spare.placement=x", "spare.placement=golomb", "checkpoint.restart_window_s=3600"])
+    assert (loaded.config, loaded.provenance) == (RunConfig(), {})
+    window, placement = message_of("spare.placement=consecutive", "checkpoint.restart_window_s=60.0").splitlines()
+    assert window.startswith("checkpoint.restart_window_s=60.0 can only be 3600.0 in this version: checkpoint.max_re")
+    assert window.endswith("; remove it (set by --set checkpoint.restart_window_s=60.0)")
+    assert placement.startswith("spare.placement=consecutive can only be golomb in this version: other hosts of shards")
 
 
 @pytest.mark.parametrize(

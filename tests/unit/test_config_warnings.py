@@ -46,16 +46,9 @@ def test_hosts_that_share_a_domain_raise_a_warning() -> None:
     assert not any("domain" in text for text in warnings(apart, CPU))
 
 
-def test_shards_that_share_hosts_raise_a_warning() -> None:
-    (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
-    assert "share 2 of their spare.redundancy=3 hosts" in text
-    assert "with spare.placement=golomb no two share more than 1" in text
-
-
 def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
     assert warnings(configured("layout.num_groups=5", "spare.redundancy=5"), CPU) == []
     assert warnings(configured("layout.num_groups=5", "spare.redundancy=4"), CPU) == []
-    assert warnings(configured("layout.num_groups=5", "spare.redundancy=4", "spare.placement=consecutive"), CPU) == []
     in_twos = configured("layout.num_groups=6", "spare.redundancy=6", "spare.groups_per_domain=2")
     assert warnings(in_twos, CPU) == []
 

@@ -85,7 +85,7 @@ def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_written_is_fit(tmp_path: Path) -> None:
-    write_corpus([b"ab", b"c"], tmp_path / "text", vocab_size=257, end_of_document=256)
+    write_corpus([[97, 98, 256], [99, 256]], tmp_path / "text", vocab_size=257)
     facts = facts_of(tmp_path / "text")
     assert (facts.num_tokens, facts.largest_token) == (5, 256)
 

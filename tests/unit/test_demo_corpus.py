@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli import running, submit
 from spare_megatron.cli.demo_corpus import is_to_be_made
 from spare_megatron.commands import app
-from spare_megatron.config.presets import shipped_presets
+from spare_megatron.config.loader import shipped_presets
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run
 

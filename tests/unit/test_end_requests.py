@@ -3,15 +3,19 @@
 import contextlib
 import random
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import pytest
 
 from spare_megatron.machine import interrupts
 from spare_megatron.machine.end_signal import WITHOUT_LIMIT
 from spare_megatron.machine.interrupts import deferred, raising
+from spare_megatron.process.heartbeats import HeartbeatWriter, new_page
 from spare_megatron.process.reports import EndAsked
+from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.supervisor import end_requests
 from spare_megatron.supervisor.end_requests import EndRequests
 
@@ -168,3 +172,14 @@ def test_a_supervisor_keeps_the_first_limit_and_reports_every_signal() -> None:
         asked = requests.poll()
         assert (asked is None) == (not times)
         assert asked is None or (asked.limit_s is not None) == bool(limits)
+
+
+def test_a_rank_is_called_back_once_its_step_has_taken_too_long() -> None:
+    """Whatever its main thread waits for."""
+    page, is_cut_off = new_page(get_context("spawn")), threading.Event()
+    writer = HeartbeatWriter(page, PassTimes(lambda: 0.0, lambda _began, _ended: 0.0))
+    page.end_asked = 1
+    writer.start_beating(1.0, is_cut_off.set)
+    assert not is_cut_off.is_set()
+    page.end_asked = 2
+    assert is_cut_off.wait(20.0)

@@ -3,8 +3,10 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +197,19 @@ def test_a_stream_is_heard_to_its_end_though_its_answer_ends_the_connection() ->
         with gateway.stream("/v3/watch", {}, PATIENT_S) as (_, messages):
             assert list(messages) == [{"events": []}]
         assert gateway.call("/v3/kv/put", {}) == FINE[1]
+
+
+def test_a_request_that_no_member_answers_ends_once_it_is_broken_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        gateway = EtcdGateway(EtcdStoreSpec(endpoints=(endpoint,), prefix="/run", timeout_s=PATIENT_S))
+        asked = pool.submit(gateway.call, "/v3/kv/range", {})
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(1)
+            gateway.break_off()
+            with pytest.raises(StoreLost, match="broken off"):
+                asked.result(PATIENT_S / 2)
 
 
 # ------------------------------------------------------------------------------------------------ a lost history

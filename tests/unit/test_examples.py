@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config import schema
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.presets import shipped_presets
+from spare_megatron.config.loader import load_run_config, shipped_presets
 from spare_megatron.driver.fault_trace import resolve_trace
 from tests.unit.test_readme import PAGES, ROOT, settings
 
@@ -97,10 +96,8 @@ def test_benchmarks_on_a_page_have_these_options(page: Path) -> None:
     for file, options in re.findall(r"`(benchmarks/[a-z_/]+\.py) ([^`]+)`", page.read_text()):
         source = (ROOT / file).read_text()
         for option in re.findall(r"(?<!\S)--([a-z-]+)", options):
-            is_there = f'"--{option}"' in source or re.search(
-                rf"^    {option.replace('-', '_')}: ", source, re.MULTILINE
-            )
-            assert is_there, f"{file} --{option}"
+            name = option.replace("-", "_")
+            assert re.search(rf'"--{option}"|^    {name}: ', source, re.MULTILINE), f"{file} --{option}"
 
 
 def test_the_widths_that_are_shown_are_those_that_the_command_prints() -> None:

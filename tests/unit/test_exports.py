@@ -14,7 +14,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config, without_exports, write_with_exports
 from spare_megatron.config.schema import MetricsConfig, RunConfig, SlurmConfig
 from spare_megatron.driver import telemetry
-from spare_megatron.tools.report.report_command import config_of
+from spare_megatron.tools.report.report_commands import config_of
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 ROOT = Path(__file__).parents[2]

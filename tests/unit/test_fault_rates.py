@@ -27,7 +27,6 @@ from spare_megatron.faults.points import (
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import make_placement
 
 EVER = 10**6
 HARMLESS = "faults.kinds=['slow', 'disk_full', 'clock_jump', 'stop_store']"
@@ -141,7 +140,7 @@ def test_what_is_lost_for_good_leaves_room_for_one_more_loss(seed: int) -> None:
     faults = draw_faults(config)
     for_good = {fault.group for fault in faults if fault.kind == "kill_supervisor"}
     left = {GroupId(group) for group in range(6)} - for_good
-    placement = make_placement(config.spare.placement, 6, config.spare.redundancy, 1)
+    placement = config.placement
     assert 0 < len(for_good) <= 3
     assert all(placement.uncovered(frozenset(left - {group})) == () for group in left)
     assert [fault.kind for fault in faults[-20:]] == ["kill"] * 20
@@ -154,7 +153,7 @@ def test_machines_are_lost_for_good_until_groups_are_re_formed_and_those_are_hit
         re_formed: set[GroupId] = set()
         settings = ("layout.num_groups=8", "cluster.num_nodes=16", "spare.redundancy=6", "faults.mean_steps=10")
         config = configured(*settings, f"faults.seed={seed}", "faults.kinds=['kill_supervisor', 'kill', 'kill']")
-        placement = make_placement(config.spare.placement, 8, config.spare.redundancy, 1)
+        placement = config.placement
         missing: dict[GroupId, int] = {}
         back_at: dict[GroupId, int] = {}
         faults = draw_faults(config)
@@ -282,8 +281,7 @@ def test_at_any_time_every_shard_has_a_host_and_a_majority_is_right(
             "faults.mean_steps=8",
             f"spare.rejoins={num_rejoins}",
         )
-        spare = config.spare
-        placement = make_placement(spare.placement, 6, spare.redundancy, spare.groups_per_domain)
+        placement = config.placement
         faults = draw_faults(config)
         for fault in faults:
             lost = lost_when(config, faults, fault.step, num_rejoins)

@@ -39,7 +39,7 @@ class Log:
         self.values[keys.ALL_GROUPS_READY] = "yes"
         self.num_requests = self.num_beats = 0
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         self.num_requests += 1
         return self.values.setdefault(key, value)
 
@@ -125,10 +125,10 @@ class Endless(Log):
     def is_over(self) -> bool:
         return self.num_beats >= NUM_BEATS or self.num_turns >= self._patience
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         self.on_turn()
         self.num_turns += 1
-        return super().put_if_absent(key, value)
+        return super().put_if_absent(key, value, after)
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         self.num_beats += self.num_turns > 0  # on a busy machine many may be due before there is anything to be done

@@ -32,8 +32,7 @@ from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, MetricsLost, Starting
 from spare_megatron.tools.bench import bench
-from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount
-from spare_megatron.tools.campaign.campaign_table import print_campaign
+from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, print_campaign
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
 from spare_megatron.tools.doctor import doctor
 from spare_megatron.tools.doctor.diagnosis import NodeFinding

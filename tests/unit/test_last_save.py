@@ -2,6 +2,7 @@
 
 import pytest
 
+from spare_megatron.cli.progress import describe_request
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
@@ -17,7 +18,7 @@ from spare_megatron.core.log.actions import (
     UpdateModel,
 )
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Halt, Restart, Retry
-from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.log.events import EndRequested, EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
@@ -27,13 +28,18 @@ from spare_megatron.stacking.state_partitions import PartitionSetup
 LAST = Commit(step=0, attempt=0, save=True, is_last=True)
 
 
-def make_controller(num_groups: int = 4, *, partitions: PartitionSetup | None = None, steps: int = 9) -> Controller:
+SAVES = SavePolicy(interval_steps=2, saves_last=True)
+
+
+def make_controller(
+    num_groups: int = 4, *, partitions: PartitionSetup | None = None, steps: int = 9, saves: SavePolicy = SAVES
+) -> Controller:
     """That of a run which saves its last step, every second one before, and may start again."""
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, min(num_groups, 3)),
         microbatches_per_shard=1,
         num_steps=steps,
-        saves=SavePolicy(interval_steps=2, saves_last=True),
+        saves=saves,
         partitions=partitions,
         restarts=RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0),
     )
@@ -60,6 +66,17 @@ def decided(controller: Controller, params: str) -> Entry:
     [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
     assert isinstance(append, AppendEntry)
     return append.entry
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_request_that_no_vote_on_the_last_step_carries_saves_nothing_and_promises_nothing(steps: int) -> None:
+    controller = make_controller(steps=steps, saves=SavePolicy())
+    controller.handle(EndRequested(), now_s=0.0)
+    actions = fold(controller, decided(controller, "aaaa"))
+    assert saves_in(actions) == []
+    assert (FinishRun(step=1, is_asked=False) in actions) == (steps == 1)
+    for limit_s in (None, 25.0):
+        assert "with a checkpoint if more were to come" in describe_request("SIGTERM", limit_s)
 
 
 def saves_in(actions: list[Action]) -> list[SaveCheckpoint]:

@@ -10,7 +10,7 @@ from spare_megatron.core.log.entries import Fence, Retry, decode_entry, encode_e
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import decision_log, keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import StoreLost, StoreTimeout
+from spare_megatron.store.interface import StoreLost, StoreTimeout, lost_key
 from spare_megatron.supervisor.store_link import LinkLost, StoreLink
 from spare_megatron.voting.fencing import fence
 
@@ -34,7 +34,9 @@ class Rewinding:
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         self.put(key, value)
 
-    def put_if_absent(self, key: str, value: str) -> str:
+    def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
+        if after is not None and after not in self.values:
+            raise lost_key(after)
         if key not in self.values:
             self.put(key, value)
         return self.values[key]
@@ -170,6 +172,16 @@ def log_of(store: Rewinding, num_entries: int, check_s: float = 0.0) -> Decision
     for number in range(num_entries):
         log.append(number, encode_entry(Retry(step=0, attempt=number)))
     return log
+
+
+def test_no_entry_is_written_after_one_that_is_gone() -> None:
+    """The log was looked up just before: only the write itself can see that nothing has happened since."""
+    store = Rewinding()
+    log = log_of(store, 3, check_s=60.0)
+    store.values.clear()
+    with pytest.raises(StoreLost, match=keys.entry(2)):
+        log.append(3, encode_entry(Retry(step=0, attempt=3)))
+    assert store.values == {}
 
 
 @pytest.mark.parametrize("num_entries", [0, 3])

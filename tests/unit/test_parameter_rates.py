@@ -11,7 +11,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.parameter_rules import parameter_names, rule_of
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ParameterRule, RunConfig
-from spare_megatron.mcore.optimizer.parameter_rates import names_for_rules
+from spare_megatron.mcore.optimizer.optimizer import names_for_rules
 
 RULES = (ParameterRule(pattern="embedding.*", learning_rate_factor=0.5), ParameterRule(pattern="*"))
 

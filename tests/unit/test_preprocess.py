@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from spare_megatron.commands import app
 from spare_megatron.tools.text.documents import find_files
-from spare_megatron.tools.text.text_progress import TextProgress
+from spare_megatron.tools.text.preprocess import TextProgress
 
 
 def spare(*arguments: object) -> Result:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.running import plan_of
-from spare_megatron.config import presets
+from spare_megatron.config import loader
 from spare_megatron.config.checks.validate import Machine, on_device, problems, resolve_device, warnings
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.model.rank_memory import rank_memory
@@ -146,12 +146,12 @@ def test_a_run_begins_with_what_it_is_going_to_show() -> None:
 
 
 def test_the_checkout_has_the_presets_of_the_package() -> None:
-    assert CONFIGS.samefile(presets.FOLDER)
+    assert CONFIGS.samefile(loader.FOLDER)
 
 
 def test_every_preset_has_a_name_of_its_own_and_says_what_it_is() -> None:
-    assert sorted(presets.shipped_presets().values()) == sorted(presets.FOLDER.rglob("*.toml"))
-    assert [name for name, file in presets.shipped_presets().items() if not presets.description(file)] == []
+    assert sorted(loader.shipped_presets().values()) == sorted(loader.FOLDER.rglob("*.toml"))
+    assert [name for name, file in loader.shipped_presets().items() if not loader.description(file)] == []
 
 
 @pytest.mark.parametrize("name", ["demo_cpu", "gpt_7b"])
@@ -205,7 +205,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones(
 
 def test_the_package_alone_has_all_that_a_name_needs(tmp_path: Path) -> None:
     """A wheel holds this folder and nothing else of the checkout."""
-    shutil.copytree(presets.FOLDER.parent, tmp_path / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(loader.FOLDER.parent, tmp_path / "spare_megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shown = subprocess.run(
         [sys.executable, "-P", "-m", "spare_megatron", "config", "show", "llama3_8b_h100", "--json"],
         env=os.environ | {"PYTHONPATH": with_checkout(tmp_path)},

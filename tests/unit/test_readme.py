@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,9 +23,9 @@ from tests.protocol import test_histories
 from tests.stages.cells import CELLS as STAGE_CELLS
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = ROOT / "docs/settings.md"
-CAMPAIGNS = ROOT / "docs/campaigns.md"
-JOURNAL, RUNBOOK = ROOT / "docs/journal.md", ROOT / "docs/runbook.md"
+SETTINGS, CAMPAIGNS, JOURNAL, RUNBOOK = (
+    ROOT / f"docs/{page}.md" for page in ("settings", "campaigns", "journal", "runbook")
+)
 VALUES = r"\.\.\.|\[[^]]*\]|\(\.\.\.\)|\b[0-9.]+\b|SIG[A-Z]+|[a-z]+\.[a-z_]+=?"
 """What stands for a value in a message on a page."""
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,14 +84,6 @@ def helps() -> dict[str, str]:
     return {key: text for key, text in of("RunConfig", "") if key != "megatron"}
 
 
-def test_every_setting_has_its_help_below_it() -> None:
-    for section in [section for name, section in sections_in_source().items() if name != "RunConfig"]:
-        for field, following in zip(section.body, section.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign):
-                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                assert is_text, f"{section.name}.{ast.unparse(field.target)}"
-
-
 def test_every_setting_is_listed_with_its_default_and_help() -> None:
     defaults, texts = settings(schema.RunConfig), helps()
     assert rows() == {key: (as_text(default), texts.get(key)) for key, default in defaults.items()}
@@ -103,9 +95,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         file = page.parent / target if target else page
         assert file.is_file(), f"{page.name} -> {target}"
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-        assert not heading or heading in {text.lower().replace(" ", "-") for text in headings}, (
-            f"{page.name} #{heading}"
-        )
+        assert heading in {"", *(text.lower().replace(" ", "-") for text in headings)}, f"{page.name} #{heading}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -114,8 +104,33 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     named = re.findall(r"`((?:benchmarks|configs|tests|launch)/[a-z0-9_/.]+\.(?:py|toml|sh))", text)
     folders = "|".join(folder.name for folder in package.iterdir() if folder.is_dir())
     modules = re.findall(rf"`((?:{folders})/[a-z0-9_/]+\.py)", text)
-    places = [*map(ROOT.joinpath, named), *map(package.joinpath, modules)]
+    below = re.findall(r"`((?:unit|integration|gpu)/test_[a-z0-9_]+\.py)`", text)
+    places = [*map(ROOT.joinpath, named), *map(package.joinpath, modules), *map((ROOT / "tests").joinpath, below)]
     assert [str(place) for place in places if not place.exists()] == []
+
+
+def test_names_behind_a_file_are_in_it_and_planted_bugs_are_planted() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    folders = (ROOT / "spare_megatron", ROOT, ROOT / "tests")
+    for file, names in re.findall(r"`([a-z_0-9/]+/[a-z_0-9]+\.py)`\s+\(((?:`[\w.]+`[,\s]*)+)", text):
+        source = next(folder / file for folder in folders if (folder / file).exists()).read_text()
+        for name in re.findall(r"\w+(?=`)", names):
+            assert re.search(rf"\b{name}\b", source), f"{file}: {name}"
+    planted = "".join(file.read_text() for file in (ROOT / "tests/protocol").glob("mutations*.py"))
+    for bug in re.findall(r'"([^"]+)"', "".join(re.findall(r"Planted bugs?:((?:\s*\"[^\"]+\",?)+)", text))):
+        assert f'"{" ".join(bug.split())}":' in planted, bug
+
+
+def test_how_it_works_has_the_actions_of_a_step_in_their_order() -> None:
+    source = (ROOT / "spare_megatron/rank/train_step.py").read_text()
+    (step,) = re.findall(r"^def train_step\(.*?^def ", source, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`[A-Z].*?) \|", (ROOT / "docs/how_it_works.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`(\w+)`", "".join(rows)) == re.findall(r"actions\.(\w+)\(\)", step)
+
+
+def test_figures_of_the_readme_say_how_they_were_made() -> None:
+    made = r"^\| (?:measured|simulated)\b.*\| .*`.*\b[0-9a-f]{7,8}\b.*\b20\d\d-\d\d-\d\d.* \|$"
+    assert len(re.findall(made, (ROOT / "README.md").read_text(), re.MULTILINE)) == 8
 
 
 def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -> None:
@@ -129,26 +144,17 @@ def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -
 def test_the_page_of_campaigns_has_every_kind_and_every_phase() -> None:
     """The schema sends readers who look for the kinds there, and half of them were on no page."""
     text = CAMPAIGNS.read_text().partition("## Faults")[2]
-    rows = re.findall(r"^\| `([a-z_]+)` \|", text.partition("| `kind` |")[2], re.MULTILINE)
-    assert set(rows) == set(kinds.KINDS)
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", text.partition("| `kind` |")[2], re.MULTILINE)) == set(kinds.KINDS)
     moments = "".join(re.findall(r"^\| (?:of a step|after a loss|between steps).*$", text, re.MULTILINE))
     assert set(re.findall(r"`([a-z_]+)`", moments)) - {"step"} == {str(phase) for phase in FaultPoint}
 
 
-def missing_in_tables(text: str, kinds: Mapping[str, type[Any]]) -> dict[str, set[str]]:
-    """Of each kind the fields that are not in backticks in its row, if there are any."""
-    found: dict[str, set[str]] = {}
-    for name, kind in kinds.items():
-        (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.MULTILINE)
-        named = set(re.findall(r"`([a-z_0-9]+)`", row))
-        found[name] = {field.name for field in dataclasses.fields(kind)} - named
-    return {name: fields for name, fields in found.items() if fields}
-
-
 def test_the_page_of_the_journal_has_every_field_of_every_record_and_entry() -> None:
-    records, entries = JOURNAL.read_text().split("## The decision log")
-    assert missing_in_tables(records, KINDS) == {}
-    assert missing_in_tables(entries, {kind.__name__.lower(): kind for kind in get_args(Entry)}) == {}
+    tables = KINDS, {kind.__name__.lower(): kind for kind in get_args(Entry)}
+    for text, found in zip(JOURNAL.read_text().split("## The decision log"), tables, strict=True):
+        for name, kind in found.items():
+            (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.MULTILINE)
+            assert {field.name for field in dataclasses.fields(kind)} <= set(re.findall(r"`([a-z_0-9]+)`", row)), name
 
 
 def test_messages_that_the_runbook_explains_are_those_of_the_program() -> None:
@@ -175,10 +181,6 @@ def features() -> dict[str, list[str]]:
     return {feature: [cell.strip() for cell in cells.split("|")] for feature, cells in rows}
 
 
-def names_of_tests(file: Path) -> set[str]:
-    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
-
-
 def test_each_feature_that_we_have_names_a_test_that_is_there() -> None:
     assert len(features()) > 40
     for feature, (ours, *_, shown) in features().items():
@@ -186,7 +188,7 @@ def test_each_feature_that_we_have_names_a_test_that_is_there() -> None:
         assert shown == ", ".join(f"`{file}::{test}`" for file, test in named), feature
         assert bool(named) == ours.startswith("Yes"), f"{feature}: {ours}, shown by {shown or 'nothing'}"
         for file, test in named:
-            assert test in names_of_tests(ROOT / "tests" / file), f"{feature}: {file}::{test}"
+            assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{feature}: {file}::{test}"
 
 
 def test_what_others_have_is_linked_or_was_not_found() -> None:
@@ -209,8 +211,8 @@ def test_the_page_of_terms_has_those_that_commands_explain() -> None:
 
 def test_the_page_of_tests_counts_what_a_test_run_has() -> None:
     text = " ".join((ROOT / "docs/contributing.md").read_text().split())
-    counts = [count for name, count in vars(test_histories).items() if re.fullmatch(r"NUM_(\w+_)?HISTORIES", name)]
-    assert f"Every test run plays {sum(counts):,} histories" in text
+    total = sum(count for name, count in vars(test_histories).items() if re.fullmatch(r"NUM_(\w+_)?HISTORIES", name))
+    assert f"Every test run plays {total:,} histories" in text
     assert f"4 groups of 2 stages, {len(CELLS)} cells of" in text
     assert f"In {len(PAUSE_CELLS)} more cells both hosts" in text
     assert f"In {len(REFORM_CELLS)} more a machine of each host" in text

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.tools.report.serve_command import open_server
+from spare_megatron.tools.report.report_commands import open_server
 from spare_megatron.tools.report.server import PageContent, ReportServer, Updated
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec

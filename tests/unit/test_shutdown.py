@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.driver.shutdown import await_exit, end_processes, kill
 from spare_megatron.machine.interrupts import deferred
 from spare_megatron.process import processes
-from spare_megatron.process.processes import Child, fork_server, start_child
+from spare_megatron.process.processes import Child, await_exit, end_processes, fork_server, kill, start_child
 from spare_megatron.process.reports import StopProcess
 
 pytestmark = pytest.mark.timeout(60)

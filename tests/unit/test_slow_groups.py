@@ -11,8 +11,8 @@ from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.slow_group_costs import SlowRate, slow_cost
 from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import SlowGroups, SlowSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario, SimulatedPolicy
-from spare_megatron.tools.simulate.slow_groups import SlowGroups, SlowSpec
 from spare_megatron.tools.simulate.world import World
 
 SCENARIO = Scenario(

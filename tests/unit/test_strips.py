@@ -3,7 +3,7 @@
 import random
 
 from spare_megatron.core.log.bucket_window import cut
-from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, scatter_ranges
 
 
 def lanes_of(sizes: list[tuple[int, int]], strip_elements: int, lane: int) -> tuple[ScatterRange, ...]:

@@ -24,8 +24,8 @@ from spare_megatron.commands import app
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.training.corpus import judge_corpus, read_corpus
 from spare_megatron.tools.text import documents as documents_module
-from spare_megatron.tools.text import text_progress
 from spare_megatron.tools.text import tokenizer as tokenizer_module
+from spare_megatron.tools.text.preprocess import TextProgress
 from spare_megatron.tools.text.tokenization import tokenizing
 from spare_megatron.tools.text.tokenizer import build, read_tokenizer
 
@@ -400,11 +400,11 @@ def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(documents_module, "_BATCH_BYTES", 100)
     monkeypatch.setattr(documents_module, "_CHUNK_BYTES", 100)
 
-    def kill(self: text_progress.TextProgress, num_bytes: int, num_tokens: int) -> None:
+    def kill(self: TextProgress, num_bytes: int, num_tokens: int) -> None:
         for child in multiprocessing.active_children():
             child.kill()
 
-    monkeypatch.setattr(text_progress.TextProgress, "advance", kill)
+    monkeypatch.setattr(TextProgress, "advance", kill)
     expected = "spare preprocess: a worker has ended with exit code -9; if memory was short, lower --workers\n"
     assert refusal(lines, "byte", "--workers", 2).endswith(expected)
     assert not multiprocessing.active_children()
@@ -464,11 +464,11 @@ def test_an_interrupt_leaves_the_dataset_as_it_was_and_no_process(
     lines.write_bytes(lines_of(TEXTS[5:] * 3))
     num_children = []
 
-    def interrupt(self: text_progress.TextProgress, num_bytes: int, num_tokens: int) -> None:
+    def interrupt(self: TextProgress, num_bytes: int, num_tokens: int) -> None:
         num_children.append(len(multiprocessing.active_children()))
         signal.raise_signal(number)
 
-    monkeypatch.setattr(text_progress.TextProgress, "advance", interrupt)
+    monkeypatch.setattr(TextProgress, "advance", interrupt)
     words = ("--input", lines, "--json-key", "text", "--output-prefix", prefix, "--workers", 2, "--overwrite")
     done = spare("preprocess", *words)
     assert (done.exit_code, done.stderr) == (130, "spare preprocess: interrupted\n")
@@ -479,7 +479,7 @@ def test_an_interrupt_leaves_the_dataset_as_it_was_and_no_process(
 @pytest.mark.usefixtures("_handlers")
 def test_an_interrupt_leaves_the_tokenizer_as_it_was(lines: Path, hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in hf.iterdir()}
-    monkeypatch.setattr(text_progress.TextProgress, "advance", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(TextProgress, "advance", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     words = ("--input", lines, "--json-key", "text", "--vocab-size", 290, "--output", hf, "--overwrite")
     done = spare("tokenizer train", *words)
     assert (done.exit_code, done.stderr) == (130, "spare tokenizer train: interrupted\n")

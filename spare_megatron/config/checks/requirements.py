@@ -122,9 +122,6 @@ LAYOUT: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.data.access == "shared" and c.spare.granularity == "stack",
          "[data.access] assigns single microbatches of shards without a host, but [spare.granularity] moves whole "
          "shards; set data.access=stacked or spare.granularity=microbatch"),
-    Rule(lambda c: c.spare.groups_per_domain > 1 and c.spare.placement == "consecutive",
-         "[spare.groups_per_domain] keeps the hosts of a shard apart, but [spare.placement] puts them next to each "
-         "other; set spare.placement to golomb or spare.groups_per_domain to 1"),
     Rule(lambda c: c.layout.virtual_pipeline != 1 and c.layout.pipeline_parallel == 1,
          "[layout.virtual_pipeline] needs more than one pipeline stage, but [layout.pipeline_parallel]; raise the one "
          "or set the other to 1"),

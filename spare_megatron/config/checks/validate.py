@@ -43,7 +43,6 @@ from spare_megatron.config.training.audit_schedule import audit_problems
 from spare_megatron.config.training.corpus import CorpusFacts, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.validation_sets import evaluation_problems
-from spare_megatron.stacking.placement import make_placement
 
 _MOST_THREADS_PER_CORE = 8
 """Limit up to which ranks of small models that share cores meet their heartbeats; the demo runs 8 on one machine."""
@@ -349,21 +348,10 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     spare, num_groups = config.spare, config.layout.num_groups
     if spare.redundancy in (1, num_groups):  # no other placement nor a lower redundancy does better
         return
-    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
-    most = placement.max_hosts_in_domain(spare.groups_per_domain)
+    most = config.placement.max_hosts_in_domain(spare.groups_per_domain)
     if most > 1:
         yield (
             f"{most} of the spare.redundancy={spare.redundancy} hosts of some shard stand in one domain and may be "
             f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
             f"layout.num_groups={num_groups}; lower one of the former"
-        )
-    if spare.placement == "golomb":  # already has as few shared hosts as this number of groups allows
-        return
-    shared = placement.max_shared_hosts
-    fewest = make_placement("golomb", num_groups, spare.redundancy).max_shared_hosts
-    if shared > fewest:
-        yield (
-            f"with spare.placement={spare.placement} some two shards share {shared} of their "
-            f"spare.redundancy={spare.redundancy} hosts, so fewer losses may wipe a shard out; with "
-            f"spare.placement=golomb no two share more than {fewest}"
         )

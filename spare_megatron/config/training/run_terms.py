@@ -29,7 +29,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "redundancy": spare.redundancy,
         "microbatches_per_shard": ramp.largest,
         "ramp": [ramp.start, ramp.increment, ramp.steps] if ramp.steps else [],
-        "placement": spare.placement,
+        "placement": "golomb",
         "groups_per_domain": spare.groups_per_domain,
         "granularity": spare.granularity,
         "deal_by_pace": spare.deal_by_pace,

@@ -2,7 +2,7 @@
 
 All hosts of a microbatch compute it to the same bits, so a mismatch is never noise. It is settled before the commit:
 the entry Retry names hosts that compute the microbatch, too, and a group is fenced once two others agree against it, or
-once it contradicts itself. One word against one decides nothing (docs/protocol.md, Audits).
+once it contradicts itself. One report against one decides nothing (docs/protocol_wrong_numbers.md, Audits).
 """
 
 from collections import Counter
@@ -103,19 +103,16 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispute:
-    """A microbatch that groups have computed to different digests, or whose loss is suspect.
-
-    Attributes:
-        statements: All so far, in the order of votes; a group may have made several.
-        asked: The groups that compute it in the attempt that this opens.
-        is_suspicion: Opened by a loss (`core.audits.suspects`): statements are digests of the loss, and may all agree.
-    """
+    """A microbatch that groups have computed to different digests, or whose loss is suspect."""
 
     microbatch: Microbatch
     statements: tuple[Statement, ...]
+    """All so far, in the order of votes; a group may have made several."""
     asked: tuple[GroupId, ...]
+    """The groups that compute it in the attempt that this opens."""
     num_rounds: int = 1
     is_suspicion: bool = False
+    """Opened by a loss (`core.audits.suspects`): statements are digests of the loss, and may all agree."""
 
     @property
     def differs(self) -> bool:

@@ -2,7 +2,7 @@
 
 The group that has counted a suspect microbatch votes with the digest of its loss. The entry Retry asks it and another
 host to compute the microbatch, too. If all agree, it is the data, and the sum is committed as it is; else
-`audits.judge` decides over these statements (docs/protocol.md, Suspect microbatches).
+`audits.judge` decides over these statements (docs/protocol_wrong_numbers.md, Suspect microbatches).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 Without state partitions, the parameters of the majority of votes are right; copied state counts as one opinion with its
 donor's. With partitions, hosts are compared first: what more than half of the proven copies say is right, else all
 hosts are fenced. If parameters differ, the minority is fenced, or no group if the majority may be wrong; the attempt is
-void then. Rules and reasons: docs/protocol.md.
+void then. Rules and reasons: docs/protocol_wrong_numbers.md.
 """
 
 from collections import Counter

@@ -13,34 +13,8 @@ from spare_megatron.core.controller.decision import decide
 from spare_megatron.core.controller.departures import departures
 from spare_megatron.core.controller.pauses import MAX_RESUMES_WITHOUT_COMMIT, decide_pause
 from spare_megatron.core.controller.restart import Restarts
-from spare_megatron.core.log import entries, events
-from spare_megatron.core.log.actions import (
-    Action,
-    AdmitGroups,
-    AppendEntry,
-    AttemptEvaluation,
-    AttemptFinish,
-    AttemptReduce,
-    AwaitHosts,
-    BuildCommunicator,
-    ChangePaces,
-    ComputeAudits,
-    ComputePatch,
-    ComputeStep,
-    DrainGroups,
-    FinishRun,
-    GatherParams,
-    LoadCheckpoint,
-    ReadEntry,
-    ReadVotes,
-    ReportEvaluation,
-    SaveCheckpoint,
-    SaveDispute,
-    StartRepairs,
-    StopHalted,
-    StopWipeOut,
-    UpdateModel,
-)
+from spare_megatron.core.log import actions, entries, events
+from spare_megatron.core.log.actions import Action
 from spare_megatron.core.log.membership import Change, Membership
 from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, Saves
@@ -53,9 +27,6 @@ from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.state_partitions import Ownership, first_ownership
 from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
-
-_DECISIONS = entries.Commit | entries.Retry | entries.Evaluated | entries.Finish | entries.Resume
-"""Entries of one attempt."""
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without a loss; one more halts the run."""
@@ -99,7 +70,7 @@ class Controller(Membership):
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
-        self.pause: AwaitHosts | None = None
+        self.pause: actions.AwaitHosts | None = None
         """While shards have no host and groups wait for one."""
         self._num_resumes = 0  # of this step or evaluation
 
@@ -144,7 +115,7 @@ class Controller(Membership):
         change = self.apply(entry)
         if change.contradictions:
             raise ValueError(f"log entry {entry}: {change.contradictions[0]}")
-        if isinstance(entry, _DECISIONS) and isinstance(entry, entries.Resume) != (self.pause is not None):
+        if isinstance(entry, entries.Decision) and isinstance(entry, entries.Resume) != (self.pause is not None):
             raise ValueError(f"log entry {entry} while training {'pauses' if self.pause else 'does not pause'}")
         refused = self._validity.fold(entry)
         self._saves.on_refusal(refused)
@@ -161,17 +132,17 @@ class Controller(Membership):
             case entries.Evaluated():
                 return self._evaluated(entry)
             case entries.Finish(step=step):
-                return (FinishRun(step=step, is_asked=self._is_asked),)
+                return (actions.FinishRun(step=step, is_asked=self._is_asked),)
             case entries.Resume():
                 return self._resume(change)
             case entries.Restart():
                 return self._restart(entry, change, now_s)
             case entries.GiveUp(step=step, reason=reason):
                 shards = self.pause.shards if self.pause else ()
-                stop = self.restarts.wipe_out or StopWipeOut(step=step, shards=shards)
+                stop = self.restarts.wipe_out or actions.StopWipeOut(step=step, shards=shards)
                 return self._stop_wiped_out(replace(stop, reason=reason))
             case entries.Halt(step=step, reason=reason):
-                return (StopHalted(step=step, reason=reason),)
+                return (actions.StopHalted(step=step, reason=reason),)
 
     def _lose(self, fence: entries.Fence, change: Change) -> tuple[Action, ...]:
         group = fence.group
@@ -185,7 +156,7 @@ class Controller(Membership):
         if fence.error and fence.error == self._last_error:
             # Every further group that computes that microbatch would fail, too, until none is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
-            return (StopHalted(step=self.step, reason=reason),)
+            return (actions.StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
         self._failed -= {group}
         self._paces.keep(self.members)
@@ -193,19 +164,19 @@ class Controller(Membership):
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not self.voters:
             shards = tuple(ShardId(int(group)) for group in self._all_groups)
-            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=shards))
+            return self._stop_wiped_out(actions.StopWipeOut(step=self.step, shards=shards))
         try:
             own = self._own(self.ownership and self.ownership.for_members(self.voters), self.step + 1)
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
-            return self._stop_wiped_out(StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
+            return self._stop_wiped_out(actions.StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
         saved = self._save_dispute() if fence.is_outvoted else ()
         return (self._build_communicator(), *own, *saved, *self._await_decision())
 
     def _commit(self, commit: entries.Commit, change: Change, now_s: float) -> tuple[Action, ...]:
         step, members = commit.step, tuple(voter.group for voter in change.voters)
-        update = UpdateModel(step=step, attempt=commit.attempt, proven=commit.proven, is_last=self.is_trained)
-        actions: list[Action] = [update]
+        update = actions.UpdateModel(step=step, attempt=commit.attempt, proven=commit.proven, is_last=self.is_trained)
+        found: list[Action] = [update]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.on_commit(commit.at_s, len(members), commit.save_ends)
         self._audits.on_commit(step, self._plans, members)
@@ -214,34 +185,34 @@ class Controller(Membership):
         self._audits.on_paces(dealt, self._paces.dealt, members)
         self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
         self._retries_without_loss = self._num_resumes = 0
-        actions += self._own(
+        found += self._own(
             self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         )
         self._saves.on_ownership(self.ownership)
-        actions += self._gather_params()
+        found += self._gather_params()
         if commit.is_last:
             self._is_asked = commit.is_asked
         if commit.save:
-            actions.append(self._save(commit.at_s, change.voters, change.epoch))
+            found.append(self._save(commit.at_s, change.voters, change.epoch))
         if self.is_trained:
-            return (*actions, *self._begin())
+            return (*found, *self._begin())
         groups, owned = members, self.ownership
         if change.left:
             staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
-        actions += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
+        found += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
         if has_changed:
-            actions.append(ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
-        return (*actions, *self._admit(change), *self._begin())
+            found.append(actions.ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
+        return (*found, *self._admit(change), *self._begin())
 
     def _admit(self, change: Change) -> tuple[Action, ...]:
         """Follows a change of the members: drained ones have left, and those that asked for it have come in."""
         if not change.admitted and not change.left:
             return ()
         self._paces.keep(self.members)
-        actions: list[Action] = []
+        found: list[Action] = []
         if change.left:
-            actions.append(DrainGroups(step=self.step, members=change.left))
+            found.append(actions.DrainGroups(step=self.step, members=change.left))
         if admitted := change.admitted:
             earlier = tuple(voter for voter in change.voters if voter not in change.left)
             # Donors take turns, which spreads the cost.
@@ -249,14 +220,14 @@ class Controller(Membership):
             self._num_admitted += len(admitted)
             self._saves.on_admission(admitted)
             self._audits.on_admitted(admitted)
-            actions.append(AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
-        actions.append(self._build_communicator())
-        return (*actions, *self._own(self.ownership and self.ownership.for_members(self.voters)))
+            found.append(actions.AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier))
+        found.append(self._build_communicator())
+        return (*found, *self._own(self.ownership and self.ownership.for_members(self.voters)))
 
     def _evaluated(self, entry: entries.Evaluated) -> tuple[Action, ...]:
         self._retries_without_loss = self._num_resumes = 0
         self._last_error = ""
-        report = ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
+        report = actions.ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
 
     def _restart(self, restart: entries.Restart, change: Change, now_s: float) -> tuple[Action, ...]:
@@ -268,7 +239,7 @@ class Controller(Membership):
         partitions = self._setup.partitions
         ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
         hosts = ownership.hosts if ownership else ()
-        load = LoadCheckpoint(
+        load = actions.LoadCheckpoint(
             step=step, rework_steps=len(change.undone), hosts=hosts, snapshot=restart.snapshot, members=self.voters
         )
         self._wrong_sums, self._failed = (), frozenset()
@@ -301,7 +272,7 @@ class Controller(Membership):
                 groups = ", ".join(map(str, retry.wrong_sums))
                 reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             reason += "".join(f"; group {group}: {cause}" for group, cause in retry.failures[:1])
-            return (StopHalted(step=self.step, reason=reason),)
+            return (actions.StopHalted(step=self.step, reason=reason),)
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         state = (*state, *(self._save_dispute(retry.disputes) if self.is_discarded else ()))
         if self.is_trained and self._saves.lacks_last(self.step):
@@ -315,12 +286,12 @@ class Controller(Membership):
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out, (*build, *state))
         attempt = self._attempt(retry.kept)
-        into = attempt if isinstance(attempt, AttemptReduce) else None
+        into = attempt if isinstance(attempt, actions.AttemptReduce) else None
         # A group that lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], into) if retry.gather else _compute([], [patch], into)
         if retry.disputes:
-            compute.append(ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
-        return (*build, *state, *compute, attempt, ReadEntry(index=self.head))
+            compute.append(actions.ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
+        return (*build, *state, *compute, attempt, actions.ReadEntry(index=self.head))
 
     # ------------------------------------------------------------------------------------------------- deciding
 
@@ -354,7 +325,7 @@ class Controller(Membership):
             measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
             if paces := exceptions(measured, self._paces.dealt):
                 entry = replace(entry, paces=paces)
-        return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
+        return () if entry is None else (actions.AppendEntry(index=self.head, entry=entry),)
 
     def _let_leave(self, commit: entries.Commit) -> entries.Commit:
         """The commit that drains those members, of the ones that ask, that may leave now."""
@@ -384,7 +355,7 @@ class Controller(Membership):
             self._setup.pause_s,
             is_end_due=self._is_end_requested or self._is_time_over(now_s),
         )
-        return (self.pause,) if entry is None else (AppendEntry(index=self.head, entry=entry), self.pause)
+        return (self.pause,) if entry is None else (actions.AppendEntry(index=self.head, entry=entry), self.pause)
 
     def _is_time_over(self, now_s: float) -> bool:
         return self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
@@ -403,8 +374,8 @@ class Controller(Membership):
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out)
         attempt = self._attempt()
-        into = attempt if isinstance(attempt, AttemptReduce) else None
-        return (ComputeStep(plan=plan, into=into), attempt, ReadEntry(index=self.head))
+        into = attempt if isinstance(attempt, actions.AttemptReduce) else None
+        return (actions.ComputeStep(plan=plan, into=into), attempt, actions.ReadEntry(index=self.head))
 
     def _deal_step(self) -> None:
         """Starts to deal as many microbatches as this step has."""
@@ -413,27 +384,27 @@ class Controller(Membership):
 
     def _wiped_out(self, wipe_out: WipeOut, prepare: tuple[Action, ...] = ()) -> tuple[Action, ...]:
         if self._setup.pause_s is None or not self.voters:
-            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self._stop_wiped_out(actions.StopWipeOut(step=self.step, shards=wipe_out.shards))
         if self._num_resumes == MAX_RESUMES_WITHOUT_COMMIT:
             reason = f"training has resumed {MAX_RESUMES_WITHOUT_COMMIT} times in this step, which no commit followed"
-            return self._stop_wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards, reason=reason))
+            return self._stop_wiped_out(actions.StopWipeOut(step=self.step, shards=wipe_out.shards, reason=reason))
         return (*prepare, self._pause())
 
-    def _stop_wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
+    def _stop_wiped_out(self, stop: actions.StopWipeOut) -> tuple[Action, ...]:
         self.pause = None
         return self.restarts.on_wipe_out(stop)
 
-    def _pause(self) -> AwaitHosts:
+    def _pause(self) -> actions.AwaitHosts:
         """Begins the pause, or goes on with it after an entry."""
-        self.pause = AwaitHosts(
+        self.pause = actions.AwaitHosts(
             index=self.head, step=self.step, epoch=self.epoch, voters=self.voters, shards=self.uncovered
         )
         return self.pause
 
     def _end(self) -> tuple[Action, ...]:
         if not self.votes_on_end:
-            return (FinishRun(step=self.step, is_asked=self._is_asked),)
-        return (self._attempt_finish(), ReadEntry(index=self.head))
+            return (actions.FinishRun(step=self.step, is_asked=self._is_asked),)
+        return (self._attempt_finish(), actions.ReadEntry(index=self.head))
 
     @property
     def _dealing(self) -> Dealing:
@@ -468,38 +439,38 @@ class Controller(Membership):
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _save(self, at_s: float, voters: tuple[Member, ...], epoch: int) -> SaveCheckpoint:
+    def _save(self, at_s: float, voters: tuple[Member, ...], epoch: int) -> actions.SaveCheckpoint:
         action = self._saves.start_save(self.step, at_s, voters, epoch, self.ownership, is_last=self.is_trained)
         self._validity.on_save(action)
         doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
         return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
 
-    def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[SaveDispute, ...]:
+    def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[actions.SaveDispute, ...]:
         member = self._audits.saver(self.voters, disputes)
         if member is None:
             return ()
-        return (SaveDispute(step=self.step, attempt=self.attempt, member=member, epoch=self.epoch),)
+        return (actions.SaveDispute(step=self.step, attempt=self.attempt, member=member, epoch=self.epoch),)
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """Sets the ownership; asks for its copies if it has changed."""
         earlier, self.ownership = self.ownership, ownership
-        return () if ownership is None or ownership == earlier else (StartRepairs.of(ownership, first_step),)
+        return () if ownership is None or ownership == earlier else (actions.StartRepairs.of(ownership, first_step),)
 
     def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
         owners = () if self.ownership is None else self.ownership.owners
-        return (GatherParams(step=self.step, owners=owners, is_anew=is_anew),) if owners else ()
+        return (actions.GatherParams(step=self.step, owners=owners, is_anew=is_anew),) if owners else ()
 
-    def _build_communicator(self) -> BuildCommunicator:
+    def _build_communicator(self) -> actions.BuildCommunicator:
         self._is_communicator_unused = True
-        return BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
+        return actions.BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
 
-    def _attempt(self, kept: tuple[int, ...] = ()) -> AttemptReduce | AttemptEvaluation:
+    def _attempt(self, kept: tuple[int, ...] = ()) -> actions.AttemptReduce | actions.AttemptEvaluation:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
         step, attempt, plan_digest = self.step, self.attempt, self._plans[-1].digest
         if self.is_evaluating:
-            return AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
-        return AttemptReduce(
+            return actions.AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
+        return actions.AttemptReduce(
             step=step,
             attempt=attempt,
             epoch=self.epoch,
@@ -515,20 +486,22 @@ class Controller(Membership):
         return self._await_votes() if self.pause is None else (self._pause(),)
 
     def _await_votes(self) -> tuple[Action, ...]:
-        read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
-        return (read, ReadEntry(index=self.head))
+        read = actions.ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
+        return (read, actions.ReadEntry(index=self.head))
 
-    def _attempt_finish(self) -> AttemptFinish:
+    def _attempt_finish(self) -> actions.AttemptFinish:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
-        return AttemptFinish(
+        return actions.AttemptFinish(
             step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plans[-1].digest
         )
 
 
-def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce | None) -> list[Action]:
+def _compute(
+    plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: actions.AttemptReduce | None
+) -> list[Action]:
     """The computations of a step, in order; only the last may send sums into the attempt."""
     asked = [patch for patch in patches if patch.work.num_microbatches]
     intos = [None] * (len(plans) + len(asked) - 1) + [into]
-    steps = [ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
-    return [*steps, *(ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]
+    steps = [actions.ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
+    return [*steps, *(actions.ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]

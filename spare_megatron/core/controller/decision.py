@@ -10,16 +10,7 @@ fenced.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from spare_megatron.core.audits.audits import (
-    Dispute,
-    Outvoted,
-    Undecided,
-    able_to_compute,
-    heard,
-    judge,
-    mismatches,
-    unasked,
-)
+from spare_megatron.core.audits import audits
 from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.controller.comparison import by_value, objection
 from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
@@ -39,17 +30,18 @@ def decide(
         counted = list(map(votes.__getitem__, attempted.members))
     except KeyError:
         return None
+    incarnations = dict(attempted.voters)
     # Each pass over 1000 votes costs; a driver may pass one vote object for all groups.
     first = next(iter(counted), None)
     different = counted[:1] + [vote for vote in counted if vote is not first]
-    objection = _objection(attempted, votes, different)
-    if objection is not None:
+    if (objection := _objection(attempted, votes, different)) is not None:
         return objection
-    wrong = tuple(group for group in attempted.members if votes[group].has_wrong_sum) if _are_wrong(different) else ()
+    wrong = _voting("has_wrong_sum", attempted, votes, different)
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
-        return Fence(group=wrong[0], incarnation=dict(attempted.voters)[wrong[0]], reason=reason, discard=True)
-    failures = _own_failures(attempted, votes) if any(vote.failure for vote in different) else ()
+        return Fence(group=wrong[0], incarnation=incarnations[wrong[0]], reason=reason, discard=True)
+    failing = _voting("failure", attempted, votes, different)
+    failures = tuple(OwnFailure(group, votes[group].failure) for group in failing)
     if (repeated := _repeated(failures, attempted)) is not None:
         return repeated
     if attempted.disputes or any(vote.audits or vote.losses for vote in votes.values()):
@@ -86,7 +78,7 @@ def decide(
         proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
-        drain=_asking(attempted, votes) if any(vote.leaves for vote in different) else (),
+        drain=tuple(Member(group, incarnations[group]) for group in _voting("leaves", attempted, votes, different)),
     )
 
 
@@ -103,8 +95,13 @@ def fence_silent_voters(
     return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
 
 
-def _are_wrong(votes: Sequence[Vote]) -> bool:
-    return any(vote.has_wrong_sum for vote in votes)
+def _voting(
+    field: str, attempted: Attempted, votes: Mapping[GroupId, Vote], different: Sequence[Vote]
+) -> tuple[GroupId, ...]:
+    """The members whose vote has this field set; `different` votes are those among them."""
+    if not any(getattr(vote, field) for vote in different):
+        return ()
+    return tuple(group for group in attempted.members if getattr(votes[group], field))
 
 
 def _is_at_fault(wrong: Sequence[GroupId], attempted: Attempted, votes: Mapping[GroupId, Vote]) -> bool:
@@ -116,10 +113,6 @@ def _is_at_fault(wrong: Sequence[GroupId], attempted: Attempted, votes: Mapping[
         return False
     others = [votes[group] for group in attempted.members if group != wrong[0]]
     return bool(others) and all(vote.is_complete for vote in others)
-
-
-def _own_failures(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[OwnFailure, ...]:
-    return tuple(OwnFailure(group, votes[group].failure) for group in attempted.members if votes[group].failure)
 
 
 def _repeated(failures: Sequence[OwnFailure], attempted: Attempted) -> Fence | Halt | None:
@@ -166,30 +159,30 @@ def _judge_audits(
     if attempted.is_discarded and not any(dispute.differs for dispute in attempted.disputes):
         return None  # everything is computed again, audits included
     disputes = _disputes(attempted, votes, may_question=may_question and not attempted.is_discarded)
-    asked = [able_to_compute(one.microbatch.shard, attempted.members, attempted.hosts, disputes) for one in disputes]
+    members, hosts = attempted.members, attempted.hosts
+    able = [audits.able_to_compute(one.microbatch.shard, members, hosts, disputes) for one in disputes]
     found = first_questions(
-        judge(one, attempted.members, able) if one.differs else confirmation(one, able)
-        for one, able in zip(disputes, asked, strict=True)
+        audits.judge(one, members, groups) if one.differs else confirmation(one, groups)
+        for one, groups in zip(disputes, able, strict=True)
     )
-    incarnations = dict(attempted.voters)
     for verdict in found:
-        if isinstance(verdict, Outvoted):
+        if isinstance(verdict, audits.Outvoted):
             return Fence(
                 group=verdict.group,
-                incarnation=incarnations[verdict.group],
+                incarnation=dict(attempted.voters)[verdict.group],
                 reason=verdict.reason,
                 discard=True,
                 is_outvoted=True,
                 wrong_ranks=verdict.ranks,
             )
-    undecided = [verdict for verdict in found if isinstance(verdict, Undecided)]
-    has_questions = any(isinstance(verdict, Dispute) for verdict in found)
+    undecided = [verdict.reason for verdict in found if isinstance(verdict, audits.Undecided)]
+    has_questions = any(isinstance(verdict, audits.Dispute) for verdict in found)
     if undecided and not has_questions:
-        return Halt(step=attempted.step, reason=undecided[0].reason, discard=True)
+        return Halt(step=attempted.step, reason=undecided[0], discard=True)
     carried = tuple(
-        verdict if isinstance(verdict, Dispute) else unasked(one)
+        verdict if isinstance(verdict, audits.Dispute) else audits.unasked(one)
         for one, verdict in zip(disputes, found, strict=True)
-        if isinstance(verdict, Dispute) or one.differs
+        if isinstance(verdict, audits.Dispute) or one.differs
     )
     # Without a question, one of those that differ is lost since it voted, and the sum holds what may be wrong.
     if has_questions or (carried and not attempted.is_discarded):
@@ -197,24 +190,25 @@ def _judge_audits(
     return None
 
 
-def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_question: bool) -> list[Dispute]:
+def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_question: bool) -> list[audits.Dispute]:
     """Those under way with what the groups have said, and new ones; suspects only if `may_question`."""
     words = {group: vote.audits for group, vote in votes.items()}
     losses = {group: vote.losses for group, vote in votes.items()}
-    under_way = [heard(one, losses if one.is_suspicion else words) for one in attempted.disputes]
+    under_way = [audits.heard(one, losses if one.is_suspicion else words) for one in attempted.disputes]
     disputes = [one for one in under_way if one.differs or may_question]
-    known = {one.microbatch for one in disputes if not one.is_suspicion}
-    disputes += [new for new in mismatches(words) if new.microbatch not in known]
+    found = [*audits.mismatches(words)]
     if may_question:
-        known = {one.microbatch for one in disputes if one.is_suspicion}
-        disputes += [replace(new, is_suspicion=True) for new in mismatches(losses) if new.microbatch not in known]
-    if may_question and attempted.may_question:
-        known = {one.microbatch for one in disputes if one.is_suspicion}
-        disputes += [new for new in suspicions(losses, attempted.questioned) if new.microbatch not in known]
+        found += [replace(new, is_suspicion=True) for new in audits.mismatches(losses)]
+        found += suspicions(losses, attempted.questioned) if attempted.may_question else ()
+    known = {(one.microbatch, one.is_suspicion) for one in disputes}
+    for new in found:
+        if (new.microbatch, new.is_suspicion) not in known:
+            known.add((new.microbatch, new.is_suspicion))
+            disputes.append(new)
     return disputes
 
 
-def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[Dispute, ...]) -> Retry:
+def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[audits.Dispute, ...]) -> Retry:
     """Has the disputed microbatches computed; all sums stay if they will not be committed.
 
     Else those of the last bucket do not, so that its sum still completes only if every member takes part.
@@ -231,21 +225,10 @@ def _question(attempted: Attempted, of_members: Sequence[Vote], disputes: tuple[
     )
 
 
-def _asking(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Member, ...]:
-    """The members that ask to leave; `core.controller.departures` says which may."""
-    incarnations = dict(attempted.voters)
-    return tuple(Member(group, incarnations[group]) for group in attempted.members if votes[group].leaves)
-
-
 def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:
     if len(attempted.members) < len(attempted.voters):
         return ()  # a copy whose donor was lost after the vote starts anew
-    incarnations = dict(attempted.voters)
-    return tuple(
-        PartitionCopy(index, Member(group, incarnations[group]))
-        for group in attempted.members
-        for index in votes[group].restored
-    )
+    return tuple(PartitionCopy(index, voter) for voter in attempted.voters for index in votes[voter.group].restored)
 
 
 def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[PartitionCopy, ...]:

@@ -10,17 +10,14 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departures:
-    """What a commit says of the members that ask to leave.
-
-    Attributes:
-        drain: Those that leave with it.
-        leaving: Those whose state partitions others are to host; empty if every group holds all state.
-        ready: Those that could leave, but for checkpoints that they write or have written.
-    """
+    """What a commit says of the members that ask to leave."""
 
     drain: tuple[Member, ...]
+    """Those that leave with it."""
     leaving: tuple[Member, ...]
+    """Those whose state partitions others are to host; empty if every group holds all state."""
     ready: tuple[Member, ...]
+    """Those that could leave, but for checkpoints that they write or have written."""
 
 
 def departures(

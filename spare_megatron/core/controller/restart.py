@@ -7,13 +7,8 @@ Every restarted group reports its candidates and snapshots; together they verify
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.log.actions import (
-    AppendEntry,
-    CheckpointCandidate,
-    ReadFiles,
-    StopWipeOut,
-    WithdrawCandidates,
-)
+from spare_megatron.core.log import actions
+from spare_megatron.core.log.actions import CheckpointCandidate
 from spare_megatron.core.log.entries import GiveUp, Restart
 from spare_megatron.core.log.events import RestartState, WaitingRead
 from spare_megatron.core.saves.read_quorum import FileVerification
@@ -31,7 +26,7 @@ class RestartLimits:
     """
 
     max_restarts: int
-    window_s: float
+    window_s: float = 3600.0
     wait_s: float
 
 
@@ -55,10 +50,10 @@ class Restarts:
         self._last_resort = last_resort
         self._first_step = first_step
         self._restarted_at_s: list[float] = []
-        self.wipe_out: StopWipeOut | None = None
+        self.wipe_out: actions.StopWipeOut | None = None
         self.snapshots = Snapshots(snapshots)
 
-    def on_wipe_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
+    def on_wipe_out(self, stop: actions.StopWipeOut) -> tuple[actions.StopWipeOut]:
         """Records the wipe-out; the returned action is final if no restart can follow."""
         may_restart = self._limits is None or self._limits.max_restarts > 0
         self.wipe_out = replace(stop, is_final=bool(stop.reason) or not may_restart)
@@ -71,7 +66,7 @@ class Restarts:
 
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
-    ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawCandidates]:
+    ) -> tuple[()] | tuple[actions.AppendEntry | actions.ReadFiles | actions.WithdrawCandidates]:
         """What follows from the waiting groups, for the group that asks.
 
         Only incarnations later than those in `over` wait. Checkpoints of steps not in `saved` are undone or wrong.
@@ -90,7 +85,7 @@ class Restarts:
         search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
         reasons = search.refused_by(event.group)
         if reasons:
-            return (WithdrawCandidates(reasons=reasons),)
+            return (actions.WithdrawCandidates(reasons=reasons),)
         decision = decide_restart(
             self.wipe_out.step,
             search,
@@ -99,8 +94,8 @@ class Restarts:
             first_step=self._first_step,
         )
         if isinstance(decision, CheckpointCandidate):
-            return (ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
-        return () if decision is None else (AppendEntry(index=head, entry=decision),)
+            return (actions.ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
+        return () if decision is None else (actions.AppendEntry(index=head, entry=decision),)
 
 
 class Search:
@@ -246,6 +241,6 @@ def _too_many(num_recent: int, limits: RestartLimits) -> str:
     if not limits.max_restarts:
         return "checkpoint.max_restarts=0 allows no restart"
     return (
-        f"training has restarted {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
-        f"seconds of training, the most that checkpoint.max_restarts allows"
+        f"training has restarted {num_recent} times within {limits.window_s:g} seconds of training, the most that "
+        f"checkpoint.max_restarts allows"
     )

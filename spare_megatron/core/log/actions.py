@@ -19,47 +19,41 @@ from spare_megatron.stacking.state_partitions import Hosts, Ownership, Partition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """An interval between saves, and the figures it follows from.
-
-    Attributes:
-        group_interval_s: Mean seconds until a given group is lost.
-        absence_s: Mean seconds until a lost group takes part again; None if none does.
-        time_to_wipe_out_s: Mean seconds until a shard or a state partition without a host causes a restart, with the
-            present groups; 0 if a shard has none.
-        exposure_s: Seconds that groups have taken part so far, summed over groups.
-    """
+    """An interval between saves, and the figures it follows from."""
 
     interval_s: float
     save_s: float
     group_interval_s: float
+    """Mean seconds until a given group is lost."""
     absence_s: float | None
+    """Mean seconds until a lost group takes part again; None if none does."""
     time_to_wipe_out_s: float
+    """Mean seconds until a shard or a state partition without a host causes a restart, with the present groups; 0 if a
+    shard has none."""
     num_losses: int
     exposure_s: float
+    """Seconds that groups have taken part so far, summed over groups."""
     num_members: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """Save the parameters and all state after this many committed steps.
-
-    Attributes:
-        member: The group that saves everything, or everything but the state partitions.
-        voters: The groups that take part then and may still be writing an earlier checkpoint.
-        hosts: For each state partition, its hosts; empty if every group holds all state.
-        owners: For each state partition, the host that writes it (`core.saves.partition_saves`).
-        doubtful: Steps of saved checkpoints, with this one, that are not known to be valid.
-    """
+    """Save the parameters and all state after this many committed steps."""
 
     step: int
     member: Member
+    """The group that saves everything, or everything but the state partitions."""
     voters: tuple[Member, ...]
+    """The groups that take part then and may still be writing an earlier checkpoint."""
     epoch: int
     cadence: Cadence | None = None
     hosts: Hosts = ()
+    """For each state partition, its hosts; empty if every group holds all state."""
     owners: tuple[Member, ...] = ()
+    """For each state partition, the host that writes it (`core.saves.partition_saves`)."""
     is_last: bool = False
     doubtful: tuple[int, ...] = ()
+    """Steps of saved checkpoints, with this one, that are not known to be valid."""
     audited_steps: int | None = None
     """As `AuditedSteps.num_steps`; None without audits."""
 
@@ -88,21 +82,18 @@ class RefuseCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSnapshot:
-    """The holders copy the state after this many committed steps, the last by `attempt`, to their nodes' memory.
-
-    Attributes:
-        previous: Attempt of the only earlier snapshot to keep; -1 if none.
-        settled_by: The copy is made before the update that makes this many committed steps.
-        holders: For each rank position, the groups that keep it.
-        partition_holders: For each state partition, the groups that keep it, on all ranks.
-    """
+    """The holders copy the state after this many committed steps, the last by `attempt`, to their nodes' memory."""
 
     step: int
     attempt: int
     previous: int
+    """Attempt of the only earlier snapshot to keep; -1 if none."""
     settled_by: int
+    """The copy is made before the update that makes this many committed steps."""
     holders: tuple[tuple[GroupId, ...], ...]
+    """For each rank position, the groups that keep it."""
     partition_holders: tuple[tuple[GroupId, ...], ...] = ()
+    """For each state partition, the groups that keep it, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,22 +112,18 @@ class GatherParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRepairs:
-    """Make these copies in the background; replaces all earlier requests.
-
-    Attributes:
-        repairs: Missing copies, the most urgent first.
-        hosts: For each state partition, its hosts. A group drops a partition that it neither hosts nor is to copy.
-        moves: Copies that replace those of their donors, including complete ones that are about to be compared.
-        first_step: Committed steps that state must include to enter a newly requested copy
-            (`stacking.state_partitions`).
-        is_handed_over: A member that is to leave has been replaced as a host, and leaves once that is compared.
-    """
+    """Make these copies in the background; replaces all earlier requests."""
 
     repairs: tuple[Repair, ...]
+    """Missing copies, the most urgent first."""
     hosts: Hosts
+    """For each state partition, its hosts. A group drops a partition that it neither hosts nor is to copy."""
     moves: tuple[Repair, ...] = ()
+    """Copies that replace those of their donors, including complete ones that are about to be compared."""
     first_step: int = 0
+    """Committed steps that state must include to enter a newly requested copy (`stacking.state_partitions`)."""
     is_handed_over: bool = False
+    """A member that is to leave has been replaced as a host, and leaves once that is compared."""
 
     @classmethod
     def of(cls, ownership: Ownership, first_step: int) -> "StartRepairs":
@@ -228,19 +215,16 @@ class WithdrawCandidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheckpoint:
-    """Load the checkpoint after this many committed steps; 0 is the initial parameters of the run.
-
-    Attributes:
-        hosts: For each state partition, the members that load it; empty if every group loads all state.
-        snapshot: Attempt of the snapshot to load from node memory instead of a checkpoint.
-        members: The groups that take part from here on; all of them load.
-    """
+    """Load the checkpoint after this many committed steps; 0 is the initial parameters of the run."""
 
     step: int
     rework_steps: int
     hosts: Hosts = ()
+    """For each state partition, the members that load it; empty if every group loads all state."""
     snapshot: int | None = None
+    """Attempt of the snapshot to load from node memory instead of a checkpoint."""
     members: tuple[Member, ...] = ()
+    """The groups that take part from here on; all of them load."""
 
 
 # -------------------------------------------------------------------------------- actions: controller to driver
@@ -388,18 +372,16 @@ class AwaitHosts:
     """Keep the committed state, and report the next entry or, on leaders, the groups that wait for admission.
 
     A report without an entry is answered by the same action. Collective over: all ranks of the group.
-
-    Attributes:
-        index: Of the entry to wait for.
-        step: Committed steps.
-        shards: Those without a host among the voters.
     """
 
     index: int
+    """Of the entry to wait for."""
     step: int
+    """Committed steps."""
     epoch: int
     voters: tuple[Member, ...]
     shards: tuple[ShardId, ...]
+    """Those without a host among the voters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Buckets are reduced in order, out of place, at most `WINDOW` in flight. A rank keeps its local sum of a bucket until
 every member must hold the reduced sum. That bucket i is complete proves how many each member had complete, so after a
-failed attempt all survivors hold every bucket that any has overwritten. Proof: docs/protocol.md.
+failed attempt all survivors hold every bucket that any has overwritten. Proof: docs/protocol_sums.md.
 """
 
 WINDOW = 2

@@ -47,30 +47,27 @@ class OwnFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The sums of this attempt are the gradient of this step.
-
-    Attributes:
-        save: A checkpoint is taken of the state after this step.
-        admit: Members that take part from the next step on, unless fenced by then. Part of the commit, because any
-            entry between two commits makes groups abandon the reduction they are in.
-        is_last: The run ends with this step, whatever its configured number of steps.
-        is_asked: Because some process of it was asked to end it; else for the time, `train.max_minutes`.
-        restored: Completed copies of state partitions, if still asked for: their members are hosts from here on.
-        released: Copies that their members release; the hosts in their place have been compared since.
-        proven: Copies that the votes have compared for the first time.
-        at_s: Seconds since the run began, on the writer's clock; sets the clock of the log.
-    """
+    """The sums of this attempt are the gradient of this step."""
 
     step: int
     attempt: int
     save: bool = False
+    """A checkpoint is taken of the state after this step."""
     admit: tuple[Member, ...] = ()
+    """Members that take part from the next step on, unless fenced by then. Part of the commit, because any entry
+    between two commits makes groups abandon the reduction they are in."""
     is_last: bool = False
+    """The run ends with this step, whatever its configured number of steps."""
     is_asked: bool = False
+    """Because some process of it was asked to end it; else for the time, `train.max_minutes`."""
     restored: tuple[PartitionCopy, ...] = ()
+    """Completed copies of state partitions, if still asked for: their members are hosts from here on."""
     released: tuple[PartitionCopy, ...] = ()
+    """Copies that their members release; the hosts in their place have been compared since."""
     proven: tuple[PartitionCopy, ...] = ()
+    """Copies that the votes have compared for the first time."""
     at_s: float = 0.0
+    """Seconds since the run began, on the writer's clock; sets the clock of the log."""
     save_ends: tuple[SaveEnd, ...] = ()
     drain: tuple[Member, ...] = ()
     """Members that have asked to leave: they take no part from the next step on, and nothing of them is missing."""
@@ -110,26 +107,23 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """The attempt failed on some survivor, or lost work of an evaluation: compute what is missing and try again.
-
-    Attributes:
-        kept: For each rank of a group, the number of leading buckets that stay because all survivors hold their sums.
-        recompute: No sum of this step is valid: all groups compute it again from zero sums.
-        gather: Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first.
-        wrong_sums: Groups to which sums over groups came that contradict their checksums; then nothing stays.
-        disputes: Microbatches that groups have computed to different values, and suspect ones. The groups that these
-            name compute them in the next attempt, whose sums are not committed if values differ.
-        failures: Groups that are themselves the cause; one that is so in a further attempt of the step is fenced.
-    """
+    """The attempt failed on some survivor, or lost work of an evaluation: compute what is missing and try again."""
 
     step: int
     attempt: int
     kept: tuple[int, ...] = ()
+    """For each rank of a group, the number of leading buckets that stay because all survivors hold their sums."""
     recompute: bool = False
+    """No sum of this step is valid: all groups compute it again from zero sums."""
     gather: bool = False
+    """Some survivor lacks parameters, or with `recompute` all may be wrong: all groups gather them first."""
     wrong_sums: tuple[GroupId, ...] = ()
+    """Groups to which sums over groups came that contradict their checksums; then nothing stays."""
     disputes: tuple[Dispute, ...] = ()
+    """Microbatches that groups have computed to different values, and suspect ones. The groups that these name compute
+    them in the next attempt, whose sums are not committed if values differ."""
     failures: tuple[OwnFailure, ...] = ()
+    """Groups that are themselves the cause; one that is so in a further attempt of the step is fenced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +159,12 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Ends a pause: with these members every shard has a host again, and the step is computed from zero sums.
-
-    Attributes:
-        admit: Members that take part from here on, unless fenced by then.
-    """
+    """Ends a pause: with these members every shard has a host again, and the step is computed from zero sums."""
 
     step: int
     attempt: int
     admit: tuple[Member, ...] = ()
+    """Members that take part from here on, unless fenced by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +177,8 @@ class Halt:
     """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
+Decision = Commit | Retry | Evaluated | Finish | Resume
+"""Of one attempt."""
 Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}

@@ -34,23 +34,20 @@ class HeldPartition(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """A group's state, in its new incarnation, after a wipe-out.
-
-    Attributes:
-        partitions: State partitions of which its nodes have complete snapshots of all its ranks.
-        failure: Why it cannot look for checkpoints; empty if it can.
-        readings: What it has verified so far; `is_reading` if files remain.
-        silent_s: Seconds since it last reported anything new, on the reader's clock.
-    """
+    """A group's state, in its new incarnation, after a wipe-out."""
 
     member: Member
     candidates: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
     partitions: tuple[HeldPartition, ...] = ()
+    """State partitions of which its nodes have complete snapshots of all its ranks."""
     failure: str = ""
+    """Why it cannot look for checkpoints; empty if it can."""
     readings: tuple[Reading, ...] = ()
+    """What it has verified so far; `is_reading` if files remain."""
     is_reading: bool = False
     silent_s: float = 0.0
+    """Seconds since it last reported anything new, on the reader's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Rejects values that are not finite and outlying norms: with n the L2 norm of the sum of k microbatches' gradients in a
 bucket, n / k is compared with its median over the last 32 steps. A change of k moves n / k by less than sqrt(k). Wrong
-gradients of usual size pass; see docs/protocol.md.
+gradients of usual size pass; see docs/protocol_wrong_numbers.md.
 """
 
 import math

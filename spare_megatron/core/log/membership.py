@@ -8,18 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from spare_megatron.core.log.entries import (
-    Commit,
-    Entry,
-    Evaluated,
-    Fence,
-    Finish,
-    GiveUp,
-    Halt,
-    Restart,
-    Resume,
-    Retry,
-)
+from spare_megatron.core.log import entries
 from spare_megatron.core.log.evaluation_sums import EvaluationPolicy
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import Placement
@@ -43,25 +32,22 @@ class LogTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What an entry has changed.
-
-    Attributes:
-        voters: Those before the entry.
-        epoch: That before the entry.
-        lost: Voters that a fence or a restart has removed.
-        left: Voters that were drained.
-        admitted: New voters.
-        undone: Committed steps that a restart has undone.
-        contradictions: Why no correct run writes the entry here. It is folded all the same, as its own numbers say.
-    """
+    """What an entry has changed."""
 
     voters: tuple[Member, ...]
+    """Those before the entry."""
     epoch: int
+    """That before the entry."""
     lost: tuple[Member, ...] = ()
+    """Voters that a fence or a restart has removed."""
     left: tuple[Member, ...] = ()
+    """Voters that were drained."""
     admitted: tuple[Member, ...] = ()
+    """New voters."""
     undone: range = range(0)
+    """Committed steps that a restart has undone."""
     contradictions: tuple[str, ...] = ()
+    """Why no correct run writes the entry here. It is folded all the same, as its own numbers say."""
 
 
 class Membership:
@@ -95,7 +81,7 @@ class Membership:
         """Shards that no member hosts, ascending; none if all groups can read all data."""
         return () if self.terms.last_resort else self.terms.placement.uncovered(frozenset(self.members))
 
-    def apply(self, entry: Entry) -> Change:
+    def apply(self, entry: entries.Entry) -> Change:
         """Folds the next entry. Never raises."""
         voters, epoch, step = self.voters, self.epoch, self.step
         self.head += 1
@@ -106,14 +92,14 @@ class Membership:
             now, before = frozenset(self.voters), frozenset(voters)
             gone = tuple(voter for voter in voters if voter not in now)
             admitted = tuple(voter for voter in self.voters if voter not in before)
-        has_drained = isinstance(entry, Commit)
+        has_drained = isinstance(entry, entries.Commit)
         return Change(
             voters=voters,
             epoch=epoch,
             lost=() if has_drained else gone,
             left=gone if has_drained else (),
             admitted=admitted,
-            undone=range(self.step, step if isinstance(entry, Restart) else self.step),
+            undone=range(self.step, step if isinstance(entry, entries.Restart) else self.step),
             contradictions=contradictions,
         )
 
@@ -124,32 +110,32 @@ class Membership:
 
     # ------------------------------------------------------------- each changes the state, and yields contradictions
 
-    def _on_entry(self, entry: Entry) -> Iterator[str]:
+    def _on_entry(self, entry: entries.Entry) -> Iterator[str]:
         match entry:
-            case Fence():
+            case entries.Fence():
                 self._on_fence(entry)
-            case Commit():
+            case entries.Commit():
                 yield from self._on_commit(entry)
-            case Retry():
+            case entries.Retry():
                 yield from self._on_retry(entry)
-            case Evaluated():
+            case entries.Evaluated():
                 yield from self._on_evaluated(entry)
-            case Resume():
+            case entries.Resume():
                 yield from self._on_resume(entry)
-            case Restart():
+            case entries.Restart():
                 self._on_restart(entry)
-            case Finish():
+            case entries.Finish():
                 yield from self._misplaced(entry, "ends the run")
                 self.is_over = True
-            case GiveUp() | Halt():
+            case entries.GiveUp() | entries.Halt():
                 self.is_over = True
 
-    def _misplaced(self, entry: Commit | Retry | Evaluated | Resume | Finish, what: str) -> Iterator[str]:
+    def _misplaced(self, entry: entries.Decision, what: str) -> Iterator[str]:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             where = f"in attempt {self.attempt} of step {self.step}"
             yield f"attempt {entry.attempt} of step {entry.step} {what} {where}"
 
-    def _on_fence(self, fence: Fence) -> None:
+    def _on_fence(self, fence: entries.Fence) -> None:
         group = fence.group
         self.last_fenced[group] = max(fence.incarnation, self.last_fenced.get(group, -1))
         self.is_discarded |= fence.discard
@@ -158,7 +144,7 @@ class Membership:
         if len(left) < len(self.voters):
             self._set_voters(left)
 
-    def _on_commit(self, commit: Commit) -> Iterator[str]:
+    def _on_commit(self, commit: entries.Commit) -> Iterator[str]:
         step = commit.step
         for text in self._misplaced(commit, "is committed"):
             yield f"steps are not committed one after another, each exactly once: {text}"
@@ -180,7 +166,7 @@ class Membership:
             self._change(commit.admit, commit.drain)
         self._open(commit.attempt + 1)
 
-    def _on_retry(self, retry: Retry) -> Iterator[str]:
+    def _on_retry(self, retry: entries.Retry) -> Iterator[str]:
         yield from self._misplaced(retry, "is retried")
         what = f"step {retry.step}: attempt {retry.attempt} was"
         if self.is_discarded and not retry.recompute and not retry.disputes:
@@ -193,7 +179,7 @@ class Membership:
         self._open(retry.attempt + 1, retry.kept)
         self.is_discarded = any(one.differs for one in retry.disputes)  # its sums hold a gradient that is wrong
 
-    def _on_evaluated(self, entry: Evaluated) -> Iterator[str]:
+    def _on_evaluated(self, entry: entries.Evaluated) -> Iterator[str]:
         yield from self._misplaced(entry, "is evaluated")
         if not self.is_evaluating:
             yield f"attempt {entry.attempt} evaluates after {entry.step} steps, which was not due"
@@ -202,7 +188,7 @@ class Membership:
         self.is_evaluating = False
         self._open(entry.attempt + 1)
 
-    def _on_resume(self, resume: Resume) -> Iterator[str]:
+    def _on_resume(self, resume: entries.Resume) -> Iterator[str]:
         yield from self._misplaced(resume, "resumes")
         if not self.uncovered:
             yield f"step {resume.step} resumes after a pause, and every shard had a host"
@@ -211,7 +197,7 @@ class Membership:
             yield f"step {resume.step} resumes, and no group hosts shards {[int(shard) for shard in uncovered]}"
         self._open(resume.attempt + 1)
 
-    def _on_restart(self, restart: Restart) -> None:
+    def _on_restart(self, restart: entries.Restart) -> None:
         for voter in set(self.voters) - set(restart.members):
             self.last_fenced[voter.group] = max(voter.incarnation, self.last_fenced.get(voter.group, -1))
         self._set_voters(self.not_fenced(restart.members))

@@ -79,7 +79,7 @@ class Reliance:
     """What a group leaves to its relay in one attempt: casting its vote, and reading all votes after each loss.
 
     Every remaining voter has a remaining reader (itself or its relay) that reads after its vote was cast, so the last
-    reader finds all votes: about N / f + f reads of N / f writes for N groups in blocks of f. Proof: docs/protocol.md.
+    reader finds all votes: about N / f + f reads of N / f writes for N groups in blocks of f (docs/protocol_step.md).
     `relay` is None if the group votes itself.
     """
 

@@ -22,17 +22,14 @@ class PartitionDigest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """Digests of the state before a step, where it is compared; otherwise empty.
-
-    Attributes:
-        state: Without partitions, all other state.
-        copied_from: The donor whose state, and so digests, the group has taken over since the last commit.
-    """
+    """Digests of the state before a step, where it is compared; otherwise empty."""
 
     params: str = ""
     partitions: tuple[PartitionDigest, ...] = ()
     state: str = ""
+    """Without partitions, all other state."""
     copied_from: GroupId | None = None
+    """The donor whose state, and so digests, the group has taken over since the last commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,25 +92,22 @@ HOLDING_UP = frozenset({Operation.STORAGE, Operation.PROFILE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank reports about itself.
-
-    Attributes:
-        beats: Moves while the process is scheduled.
-        waits: Moves while its device waits for other groups, which may block its main thread.
-        step: The step of the pending operation; -1 before the first.
-        progress_at_s: When `progress` last moved, on the monotonic clock that the processes of a node share.
-        slowest_s: Longest recent time between two moves of `progress` in operations of this kind; 0 if unknown.
-        starved_s: Total time that its threads have been ready to run without a processor.
-    """
+    """What a rank reports about itself."""
 
     beats: int
+    """Moves while the process is scheduled."""
     progress: int
     operation: Operation
     step: int
+    """The step of the pending operation; -1 before the first."""
     progress_at_s: float
+    """When `progress` last moved, on the monotonic clock that the processes of a node share."""
     slowest_s: float
+    """Longest recent time between two moves of `progress` in operations of this kind; 0 if unknown."""
     starved_s: float = 0.0
+    """Total time that its threads have been ready to run without a processor."""
     waits: int = 0
+    """Moves while its device waits for other groups, which may block its main thread."""
 
 
 class FailureDetector:
@@ -166,17 +163,14 @@ class FailureDetector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """What the kernel reports of a process.
-
-    Attributes:
-        is_stopped: A signal has stopped it, and no debugger traces it.
-        num_switches: Context switches of its main thread, which stand still while it is stopped.
-        killed_by: Name of the signal that is ending it. Its exit may come much later: first its memory is freed.
-    """
+    """What the kernel reports of a process."""
 
     is_stopped: bool = False
+    """A signal has stopped it, and no debugger traces it."""
     num_switches: int = 0
+    """Context switches of its main thread, which stand still while it is stopped."""
     killed_by: str = ""
+    """Name of the signal that is ending it. Its exit may come much later: first its memory is freed."""
 
 
 class StopDetector:

@@ -26,42 +26,36 @@ QuarantineCause = Literal["outvoted", "slow"]
 
 
 class Quarantine(NamedTuple):
-    """A machine that gets no place, and starts no group, before an examination of it passes.
-
-    Attributes:
-        place: That it held when this was found.
-        cause: `outvoted`: it has computed wrongly. `slow`: it holds the run back, and its groups are to leave the run.
-        reason: For people.
-        member: The incarnation that was outvoted. It puts one machine in each place into quarantine, once.
-    """
+    """A machine that gets no place, and starts no group, before an examination of it passes."""
 
     machine: MachineId
     place: PlaceId
+    """That it held when this was found."""
     cause: QuarantineCause
+    """`outvoted`: it has computed wrongly. `slow`: it holds the run back, and its groups are to leave the run."""
     reason: str
+    """For people."""
     member: Member | None = None
+    """The incarnation that was outvoted. It puts one machine in each place into quarantine, once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """An entry of the list.
-
-    Attributes:
-        holdings: The holdings that begin.
-        places: What `reform` was given: all places of broken groups, each with its machine, None if empty. Absent if
-            it did not choose: a machine replaces another one, or makes no group whole.
-        idle: Likewise, machines without a place.
-        shards: Likewise, shards without a host.
-        quarantined: The quarantines that begin; one of a machine that is in quarantine changes nothing.
-        released: The machines whose quarantine ends, before its holdings begin.
-    """
+    """An entry of the list."""
 
     holdings: tuple[Holding, ...]
+    """The holdings that begin."""
     places: tuple[tuple[PlaceId, MachineId | None], ...] = ()
+    """What `reform` was given: all places of broken groups, each with its machine, None if empty. Absent if it did not
+    choose: a machine replaces another one, or makes no group whole."""
     idle: tuple[MachineId, ...] = ()
+    """Likewise, machines without a place."""
     shards: tuple[ShardId, ...] = ()
+    """Likewise, shards without a host."""
     quarantined: tuple[Quarantine, ...] = ()
+    """The quarantines that begin; one of a machine that is in quarantine changes nothing."""
     released: tuple[MachineId, ...] = ()
+    """The machines whose quarantine ends, before its holdings begin."""
 
 
 class Places:

@@ -19,13 +19,10 @@ _SINGLE = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LostCounts:
-    """The lost counts 0 to N - 1 in ranges, so that sums over them stay fast for millions of groups.
-
-    Attributes:
-        first: The first count of each range, then N.
-    """
+    """The lost counts 0 to N - 1 in ranges, so that sums over them stay fast for millions of groups."""
 
     first: FloatArray
+    """The first count of each range, then N."""
 
     @property
     def width(self) -> FloatArray:

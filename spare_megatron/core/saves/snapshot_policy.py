@@ -31,19 +31,16 @@ class WholeSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPolicy:
-    """When snapshots are taken, and how often each is copied.
-
-    Attributes:
-        every_steps: Steps from one to the next, at least 2.
-        redundancy: Nodes that may be lost; each rank position has one holder more.
-        num_partitions: Partitions of the optimizer state; 0 if every group has all of it.
-    """
+    """When snapshots are taken, and how often each is copied."""
 
     every_steps: int
+    """Steps from one to the next, at least 2."""
     redundancy: int
+    """Nodes that may be lost; each rank position has one holder more."""
     layout: Layout
     groups_per_domain: int = 1
     num_partitions: int = 0
+    """Partitions of the optimizer state; 0 if every group has all of it."""
 
 
 class Snapshots:

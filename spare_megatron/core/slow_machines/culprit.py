@@ -42,18 +42,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """What a rank did in a window of some steps, in seconds over the window.
-
-    Attributes:
-        pass_s: Own forward and backward passes, waits for tensor-parallel peers included.
-        data_s: Reading samples.
-        transfer_s: Transfers inside the group, waits for peers included.
-        reduce_s: Sums over groups, waits for groups that arrive later included.
-        wait_s: Agreement inside the group, votes and the log.
-        starved_s: Its main thread was ready to run without a processor.
-        throttled_s: The CPU controller kept its processes from running.
-        device: What its GPU reports of a reduced clock; empty if nothing.
-    """
+    """What a rank did in a window of some steps, in seconds over the window."""
 
     machine: MachineId
     group: GroupId
@@ -61,13 +50,21 @@ class RankTimes:
     num_steps: int
     num_passes: int
     pass_s: float
+    """Own forward and backward passes, waits for tensor-parallel peers included."""
     data_s: float
+    """Reading samples."""
     transfer_s: float
+    """Transfers inside the group, waits for peers included."""
     reduce_s: float
+    """Sums over groups, waits for groups that arrive later included."""
     wait_s: float
+    """Agreement inside the group, votes and the log."""
     starved_s: float
+    """Its main thread was ready to run without a processor."""
     throttled_s: float = 0.0
+    """The CPU controller kept its processes from running."""
     device: str = ""
+    """What its GPU reports of a reduced clock; empty if nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,23 +109,20 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """What holds the run back.
-
-    Attributes:
-        group: None if the machine is meant as a whole.
-        rank: None if several ranks of the group on this machine look alike, as tensor-parallel peers do.
-        excess_s: Seconds by which it makes a step longer.
-        factor: Its time over that of its like; 0 if there is no like to compare.
-        detail: Further signs, for people.
-    """
+    """What holds the run back."""
 
     machine: MachineId
     cause: Cause
     group: GroupId | None = None
+    """None if the machine is meant as a whole."""
     rank: int | None = None
+    """None if several ranks of the group on this machine look alike, as tensor-parallel peers do."""
     excess_s: float
+    """Seconds by which it makes a step longer."""
     factor: float = 0.0
+    """Its time over that of its like; 0 if there is no like to compare."""
     detail: str = ""
+    """Further signs, for people."""
 
     def is_same(self, other: "Culprit | None") -> bool:
         return other is not None and (self.machine, self.cause) == (other.machine, other.cause)

@@ -26,21 +26,18 @@ LEAST_EXCHANGE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a machine has found in an examination.
-
-    Attributes:
-        digests: Of the result of each repetition of the product.
-        product_s: Of a repetition, the median.
-        copy_s: Of a copy in memory, the median.
-        answer_s: Of a request to the control store, the mean.
-        exchange_s: Of writing and reading a fixed amount there.
-    """
+    """What a machine has found in an examination."""
 
     digests: tuple[str, ...]
+    """Of the result of each repetition of the product."""
     product_s: float
+    """Of a repetition, the median."""
     copy_s: float
+    """Of a copy in memory, the median."""
     answer_s: float
+    """Of a request to the control store, the mean."""
     exchange_s: float
+    """Of writing and reading a fixed amount there."""
 
 
 def wait_s(num_failed: int, interval_s: float) -> float:

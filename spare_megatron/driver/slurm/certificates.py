@@ -31,12 +31,8 @@ _SIGNS_ONLY = x509.KeyUsage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """Files with certificates and keys, readable by their owner only, on all nodes.
-
-    Attributes:
-        authority: Its signature proves that a certificate belongs to the job. Its key is not stored.
-        member: Shared by the members of etcd. Valid for clients, too: a member's gateway presents it to the member.
-        client: Of all clients, which may read and write.
+    """Files with certificates and keys, readable by their owner only, on all nodes. The key of `authority` is not
+    stored. `member` is valid for clients, too: a member's gateway presents it to the member.
     """
 
     authority: Path

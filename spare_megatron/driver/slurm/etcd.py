@@ -67,15 +67,8 @@ def member_commands(
     *,
     end_grace_s: float,
 ) -> list[tuple[str, ...]]:
-    """The srun command of each member.
-
-    Args:
-        names: Slurm nodes that run the members.
-        addresses: Their addresses.
-        first_port: Member i serves clients on this port + 2 i, and the other members on the next one.
-        token: Distinguishes this cluster from an earlier one on the same nodes.
-        certificates: Certificates of the members, and of the authority that must have signed a client's.
-        end_grace_s: How long the run may last from TERM on.
+    """The srun command of each member. Member i serves clients on port `first_port` + 2 i, and other members on the
+    next one. `token` distinguishes this cluster from an earlier one on the same nodes.
     """
     limit_s = f"{end_grace_s + _MARGIN_S:g}"
     peers = [f"https://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]

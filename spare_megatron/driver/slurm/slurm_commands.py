@@ -37,9 +37,7 @@ class Unanswered(ValueError):
 
 
 def submit(script: Path) -> int:
-    """Submits the script with sbatch. Returns the number of the job, or of the array. ValueError: sbatch is missing or
-    rejects the script. Unanswered: the script may have been accepted.
-    """
+    """Submits a script; returns the number of the job or array. ValueError: refused. Unanswered: perhaps accepted."""
     printed = call("sbatch", "--parsable", str(script))
     numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
     if not numbers:

@@ -43,8 +43,8 @@ def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str], job: str | None = None) -> tuple[str, ...]:
-    """The srun command of a step `name` that runs a `spare` command on this node, in the container if there is one.
-    `job`: the number of a job that this process may not belong to.
+    """The srun command of a step `name` that runs a `spare` command on this node, in the container if any; of this
+    `job`.
     """
     command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron", *words)
     srun, *rest = step_command(name, on, command)

@@ -18,41 +18,35 @@ from spare_megatron.stacking.plans import Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A microbatch that groups have computed to different digests.
-
-    Attributes:
-        index: Of the microbatch in its shard.
-        digests: Group -> all digests that it has voted with, 16 hex digits each.
-        asked: The groups that were asked to compute it then.
-    """
+    """A microbatch that groups have computed to different digests."""
 
     step: int
     attempt: int
     shard: int
     index: int
+    """Of the microbatch in its shard."""
     digests: Mapping[int, list[str]]
+    """Group -> all digests that it has voted with, 16 hex digits each."""
     asked: list[int]
+    """The groups that were asked to compute it then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspectAudit:
-    """A microbatch with a suspect loss that other hosts were asked about before the commit.
-
-    Attributes:
-        counted_by: The groups that have counted it and said so.
-        asked: The groups that were asked to compute it, those included.
-        is_data: They have, to equal values, and the step was committed with it.
-        samples: Where its sequences lie, as the journal's `suspicion` has them.
-    """
+    """A microbatch with a suspect loss that other hosts were asked about before the commit."""
 
     step: int
     attempt: int
     shard: int
     index: int
     counted_by: list[int]
+    """The groups that have counted it and said so."""
     asked: list[int]
+    """The groups that were asked to compute it, those included."""
     is_data: bool
+    """They have, to equal values, and the step was committed with it."""
     samples: list[str]
+    """Where its sequences lie, as the journal's `suspicion` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,43 +61,37 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoiled:
-    """Committed steps that groups which were found wrong may have spoiled.
-
-    Attributes:
-        audited_steps: As `AuditedSteps.num_steps`: the steps before these are not spoiled.
-        num_steps: Committed steps.
-        groups: As `AuditedSteps.spoiled_by`.
-    """
+    """Committed steps that groups which were found wrong may have spoiled."""
 
     audited_steps: int
+    """As `AuditedSteps.num_steps`: the steps before these are not spoiled."""
     num_steps: int
+    """Committed steps."""
     groups: list[int]
+    """As `AuditedSteps.spoiled_by`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditHistory:
-    """Audits of a run.
-
-    Attributes:
-        every_steps: Steps between audits; 0 if the run has none.
-        steps: Committed steps with audits, those that a restart undid included.
-        compared: Microbatches in them that two or more groups have computed to equal digests.
-        audited_steps: As `AuditedSteps.num_steps` at the end of the journal.
-        spoiled: What groups that were found wrong have left in the parameters; None if nothing, or without audits.
-        saved: Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.proofs.disputes`).
-        halted: Why the run halted over an audit; empty if it did not.
-    """
+    """Audits of a run."""
 
     every_steps: int
+    """Steps between audits; 0 if the run has none."""
     steps: int
+    """Committed steps with audits, those that a restart undid included."""
     compared: int
+    """Microbatches in them that two or more groups have computed to equal digests."""
     audited_steps: int
+    """As `AuditedSteps.num_steps` at the end of the journal."""
     spoiled: Spoiled | None
+    """What groups that were found wrong have left in the parameters; None if nothing, or without audits."""
     suspects: list[SuspectAudit]
     mismatches: list[Mismatch]
     culprits: list[Culprit]
     saved: dict[int, str]
+    """Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.proofs.disputes`)."""
     halted: str
+    """Why the run halted over an audit; empty if it did not."""
 
 
 def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.journal.fold import Finding, Fold
+from spare_megatron.journal.fold import Finding, Fold, Rule
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.records import EndRecord, ParamsRecord, VoteRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -120,6 +120,9 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
                 reason=f"restart {number} loaded parameters that differ from those the groups held after {step} steps",
                 place=(number,),
             )
+
+
+RULES: Sequence[Rule] = (check_restored, check_params, check_last_params, check_compared)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Severity
+from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Rule, Severity
 from spare_megatron.journal.journal_view import Attempts
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -18,6 +18,7 @@ from spare_megatron.journal.records import (
     digest_of_work,
 )
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.stacking.layout import GroupId, ShardId
 
 
 def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -86,6 +87,18 @@ def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
                 yield Finding(severity="unknown", reason=reason, place=place)
             elif _more_than(counts or (), following.kept):
                 reason = f"step {commit.step}: buckets are kept whose sums group {group} did not hold"
+                yield Finding(severity="invalid", reason=reason, place=place)
+
+
+def check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """A group computes only shards in its stack, unless the run has hosts of last resort."""
+    if run.last_resort:
+        return
+    placement = fold.terms.placement
+    for place, record in (*part.contributions, *part.evaluations):
+        for shard in record.microbatches:
+            if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
+                reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
                 yield Finding(severity="invalid", reason=reason, place=place)
 
 
@@ -220,3 +233,16 @@ def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]
     for group, times in sorted(appliers.items()):
         if times > 1:
             yield "invalid", f"group {group} applied it {times} times"
+
+
+RULES: Sequence[Rule] = (
+    check_contributions,
+    check_kept,
+    check_hosts,
+    check_voters,
+    check_single_votes,
+    check_voted_work,
+    check_votes,
+    check_applied,
+    check_updates,
+)

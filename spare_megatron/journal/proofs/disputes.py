@@ -32,17 +32,14 @@ class Stated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisputedStep:
-    """A step in which groups have computed microbatches to different values.
-
-    Attributes:
-        saved: How the save of its parameters has ended; None if the journal does not say.
-        stated: Microbatch -> group -> its different statements, in the order of its votes.
-        params: Group -> digest of the state of its parameters before the step, where that was compared.
-    """
+    """A step in which groups have computed microbatches to different values."""
 
     saved: DisputeRecord | None
+    """How the save of its parameters has ended; None if the journal does not say."""
     stated: Mapping[Address, Mapping[int, Sequence[Stated]]]
+    """Microbatch -> group -> its different statements, in the order of its votes."""
     params: Mapping[int, str]
+    """Group -> digest of the state of its parameters before the step, where that was compared."""
 
 
 def differs(dispute: Mapping[str, Any]) -> bool:

@@ -1,41 +1,23 @@
 """Proves from the journal alone that a run kept its invariant: the rules of `spare check`."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.event_texts import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Finding, Fold, fold_log
+from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.proofs import check_state, check_steps
 from spare_megatron.journal.proofs.check_audits import check_audits
 from spare_megatron.journal.proofs.check_evaluations import check_evaluations
 from spare_megatron.journal.proofs.check_places import check_places
 from spare_megatron.journal.proofs.check_quarantine import check_quarantines
-from spare_megatron.journal.proofs.check_state import (
-    check_compared,
-    check_last_params,
-    check_params,
-    check_partitions,
-    check_restored,
-    has_lost_state,
-)
-from spare_megatron.journal.proofs.check_steps import (
-    check_applied,
-    check_contributions,
-    check_kept,
-    check_single_votes,
-    check_updates,
-    check_voted_work,
-    check_voters,
-    check_votes,
-)
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.stacking.layout import GroupId, ShardId
 
 
 def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
@@ -85,9 +67,6 @@ class Tally(Protocol):
         """Adds a part before the rules read it."""
 
 
-_Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
-
-
 def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant; shows `tally` every part that the rules read."""
     runs = [line.record for line in view.rare if isinstance(line.record, RunRecord)]
@@ -100,15 +79,15 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
     findings += [*_check_log(view, fold), *_check_fold(fold), *check_reports(view, run, fold)]
     findings += [*check_places(view, run), *check_quarantines(view)]
-    findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(view, fold), run, fold, tally)
-    findings += check_partitions(view, fold)
-    findings += _apply(_RULES_OF_STEPS, steps_of(view, fold), run, fold, tally)
+    findings += _apply((*check_steps.RULES, check_evaluations, check_audits), attempts_of(view, fold), run, fold, tally)
+    findings += check_state.check_partitions(view, fold)
+    findings += _apply(check_state.RULES, steps_of(view, fold), run, fold, tally)
     findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
     return _verdict(view, findings, len(fold.kept_commits), run.format)
 
 
 def _apply(
-    rules: Sequence[_Rule], parts: Iterator[Attempts] | Iterator[Steps], run: RunRecord, fold: Fold, tally: Tally | None
+    rules: Sequence[Rule], parts: Iterator[Attempts] | Iterator[Steps], run: RunRecord, fold: Fold, tally: Tally | None
 ) -> Iterator[Finding]:
     """Findings of all parts, rule after rule, in the order that a single pass would give."""
     found: list[list[Finding]] = [[] for _ in rules]
@@ -183,18 +162,6 @@ def _check_fold(fold: Fold) -> Iterator[Finding]:
         yield Finding(severity=fold.severity(is_known=number < fold.known.num_errors), reason=error)
 
 
-def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """A group computes only shards in its stack, unless the run has hosts of last resort."""
-    if run.last_resort:
-        return
-    placement = fold.terms.placement
-    for place, record in (*part.contributions, *part.evaluations):
-        for shard in record.microbatches:
-            if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
-                reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
-                yield Finding(severity="invalid", reason=reason, place=place)
-
-
 def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault that was due struck, and the groups that it costs were fenced."""
     struck = {(r.step, r.group, r.rank, r.phase) for line in view.rare if isinstance(r := line.record, FaultRecord)}
@@ -254,21 +221,4 @@ def _check_storage(view: JournalView) -> Iterator[Finding]:
 
 def _is_wiped_out(fold: Fold) -> bool:
     """Whether a state partition, or a shard without hosts of last resort, has no surviving host."""
-    return not fold.voters or has_lost_state(fold) or bool(fold.uncovered)
-
-
-_RULES_OF_ATTEMPTS: Sequence[_Rule] = (
-    check_contributions,
-    check_kept,
-    _check_hosts,
-    check_voters,
-    check_single_votes,
-    check_voted_work,
-    check_votes,
-    check_applied,
-    check_updates,
-    check_evaluations,
-    check_audits,
-)
-
-_RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)
+    return not fold.voters or check_state.has_lost_state(fold) or bool(fold.uncovered)

@@ -25,25 +25,22 @@ _MOST_READERS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Useful time and losses, which add up to the wall time.
-
-    Attributes:
-        wall_s: From the run record to the end.
-        step_s: A quiet step: median time between commits with all groups and without fault, loss or admission.
-        useful_s: Time of all committed steps, at most `step_s` for each.
-        lost_s: The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit.
-            The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the
-            rework to the next commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first
-            steps with admitted groups. `evaluation`: steps after one. `fault`: with a fault that cost no group.
-            `fewer_groups`: other steps without all groups. `scatter`: quiet steps.
-    """
+    """Useful time and losses, which add up to the wall time."""
 
     wall_s: float
+    """From the run record to the end."""
     step_s: float
+    """A quiet step: median time between commits with all groups and without fault, loss or admission."""
     useful_s: float
+    """Time of all committed steps, at most `step_s` for each."""
     goodput: float
     longest_pause_s: float
     lost_s: Mapping[str, float]
+    """The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit. The others
+    count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the rework to the next
+    commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first steps with admitted groups.
+    `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other steps without all
+    groups. `scatter`: quiet steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

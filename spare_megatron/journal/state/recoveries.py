@@ -13,29 +13,26 @@ from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One recovery, timed on the survivor that finished its own compute last: it waits least for others.
-
-    Attributes:
-        lost: Groups lost before the commit of the step, in one or several losses.
-        detect_s: To folding the fence: from the loss, or from the end of the survivor's own compute if later.
-        agree_s: To the decision whether the sum was complete.
-        rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
-        reduce_s: From the new communicator to the commit.
-        num_patched: Microbatches that all survivors have computed for it: what the lost groups still owed, or the
-            whole step if its sums were discarded.
-        phase: Fault point of the injected fault; None if the loss was not injected.
-    """
+    """One recovery, timed on the survivor that finished its own compute last: it waits least for others."""
 
     step: int
     lost: tuple[int, ...]
+    """Groups lost before the commit of the step, in one or several losses."""
     detect_s: float
+    """To folding the fence: from the loss, or from the end of the survivor's own compute if later."""
     agree_s: float
+    """To the decision whether the sum was complete."""
     patch_s: float
     rebuild_s: float
+    """Waiting for the new communicator, which is built while the patch is computed."""
     reduce_s: float
+    """From the new communicator to the commit."""
     total_s: float
     num_patched: int
+    """Microbatches that all survivors have computed for it: what the lost groups still owed, or the whole step if its
+    sums were discarded."""
     phase: str | None
+    """Fault point of the injected fault; None if the loss was not injected."""
 
 
 class Recoveries:

@@ -9,41 +9,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.journal.event_texts import (
-    EventLine,
-    text_of_end,
-    text_of_entry,
-    text_of_loss,
-    text_of_paces,
-    text_of_pause,
-    text_of_places,
-    texts_of_record,
-)
+from spare_megatron.journal import event_texts, records
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.losses import LastLosses, losses_of_entry
 from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
-from spare_megatron.journal.records import (
-    LOST_A_PEER,
-    AuditRecord,
-    CadenceRecord,
-    CheckpointRecord,
-    ContributionRecord,
-    CulpritRecord,
-    EndRecord,
-    EntryRecord,
-    ExaminationRecord,
-    FaultRecord,
-    LossRecord,
-    PacesRecord,
-    ParamsRecord,
-    PlacesRecord,
-    Record,
-    RecoveryRecord,
-    RestartRecord,
-    StorageRecord,
-    UpdateRecord,
-)
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.state.rank_paces import RankPaces
@@ -56,9 +26,9 @@ class Losses:
     """Lost incarnations, each once, though every node of the group may report it."""
 
     def __init__(self) -> None:
-        self._by_incarnation: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
+        self._by_incarnation: dict[tuple[int, int], tuple[float, records.LossRecord]] = {}  # by (group, incarnation)
 
-    def add(self, record: LossRecord, at_s: float) -> bool:
+    def add(self, record: records.LossRecord, at_s: float) -> bool:
         """Merges a node's report; returns whether the loss is new, or the group newly given up."""
         key = record.group, record.incarnation
         if key not in self._by_incarnation:
@@ -67,16 +37,16 @@ class Losses:
         found_s, known = self._by_incarnation[key]
         pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
         is_given_up = known.is_given_up or record.is_given_up
-        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may be on another node
+        culprit = record if known.cause == records.LOST_A_PEER else known  # the rank at fault may be on another node
         self._by_incarnation[key] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
         return is_given_up and not known.is_given_up
 
     @property
-    def found(self) -> list[tuple[float, LossRecord]]:
+    def found(self) -> list[tuple[float, records.LossRecord]]:
         """All losses, each with its earliest time."""
         return list(self._by_incarnation.values())
 
-    def find(self, group: int, incarnation: int) -> LossRecord | None:
+    def find(self, group: int, incarnation: int) -> records.LossRecord | None:
         return self._by_incarnation.get((group, incarnation), (0.0, None))[1]
 
 
@@ -104,7 +74,7 @@ class StepTable:
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, turns)
 
-    def add_update(self, record: UpdateRecord) -> None:
+    def add_update(self, record: records.UpdateRecord) -> None:
         self._reserve(record.attempt)
         if np.isnan(self.loss[record.attempt]):
             self.loss[record.attempt] = record.loss
@@ -114,7 +84,7 @@ class StepTable:
         load = float(self.load[record.attempt, record.group])
         self.paces.add(record.attempt, record.group, record.compute_s, load)
 
-    def add_contribution(self, record: ContributionRecord, load: int) -> None:
+    def add_contribution(self, record: records.ContributionRecord, load: int) -> None:
         self._reserve(record.attempt)
         self.load[record.attempt, record.group] = load
 
@@ -183,16 +153,16 @@ class RunState:
     def __init__(self) -> None:
         self.run: RunRecord | None = None
         self.began_s = self.newest_at_s = 0.0
-        self.end: EndRecord | None = None
-        self.storage: StorageRecord | None = None
+        self.end: records.EndRecord | None = None
+        self.storage: records.StorageRecord | None = None
         self.steps = StepTable(0, ())
         self._spoiled_steps = SpoiledSteps(0)
         self._losses = Losses()
-        self._assignments: dict[int, PlacesRecord] = {}  # of machines to places
+        self._assignments: dict[int, records.PlacesRecord] = {}  # of machines to places
         self.num_places_taken = 0
         self._num_places = 1
         self.recoveries = Recoveries()
-        self.checkpoints: list[tuple[float, CheckpointRecord]] = []
+        self.checkpoints: list[tuple[float, records.CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
         self._params: dict[tuple[int, int, str], set[str]] = {}
         self.evaluated: LastLosses = {}
@@ -206,7 +176,7 @@ class RunState:
         self._gap_at: int | None = None
         self._head = 0
         self._hit_after: set[int] = set()
-        self._cadence: tuple[float, CadenceRecord] | None = None
+        self._cadence: tuple[float, records.CadenceRecord] | None = None
         self._saved_at_s = 0.0
         self.awaited: tuple[int, ...] = ()
         """Shards that no group hosts that is left, for which training waits."""
@@ -215,17 +185,17 @@ class RunState:
         self.pace_changes: list[tuple[int, Mapping[str, int]]] = []
         """All that `paces` was, each with the number of commits before the first step that is dealt by it."""
         self._paces_of_step = 0
-        self.culprit: CulpritRecord | None = None
+        self.culprit: records.CulpritRecord | None = None
         """What holds the run back now."""
-        self.culprits: list[CulpritRecord] = []
+        self.culprits: list[records.CulpritRecord] = []
         """All that was named."""
         self.quarantined: dict[int, QuarantinedMachine] = {}
         """By machine."""
         self.num_events = 0
-        self._events: deque[EventLine] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[event_texts.EventLine] = deque(maxlen=_KEPT_EVENTS)
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
         self._halted_by = ""
-        self.newest: UpdateRecord | None = None
+        self.newest: records.UpdateRecord | None = None
         self._started: dict[int, int] = {}  # highest incarnation of each group that has started
         self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
         self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
@@ -255,58 +225,58 @@ class RunState:
     def _add(self, line: Line) -> None:
         record, at_s = line.record, line.at_s
         match record:
-            case EntryRecord():
+            case records.EntryRecord():
                 self.entry_times.add_read(record.index, record.group, at_s)
                 if record.index >= self._head:
                     self._ahead.setdefault(record.index, (record.entry, at_s))
                     self._fold()
                 if record.entry.get("admit"):
                     self.recoveries.add_line(line)
-            case UpdateRecord():
+            case records.UpdateRecord():
                 self.steps.add_update(record)
                 if self.newest is None or record.attempt > self.newest.attempt:
                     self.newest = record
-            case ContributionRecord():
+            case records.ContributionRecord():
                 self._contributed(record)
-            case AuditRecord():
+            case records.AuditRecord():
                 self._spoiled_steps.add_audit(record)
-            case PacesRecord():
+            case records.PacesRecord():
                 self._on_paces(record, at_s)
-            case LossRecord():
+            case records.LossRecord():
                 self.recoveries.add_line(line)
                 self._on_loss(record, at_s)
-            case FaultRecord():
+            case records.FaultRecord():
                 self._hit_after.add(step_before(record))
                 self.recoveries.add_line(line)
-            case RecoveryRecord():
+            case records.RecoveryRecord():
                 self.recoveries.add_line(line)
-            case CulpritRecord():
+            case records.CulpritRecord():
                 self.culprit = None if record.is_over else record
                 if not record.is_over:
                     self.culprits.append(record)
-            case ExaminationRecord():
+            case records.ExaminationRecord():
                 for machine, found in self.quarantined.items():
                     if (record.machine - machine) % self._num_places == 0:  # it, or one that replaces it
                         self.quarantined[machine] = replace(found, failed=record.reason)
-            case CadenceRecord():
+            case records.CadenceRecord():
                 self._cadence = at_s, record
-            case CheckpointRecord():
+            case records.CheckpointRecord():
                 self.checkpoints.append((at_s, record))
-            case ParamsRecord():
+            case records.ParamsRecord():
                 for kind, digest in (("digest", record.digest), ("sha256", record.sha256)):
                     if digest:
                         self._params.setdefault((record.num_restarts, record.step, kind), set()).add(digest)
-            case PlacesRecord():
+            case records.PlacesRecord():
                 self._on_assignment(record, at_s)
-            case StorageRecord():
+            case records.StorageRecord():
                 self.storage = None if record.outcome == "written" else record
-            case EndRecord() if self.end is None:
+            case records.EndRecord() if self.end is None:
                 self.end = record
-                self._note(text_of_end(record, self._halted_by), at_s)
+                self._note(event_texts.text_of_end(record, self._halted_by), at_s)
 
-    def _note_texts_of(self, record: Record, at_s: float) -> None:
-        for text in texts_of_record(record):
-            if isinstance(record, RestartRecord):  # each group reports the checkpoints that none could use
+    def _note_texts_of(self, record: records.Record, at_s: float) -> None:
+        for text in event_texts.texts_of_record(record):
+            if isinstance(record, records.RestartRecord):  # each group reports the checkpoints that none could use
                 if text in self._rejected:
                     continue
                 self._rejected.add(text)
@@ -318,15 +288,15 @@ class RunState:
             return True  # it has never taken part: a supervisor that takes over a node does not know
         return self.folding is not None and self.folding.drained.get(GroupId(group)) == incarnation
 
-    def _on_loss(self, record: LossRecord, at_s: float) -> None:
+    def _on_loss(self, record: records.LossRecord, at_s: float) -> None:
         if self._has_left(record.group, record.incarnation):
             return
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
         is_known = self._losses.find(record.group, record.incarnation) is not None
         if self._losses.add(record, at_s):
-            self._note(text_of_loss(record, is_known=is_known), at_s)
+            self._note(event_texts.text_of_loss(record, is_known=is_known), at_s)
 
-    def _on_assignment(self, record: PlacesRecord, at_s: float) -> None:
+    def _on_assignment(self, record: records.PlacesRecord, at_s: float) -> None:
         if record.index not in self._assignments:  # all supervisors concerned write it
             self._assignments[record.index] = record
             self.num_places_taken += len(record.holdings)
@@ -337,13 +307,13 @@ class RunState:
             self.quarantined = {
                 machine: one for machine, one in self.quarantined.items() if machine % record.num_places not in of_seats
             }
-            self._note(text_of_places(record), at_s)
+            self._note(event_texts.text_of_places(record), at_s)
 
-    def _on_paces(self, record: PacesRecord, at_s: float) -> None:
+    def _on_paces(self, record: records.PacesRecord, at_s: float) -> None:
         if record.step > self._paces_of_step:  # all groups write it
             self._paces_of_step = record.step
             self._deal_by(record.permille, record.step)
-            self._note(text_of_paces(record), at_s)
+            self._note(event_texts.text_of_paces(record), at_s)
 
     def _deal_by(self, paces: Mapping[str, int], step: int) -> None:
         if paces != self.paces and self.folding is not None:
@@ -352,7 +322,7 @@ class RunState:
         self.paces = paces
 
     def _note(self, text: str, at_s: float) -> None:
-        self._events.append(EventLine(at_s=at_s, text=text))
+        self._events.append(event_texts.EventLine(at_s=at_s, text=text))
         self.num_events += 1
 
     def add_sources(self, sources: Collection[str]) -> None:
@@ -398,7 +368,7 @@ class RunState:
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
-            if text := text_of_entry(entry, [group for group, _ in change.admitted]):
+            if text := event_texts.text_of_entry(entry, [group for group, _ in change.admitted]):
                 self._note(text, at_s)
             if self.folding.groups != members:
                 of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
@@ -410,9 +380,9 @@ class RunState:
         assert self.folding is not None, "entries are folded"
         before, self.awaited = self.awaited, self.folding.uncovered if self.folding.members else ()
         if self.awaited and self.awaited != before:
-            self._note(text_of_pause(self.folding.step, self.awaited), at_s)
+            self._note(event_texts.text_of_pause(self.folding.step, self.awaited), at_s)
 
-    def _contributed(self, record: ContributionRecord) -> None:
+    def _contributed(self, record: records.ContributionRecord) -> None:
         self.steps.add_contribution(record, sum(map(len, record.microbatches.values())))
         before = self._last_contribution.get(record.group)
         self.num_rejoined += bool(record.incarnation) and before != record.incarnation
@@ -457,7 +427,7 @@ class RunState:
         return self._spoiled_steps.found(self.folding.step)
 
     @property
-    def losses(self) -> list[tuple[float, LossRecord]]:
+    def losses(self) -> list[tuple[float, records.LossRecord]]:
         return self._losses.found
 
     def params(self) -> dict[tuple[int, str], frozenset[str]]:
@@ -536,10 +506,10 @@ class RunState:
             since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
-    def events(self, most: int) -> Sequence[EventLine]:
+    def events(self, most: int) -> Sequence[event_texts.EventLine]:
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
-    def events_since(self, num_events: int) -> Sequence[EventLine]:
+    def events_since(self, num_events: int) -> Sequence[event_texts.EventLine]:
         """Events after the first `num_events`, as far as they are kept, in time order."""
         new = self.num_events - num_events
         return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()

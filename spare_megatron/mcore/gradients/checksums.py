@@ -1,7 +1,7 @@
 """Checksums of int64 tensors, computed on their device: the checksum of a sum is the sum of the checksums.
 
 An element is weighted by its row and column in rows of `COLUMNS`. Two sums of the weighted elements are taken, modulo
-2^61 - 1 and modulo 2^64: each finds what the other cannot (docs/protocol.md, Checked sums). A checksum is three int64
+2^61 - 1 and modulo 2^64: each finds what the other cannot (docs/protocol_sums.md). A checksum is three int64
 numbers, the first sum in two digits, so that those of up to 2^12 terms can be added as integers.
 """
 
@@ -134,9 +134,8 @@ def weights_on(device: torch.device) -> Weights:
 
 
 class SumChecks:
-    """Checksums of staged buckets, one for each section, a range of the bucket that is summed and sent by itself.
-
-    What is counted beside the gradients is part of each of them.
+    """Checksums of staged buckets and what is counted beside them, one for each section of a bucket that is summed by
+    itself.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:

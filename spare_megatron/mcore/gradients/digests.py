@@ -26,9 +26,8 @@ _DEVICE_PIECE_BLOCKS = 128
 
 
 class TensorsDigest:
-    """The digest of named tensors as they are now; their device computes it while the caller goes on.
-
-    Writes to the tensors that are issued later on the current stream do not change it.
+    """The digest of named tensors as they are now on the current stream; the device computes it while the caller goes
+    on.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], head: str = "") -> None:
@@ -36,8 +35,7 @@ class TensorsDigest:
         self._sums: list[Tensor] = []
         for name, tensor in tensors:
             self._head.update(f"\n{name} {tensor.nbytes}".encode())
-            piece_blocks = _CPU_PIECE_BLOCKS if tensor.device.type == "cpu" else _DEVICE_PIECE_BLOCKS
-            self._sums += block_sums(tensor, piece_blocks)
+            self._sums += block_sums(tensor)
 
     def hexdigest(self) -> str:
         """Waits for the device, once."""
@@ -49,13 +47,14 @@ class TensorsDigest:
         return digest.hexdigest()
 
 
-def block_sums(tensor: Tensor, piece_blocks: int) -> Iterator[Tensor]:
+def block_sums(tensor: Tensor, piece_blocks: int | None = None) -> Iterator[Tensor]:
     """Both sums of each block, a row each, in order; `piece_blocks` at a time, and a last short block by itself."""
+    piece_blocks = piece_blocks or (_CPU_PIECE_BLOCKS if tensor.device.type == "cpu" else _DEVICE_PIECE_BLOCKS)
     data = tensor.detach().reshape(-1).view(torch.uint8)
     multipliers = multipliers_on(tensor.device)
     end = data.numel() - data.numel() % _BLOCK_BYTES
     if end and _has_kernel(tensor.device):
-        from spare_megatron.mcore.gradients.digest_kernel import sum_blocks
+        from spare_megatron.mcore.gradients.kernels import sum_blocks
 
         yield sum_blocks(_aligned(data[:end]).view(torch.int32).view(-1, BLOCK_WORDS), multipliers)
     else:
@@ -74,21 +73,17 @@ def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def words_digest(tensor: Tensor) -> Tensor:
-    """Two int64 numbers that depend on each of up to 2^30 bytes, computed on the device, which this never waits for."""
-    sums = torch.cat(list(block_sums(tensor, _piece_blocks(tensor.device))))
+    """Two int64 numbers that depend on each of up to 2^30 bytes, computed on the device; never waits for it."""
+    sums = torch.cat(list(block_sums(tensor)))
     return (sums * multipliers_on(tensor.device)[:, : len(sums)].t()).sum(0)
-
-
-def _piece_blocks(device: torch.device) -> int:
-    return _CPU_PIECE_BLOCKS if device.type == "cpu" else _DEVICE_PIECE_BLOCKS
 
 
 def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    from spare_megatron.mcore.gradients.digest_kernel import is_usable
+    from spare_megatron.mcore.gradients.kernels import can_sum_blocks
 
-    return is_usable(device)
+    return can_sum_blocks(device)
 
 
 def _words(data: Tensor) -> Tensor:

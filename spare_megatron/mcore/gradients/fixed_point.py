@@ -35,9 +35,8 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
 
 
 def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
-    """Adds values, scaled and rounded half to even, to integer sums; raises `largest` to their largest magnitude.
-
-    `largest` is NaN after a NaN. `scale` is a power of two and `largest` fp32, both before rounding.
+    """Adds values, times `scale` and rounded half to even, to integer sums; raises `largest` to their magnitude, or
+    NaN.
     """
     scaled = values.detach().float() * scale
     # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
@@ -49,7 +48,7 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
 def choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
     if device.type != "cuda":
         return add_rounded
-    from spare_megatron.mcore.gradients import fixed_point_kernel
+    from spare_megatron.mcore.gradients import kernels
 
-    fixed_point_kernel.check(device)
-    return fixed_point_kernel.add_rounded
+    kernels.check_fixed_point(device)
+    return kernels.add_rounded

@@ -1,6 +1,8 @@
 """The flat gradient space of a rank: Megatron's gradient buffers one after the other, last chunk first.
 
-It roughly follows the order in which a backward pass finishes gradients. Buckets are ranges of this space.
+It roughly follows the order in which a backward pass finishes gradients. The space is cut into scatter ranges, each
+shared by lanes that hold the same parameters. A range is divided into one strip per lane, which that lane sums over
+groups, as a bucket, and updates: the rank's own strips. With one lane a range is its strip.
 """
 
 from bisect import bisect_right
@@ -11,15 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.gradients.strips import ScatterRange, scatter_ranges
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, needed_everywhere
+from spare_megatron.core.log.bucket_window import cut
+from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.stacking.layout import PartitionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,8 @@ class FlatParameter:
 
 
 def buffers(chunks: Sequence[Chunk]) -> list[Any]:
-    """Megatron's gradient buffers in the order of the flat space.
-
-    Of a chunk those of divided experts come first: the others have the embeddings, whose gradients are ready last.
+    """Megatron's gradient buffers in the order of the flat space: of a chunk those of divided experts first, as
+    embeddings are ready last.
     """
     wrappers = [chunk.module for chunk in reversed(chunks)]
     return [buffer for wrapper in wrappers for buffer in (*wrapper.expert_parallel_buffers, *wrapper.buffers)]
@@ -72,13 +70,54 @@ def flat_parameters(chunks: Sequence[Chunk]) -> Iterator[FlatParameter]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatSpace:
-    """The flat gradient space of a rank, divided over lanes.
+class ScatterRange:
+    """A range of the flat space that is summed over `num_lanes` ranks as a unit, and this rank's number among them."""
 
-    Attributes:
-        ranges: The scatter ranges; a bucket is this rank's own strip of one.
-        lanes: For each range, the process group of the lanes that share it.
-        own_segments: What the segments hold of own strips; the segments themselves if no other lane shares any.
+    start: int
+    stop: int
+    lane: int = 0
+    num_lanes: int = 1
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def strip_length(self) -> int:
+        """Elements of every strip but the last ones, which may be shorter or empty."""
+        return -(-len(self) // self.num_lanes)
+
+    def strip(self, lane: int) -> range:
+        """The strip of a lane, in the flat space.
+
+        >>> [list(ScatterRange(start=10, stop=15, num_lanes=3).strip(lane)) for lane in range(3)]
+        [[10, 11], [12, 13], [14]]
+        """
+        first = min(self.start + lane * self.strip_length, self.stop)
+        return range(first, min(first + self.strip_length, self.stop))
+
+    @property
+    def own(self) -> range:
+        """This rank's own strip."""
+        return self.strip(self.lane)
+
+
+def scatter_ranges(shared: Sequence[ScatterRange], strip_elements: int) -> tuple[ScatterRange, ...]:
+    """The ranges that the same lanes share, cut so that strips have at most `strip_elements`, ascending without gaps.
+    Where no other lane shares any of `shared`, which are adjacent and ascending, a range may go on into the next.
+    """
+    if all(one.num_lanes == 1 for one in shared):
+        shared = [ScatterRange(start=shared[0].start, stop=shared[-1].stop)]
+    return tuple(
+        replace(one, start=one.start + part.start, stop=one.start + part.stop)
+        for one in shared
+        for part in cut(len(one), one.num_lanes * strip_elements)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSpace:
+    """The flat space divided over lanes: a bucket is this rank's own strip of one of the `ranges`, which `lanes` share.
+    `own_segments`: what the segments hold of own strips.
     """
 
     segments: tuple[Segment, ...]
@@ -110,79 +149,10 @@ def parts_of(whole: Sequence[Segment], elements: range) -> Iterator[Segment]:
             yield Segment(gradients=gradients, start=start, stop=stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPart:
-    """A contiguous range of a bucket.
-
-    Attributes:
-        number: The state partition of these gradients; None if every data-parallel group needs them.
-        place: The range in the bucket.
-        counted: The ranges within it that Megatron counts for the norm; empty where `number` is None.
-    """
-
-    number: PartitionId | None
-    place: slice
-    counted: tuple[slice, ...]
-
-
-def gradient_parts(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
-) -> tuple[tuple[GradientPart, ...], ...]:
-    """As few parts of each bucket as possible, ascending."""
-    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
-    parts: list[list[GradientPart]] = [[] for _ in buckets]
-    index = 0
-    for bucket, of_bucket in zip(buckets, parts, strict=True):
-        while index < len(ranges) and ranges[index].place.start < bucket.stop:
-            part = _within(ranges[index], bucket)
-            if of_bucket and of_bucket[-1].number == part.number and of_bucket[-1].place.stop == part.place.start:
-                part = _joined(of_bucket.pop(), part)
-            of_bucket.append(part)
-            if ranges[index].place.stop > bucket.stop:
-                break  # the rest is in the next bucket
-            index += 1
-    return tuple(map(tuple, parts))
-
-
-def _ranges(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
-) -> Iterator[GradientPart]:
-    """The range of every partition fragment in the flat gradient space."""
-    starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
-    everywhere = needed_everywhere(chunks, groups)
-    for number in map(PartitionId, range(partitions.num_partitions)):
-        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
-            first = starts[fragment.parameter]
-            place = slice(first + fragment.start, first + fragment.stop)
-            if fragment.parameter in everywhere:
-                yield GradientPart(number=None, place=place, counted=())
-            else:
-                is_counted = counts_for_norm(fragment.parameter, groups)
-                yield GradientPart(number=number, place=place, counted=(place,) if is_counted else ())
-
-
-def _within(part: GradientPart, bucket: range) -> GradientPart:
-    """The part that lies in the bucket, relative to the bucket."""
-
-    def cut(place: slice) -> slice:
-        return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
-
-    return replace(part, place=cut(part.place), counted=tuple(map(cut, part.counted)))
-
-
-def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
-    counted = (*first.counted, *second.counted)
-    if first.counted and second.counted and first.counted[-1].stop == second.counted[0].start:
-        middle = slice(first.counted[-1].start, second.counted[0].stop)
-        counted = (*first.counted[:-1], middle, *second.counted[1:])
-    return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)
-
-
 @contextmanager
 def diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
-    """In this context, gradients added before `kept_end` of the flat space are discarded.
-
-    Whole parameters accumulate into scratch memory; of a partly kept parameter the kept part is restored afterwards.
+    """In this context, gradients added before `kept_end` of the flat space are discarded: whole parameters accumulate
+    into scratch memory, the kept part of others is restored afterwards.
     """
     kept = [flat for flat in parameters if flat.stop <= kept_end]
     scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from spare_megatron.mcore.gradients.checksums import SumChecks
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
     FlatParameter,
-    FlatSpace,
     Segment,
     diverted,
     flat_parameters,
@@ -60,143 +58,22 @@ class Totals:
     terms: tuple[LossSum, ...] = ()
 
 
-class GradientSums(Protocol):
+class GradientSums(ABC):
     """The sums of one step on one rank; each range in `buckets` is reduced as a unit, in backward order.
 
     They are the rank's own strips of the ranges of `space`, which are summed over lanes before the strips are staged.
+    `all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None.
+    The extras begin with sum and count of each of `num_terms` terms, and the tokens of experts.
     """
 
-    space: FlatSpace
-    buckets: tuple[range, ...]
-    experts: ExpertCounts
-    is_counting: bool
-    """False while the gradients of a microbatch that is not to be counted come: they have to become zeros."""
-
-    def reset(self) -> None:
-        pass
-
-    def adding(self) -> AbstractContextManager[None]:
-        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others.
-
-        With several lanes `sum_over_lanes` has to follow.
-        """
-
-    def sum_counts(self) -> None:
-        """Sums all but gradients over several lanes, once each has counted. Collective over: the lanes."""
-
-    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
-        """Sums the local sums of the first `num_ready` buckets that are not summed yet, and yields each bucket then.
-
-        Only with several lanes. Collective over: the lanes.
-        """
-
-    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
-        """Adds the loss of a microbatch, summed over the tokens that count, and their number.
-
-        The number is an int64 on the device; None exactly if `counts_tokens` is false.
-        """
-
-    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
-        """Adds a further term of the loss of a microbatch: its sum, and its count as an int64 on the device."""
-
-    def add_count(self, num_microbatches: int) -> None:
-        """Counts microbatches that are summed, or will be before any bucket is staged."""
-
-    def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
-        """Marks the first buckets as holding sums over groups; `num_kept_by_all` of them do on all lanes."""
-
-    def new_staging(self) -> Tensor:
-        """An uninitialized flat tensor that fits any bucket."""
-
-    def measure(self, bucket: int, limit: float) -> None:
-        """Judges a bucket's local sums on the device, before they are staged: sound if `norm` is at most `limit`."""
-
-    def norms(self) -> dict[int, float]:
-        """The norms of the buckets measured since the last call in this attempt. Waits for the device."""
-
-    def extras(self, staged: Tensor) -> Tensor:
-        """What a staged bucket has beside gradients, in a format that counts exactly: a view of its end."""
-
-    def norm(self, bucket: int) -> Tensor:
-        """L2 norm of a bucket's local gradient sums, in fp64 on the device.
-
-        Not finite if a gradient or the loss is not finite or overflows the numbers that are reduced.
-        """
-
-    def stage(self, bucket: int, staging: Tensor) -> Tensor:
-        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
-
-    def on_summed(self, bucket: int, staging: Tensor) -> int:
-        """Stores the count and loss of a staged bucket whose sum over groups is complete.
-
-        Returns the number of groups whose local sums of it are unsound. Waits for no other work on the device.
-        """
-
-    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
-        """Has these ranges of each bucket checked each by itself, as they are summed for some groups alone."""
-
-    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        """Has the device compare a sum over groups that is complete at the given places with its checksums.
-
-        All local sums of it have to be sound.
-        """
-
-    def wrong_sums(self) -> tuple[int, ...]:
-        """Buckets whose checks since the last call have failed in this attempt. Waits for the device if there are any
-        checks; sums of floating-point numbers have none.
-        """
-
-    def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        """Overwrites the local sum of a bucket with the sum over groups, at the given places of the bucket."""
-
-    def squares(self, values: Tensor) -> Tensor:
-        """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
-
-    def totals(self) -> Totals:
-        """Counts and loss of the sums over groups that have arrived."""
-
-    def finish(self, factor: float = 1.0) -> None:
-        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips.
-
-        The tokens of experts become those of the sums.
-        """
-
-    def local_sums(self) -> Sequence[Tensor]:
-        """Flat views of the local gradient sums of buckets still to be staged."""
-
-    def poison(self) -> None:
-        pass
-
-
-def counts_tokens(config: RunConfig) -> bool:
-    """Whether the number of tokens that count for the loss may differ between microbatches; else it needs no sum."""
-    return config.data.eod_mask_loss or bool(config.program.file)
-
-
-def make_gradient_sums(
-    config: RunConfig, chunks: Sequence[Chunk], groups: GroupCollection, device: torch.device, num_terms: int = 0
-) -> GradientSums:
-    """The sums of a rank; `num_terms`: terms of the loss beside the first."""
-    bucket_bytes = round(config.bucket_mib * 2**20)
-    num_tokens = config.train.micro_batch_size * config.model.seq_length
-    all_count = None if counts_tokens(config) else num_tokens
-    if config.reduce.mode != "reproducible":
-        staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
-        return FloatSums(chunks, groups, device, bucket_bytes, staged_dtype, all_count, num_terms)
-    fixed = fixed_point(num_tokens, config.layout.num_groups * config.spare.microbatches_per_shard)
-    return FixedPointSums(chunks, groups, device, bucket_bytes, fixed, all_count, num_terms)
-
-
-class _Staged(ABC):
-    """`all_count`: tokens of a microbatch if all of them always count, so that their number needs no sum; else None.
-
-    The extras begin with sum and count of each of `num_terms` terms, whose sums a subclass adds to `_term_sums`, and
-    the tokens of experts.
-    """
-
+    _loss: Tensor
+    _count: Tensor
+    """Microbatches."""
     _term_sums: Tensor
     _num_digits = 0
     """Elements of checksums, before the extras."""
+    _checks: SumChecks | None = None
+    """Sums of floating-point numbers have no checksums."""
 
     def __init__(
         self,
@@ -221,6 +98,7 @@ class _Staged(ABC):
         self._dtype = dtype
         self._device = device
         self.is_counting = True
+        """False while the gradients of a microbatch that is not to be counted come: they have to become zeros."""
         self._num_kept = self._num_kept_by_all = 0
         self._next = 0  # next bucket to stage; the last bucket once all are staged
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
@@ -234,45 +112,106 @@ class _Staged(ABC):
         self._norms: dict[int, Tensor] = {}
         self._is_unsound: dict[int, Tensor] = {}
 
-    @property
-    def _kept_end(self) -> int:
-        return self.space.ranges[self._num_kept_by_all - 1].stop if self._num_kept_by_all else 0
+    # ----------------------------------------------------------------------------------------------------- adding
+
+    def reset(self) -> None:
+        for chunk in self._chunks:
+            chunk.module.zero_grad_buffer()
+        for sums in self._counted:
+            sums.zero_()
+        self._lanes.reset()
+        self.mark_kept(0)
+
+    def adding(self) -> AbstractContextManager[None]:
+        """In this context, backward passes add to the local sums of buckets that are not kept, and to no others."""
+        self._lanes.start(self._num_kept, self._num_kept_by_all)
+        return nullcontext()
+
+    def sum_counts(self) -> None:
+        """Sums all but gradients over several lanes, once each has counted. Collective over: the lanes."""
+        self._lanes.sum_counted()
+
+    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
+        """Sums those of the first `num_ready` buckets over lanes that are not yet, and yields each. Collective over:
+        the lanes.
+        """
+        return self._lanes.sum_next(num_ready)
+
+    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
+        """Adds a microbatch's loss, and the number of its tokens that count: int64, None if all always do."""
+        assert (num_tokens is None) == (self._all_count is not None), (
+            "either all tokens always count, or each is counted"
+        )
+        self._add(self._loss, total)
+        if num_tokens is not None:
+            self._tokens += num_tokens
+
+    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
+        """Adds a further term of the loss of a microbatch: its sum, and its count as an int64 on the device."""
+        self._add(self._term_sums[index], total)
+        self._term_counts[index] += count
+
+    def add_count(self, num_microbatches: int) -> None:
+        """Counts microbatches that are summed, or will be before any bucket is staged."""
+        self._count += num_microbatches
+
+    @abstractmethod
+    def _add(self, sums: Tensor, values: Tensor) -> None:
+        """Adds values to local sums, in place."""
 
     def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
+        """Marks the first buckets as holding sums over groups; `num_kept_by_all` of them do on all lanes."""
         self._num_kept = num_kept
         self._num_kept_by_all = num_kept if num_kept_by_all is None else num_kept_by_all
         self._next = min(num_kept, len(self.buckets) - 1)
         self._norms.clear()
         self._is_unsound.clear()
+        if self._checks is not None:
+            self._checks.forget()
+
+    @property
+    def _kept_end(self) -> int:
+        return self.space.ranges[self._num_kept_by_all - 1].stop if self._num_kept_by_all else 0
+
+    @abstractmethod
+    def local_sums(self) -> Sequence[Tensor]:
+        """Flat views of the local gradient sums of buckets still to be staged."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Makes a local sum NaN: a fault."""
+
+    def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
+        """Has a subclass's local sums and what it counts summed over lanes."""
+        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts, self.experts.tokens]
+        self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
+
+    # ---------------------------------------------------------------------------------------------------- staging
 
     def measure(self, bucket: int, limit: float) -> None:
+        """Judges a bucket's local sums on the device, before they are staged: sound if `norm` is at most `limit`."""
         self._norms[bucket] = norm = self.norm(bucket)
         self._is_unsound[bucket] = torch.logical_not(norm <= limit)  # this form also catches NaN
 
     def norms(self) -> dict[int, float]:
+        """The norms of the buckets measured since the last call in this attempt. Waits for the device."""
         measured, self._norms = self._norms, {}
         return dict(zip(measured, torch.stack(list(measured.values())).tolist(), strict=True)) if measured else {}
 
     @abstractmethod
     def norm(self, bucket: int) -> Tensor:
-        pass
-
-    def sum_counts(self) -> None:
-        self._lanes.sum_counted()
-
-    def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
-        return self._lanes.sum_next(num_ready)
+        """L2 norm of a bucket's local sums, in fp64 on the device; not finite if a gradient or the loss is not, or
+        overflows.
+        """
 
     def new_staging(self) -> Tensor:
-        return torch.empty(
-            max(map(self._staged_length, range(len(self.buckets)))), dtype=self._dtype, device=self._device
-        )
+        """An uninitialized flat tensor that fits any bucket."""
+        length = max(map(self._staged_length, range(len(self.buckets))))
+        return torch.empty(length, dtype=self._dtype, device=self._device)
 
-    def extras(self, staged: Tensor) -> Tensor:
-        return staged[-(self._num_digits + self._num_extras) * self._per_extra :].view(self._extras_dtype)
-
-    def _beside_gradients(self, staged: Tensor) -> Tensor:
-        return self.extras(staged)[self._num_digits :]
+    @abstractmethod
+    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> None:
         extras = self._beside_gradients(staged)
@@ -298,19 +237,12 @@ class _Staged(ABC):
         self._next = min(bucket + 1, len(self.buckets) - 1)
         self._staged_at[bucket] = self._copies.now()
 
-    def on_summed(self, bucket: int, staging: Tensor) -> int:
-        # Terms and experts are counted in the last bucket alone.
-        num_zeros = 0 if self._is_last(bucket) else self._of_experts.stop
-        extras = torch.empty(self._num_extras - num_zeros, dtype=self._extras_dtype)
-        # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
-        source = self._beside_gradients(self._part(bucket, staging))[num_zeros:]
-        self._copies.copy([(source, extras)], self._staged_at.get(bucket))
-        self._extras_of[bucket] = [0] * num_zeros + extras.tolist()
-        return round(self._extras_of[bucket][_UNSOUND])
+    def extras(self, staged: Tensor) -> Tensor:
+        """What a staged bucket has beside gradients, in a format that counts exactly: a view of its end."""
+        return staged[-(self._num_digits + self._num_extras) * self._per_extra :].view(self._extras_dtype)
 
-    def squares(self, values: Tensor) -> Tensor:
-        squares = [piece.double().square_().sum() for piece in values.split(self._piece)]
-        return torch.stack(squares).sum() / self._scale**2
+    def _beside_gradients(self, staged: Tensor) -> Tensor:
+        return self.extras(staged)[self._num_digits :]
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
         return staging[: self._staged_length(bucket)]
@@ -323,29 +255,49 @@ class _Staged(ABC):
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
 
-    def _sum_lanes(self, local: Sequence[Segment], counted: Sequence[Tensor]) -> None:
-        """Has a subclass's local sums and what it counts summed over lanes."""
-        self._counted = [*counted, self._tokens, self._term_sums, self._term_counts, self.experts.tokens]
-        self._lanes = LaneSums(self.space, self._groups.lanes, local, self._counted)
+    # ------------------------------------------------------------------------------------------- sums over groups
 
-    def _reset_counts(self) -> None:
-        for sums in self._counted:
-            sums.zero_()
-        self._lanes.reset()
+    def on_summed(self, bucket: int, staging: Tensor) -> int:
+        """Stores the count and loss of a bucket whose sum over groups is complete, waiting for no other work. Returns
+        the number of groups whose local sums of it are unsound.
+        """
+        # Terms and experts are counted in the last bucket alone.
+        num_zeros = 0 if self._is_last(bucket) else self._of_experts.stop
+        extras = torch.empty(self._num_extras - num_zeros, dtype=self._extras_dtype)
+        # The sum is complete, so the copy waits for nothing; in a group that is alone, for the staging.
+        source = self._beside_gradients(self._part(bucket, staging))[num_zeros:]
+        self._copies.copy([(source, extras)], self._staged_at.get(bucket))
+        self._extras_of[bucket] = [0] * num_zeros + extras.tolist()
+        return round(self._extras_of[bucket][_UNSOUND])
 
-    def _finish_experts(self) -> None:
-        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
-        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
-        self.experts.tokens.copy_(high * _TOKENS_BASE + low)
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        """Has these ranges of each bucket checked each by itself, as they are summed for some groups alone."""
+        if self._checks is not None:
+            self._checks.divide(sections)
+            self._num_digits = self._checks.num_digits
 
-    def _add_tokens(self, num_tokens: Tensor | None) -> None:
-        assert (num_tokens is None) == (self._all_count is not None), (
-            "either all tokens always count, or each is counted"
-        )
-        if num_tokens is not None:
-            self._tokens += num_tokens
+    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        """Has the device compare a sum over groups, of sound local sums, at these places with its checksums."""
+        if self._checks is not None:
+            staged = self._part(bucket, staging)
+            summed, digits = staged[: len(self.buckets[bucket])], self.extras(staged)[: self._num_digits]
+            self._checks.compare(bucket, summed, self._beside_gradients(staged), digits, places)
+
+    def wrong_sums(self) -> tuple[int, ...]:
+        """Buckets whose checks since the last call have failed in this attempt. Waits for the device if any are due."""
+        return () if self._checks is None else self._checks.wrong()
+
+    @abstractmethod
+    def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        """Overwrites the local sum of a bucket with the sum over groups, at the given places of the bucket."""
+
+    def squares(self, values: Tensor) -> Tensor:
+        """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
+        squares = [piece.double().square_().sum() for piece in values.split(self._piece)]
+        return torch.stack(squares).sum() / self._scale**2
 
     def totals(self) -> Totals:
+        """Counts and loss of the sums over groups that have arrived."""
         counts = tuple(round(extras[_COUNT]) for extras in self._extras_of)
         last = self._extras_of[-1]
         if self._all_count is not None:
@@ -357,13 +309,28 @@ class _Staged(ABC):
         terms = tuple(LossSum(total / self._scale, _number(high, low)) for total, high, low in of_terms)
         return Totals(num_microbatches=counts, loss=LossSum(last[_LOSS] / self._scale, num_tokens), terms=terms)
 
+    def finish(self, factor: float = 1.0) -> None:
+        """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips.
+
+        The tokens of experts become those of the sums.
+        """
+        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
+        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
+        self.experts.tokens.copy_(high * _TOKENS_BASE + low)
+        for segment in self.space.own_segments:
+            self._write_back(segment, factor)
+
+    @abstractmethod
+    def _write_back(self, segment: Segment, factor: float) -> None:
+        """Writes the sums of a segment, times a factor, to Megatron's buffer."""
+
 
 def _number(high: float, low: float) -> int:
     """The number that two digits stand for."""
     return round(high) * _TOKENS_BASE + round(low)
 
 
-class FloatSums(_Staged):
+class FloatSums(GradientSums):
     """Sums in fp32, accumulated in Megatron's gradient buffers; staged, and summed over groups, in `staged_dtype`."""
 
     def __init__(
@@ -384,26 +351,12 @@ class FloatSums(_Staged):
         self._count = torch.zeros((), dtype=torch.float64, device=device)
         self._sum_lanes(self.space.segments, [self._count, self._loss])
 
-    def reset(self) -> None:
-        for chunk in self._chunks:
-            chunk.module.zero_grad_buffer()
-        self._reset_counts()
-        self.mark_kept(0)
-
     def adding(self) -> AbstractContextManager[None]:
-        self._lanes.start(self._num_kept, self._num_kept_by_all)
-        return diverted(self._parameters, self._kept_end) if self._kept_end else nullcontext()
+        context = super().adding()
+        return diverted(self._parameters, self._kept_end) if self._kept_end else context
 
-    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
-        self._loss += total
-        self._add_tokens(num_tokens)
-
-    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
-        self._term_sums[index] += total
-        self._term_counts[index] += count
-
-    def add_count(self, num_microbatches: int) -> None:
-        self._count += num_microbatches
+    def _add(self, sums: Tensor, values: Tensor) -> None:
+        sums += values
 
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         staged = self._part(bucket, staging)
@@ -429,15 +382,6 @@ class FloatSums(_Staged):
             is_finite = is_finite & self._term_sums.isfinite().all()
         return norm.masked_fill(~is_finite, math.inf)
 
-    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
-        pass
-
-    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        pass
-
-    def wrong_sums(self) -> tuple[int, ...]:
-        return ()
-
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         for gradients, whole in self._pieces[bucket]:
             for place in places:
@@ -446,10 +390,8 @@ class FloatSums(_Staged):
                 if start < stop:
                     gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
-    def finish(self, factor: float = 1.0) -> None:
-        self._finish_experts()
-        for segment in self.space.own_segments:
-            segment.gradients.mul_(factor)
+    def _write_back(self, segment: Segment, factor: float) -> None:
+        segment.gradients.mul_(factor)
 
     def local_sums(self) -> Sequence[Tensor]:
         return [gradients for pieces in self._pieces[self._next :] for gradients, _ in pieces]
@@ -458,7 +400,7 @@ class FloatSums(_Staged):
         self.local_sums()[0][0] += math.nan
 
 
-class FixedPointSums(_Staged):
+class FixedPointSums(GradientSums):
     """Integer sums, each gradient of each microbatch rounded once; bitwise independent of where and when it is
     computed.
 
@@ -480,27 +422,21 @@ class FixedPointSums(_Staged):
         num_elements = self.space.ranges[-1].stop
         self._sums = torch.zeros(num_elements, dtype=torch.int64, device=device)
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
+        self._loss, self._count = self._extras[_LOSS], self._extras[_COUNT]
         self._term_sums = torch.zeros(num_terms, dtype=torch.int64, device=device)
         self._sum_lanes([Segment(gradients=self._sums, start=0, stop=num_elements)], [self._extras])
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         self._add_rounded = choose_add_rounded(device)
-        self._checks = SumChecks([len(bucket) for bucket in self.buckets])
+        self._checks: SumChecks = SumChecks([len(bucket) for bucket in self.buckets])
         self._num_digits = self._checks.num_digits
         for parameter in flat_parameters(chunks):
             self._watch(parameter)
 
     def reset(self) -> None:
-        for chunk in self._chunks:
-            chunk.module.zero_grad_buffer()
+        super().reset()
         self._sums.zero_()
-        self._reset_counts()
         self._largest.zero_()
-        self.mark_kept(0)
-
-    def adding(self) -> AbstractContextManager[None]:
-        self._lanes.start(self._num_kept, self._num_kept_by_all)
-        return nullcontext()
 
     def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
         for bucket in super().sum_over_lanes(num_ready):
@@ -508,17 +444,6 @@ class FixedPointSums(_Staged):
             is_too_large = torch.logical_not(self._largest <= self._fixed.largest)
             self._largest.masked_fill_(self._lanes.any_lane(is_too_large), math.inf)
             yield bucket
-
-    def add_loss(self, total: Tensor, num_tokens: Tensor | None) -> None:
-        self._add(self._extras[_LOSS], total)
-        self._add_tokens(num_tokens)
-
-    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
-        self._add(self._term_sums[index], total)
-        self._term_counts[index] += count
-
-    def add_count(self, num_microbatches: int) -> None:
-        self._extras[_COUNT] += num_microbatches
 
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         elements = self.buckets[bucket]
@@ -531,22 +456,6 @@ class FixedPointSums(_Staged):
         local, digits = self._sums[elements.start : elements.stop], self.extras(staged)[: self._num_digits]
         self._checks.write(bucket, local, self._beside_gradients(staged), digits)
         return staged
-
-    def mark_kept(self, num_kept: int, num_kept_by_all: int | None = None) -> None:
-        super().mark_kept(num_kept, num_kept_by_all)
-        self._checks.forget()
-
-    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
-        self._checks.divide(sections)
-        self._num_digits = self._checks.num_digits
-
-    def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        staged = self._part(bucket, staging)
-        summed, digits = staged[: len(self.buckets[bucket])], self.extras(staged)[: self._num_digits]
-        self._checks.compare(bucket, summed, self._beside_gradients(staged), digits, places)
-
-    def wrong_sums(self) -> tuple[int, ...]:
-        return self._checks.wrong()
 
     def norm(self, bucket: int) -> Tensor:
         elements = self.buckets[bucket]
@@ -562,10 +471,8 @@ class FixedPointSums(_Staged):
         for place in places:
             self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
-    def finish(self, factor: float = 1.0) -> None:
-        self._finish_experts()
-        for segment in self.space.own_segments:
-            segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
+    def _write_back(self, segment: Segment, factor: float) -> None:
+        segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
         return [self._sums[elements.start : elements.stop] for elements in self.buckets[self._next :]]
@@ -594,3 +501,22 @@ def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
     parts = parts_of(of, bucket)
     pieces = [(part.gradients, slice(part.start - bucket.start, part.stop - bucket.start)) for part in parts]
     return pieces or [(of[0].gradients[:0], slice(0, 0))]
+
+
+def counts_tokens(config: RunConfig) -> bool:
+    """Whether the number of tokens that count for the loss may differ between microbatches; else it needs no sum."""
+    return config.data.eod_mask_loss or bool(config.program.file)
+
+
+def make_gradient_sums(
+    config: RunConfig, chunks: Sequence[Chunk], groups: GroupCollection, device: torch.device, num_terms: int = 0
+) -> GradientSums:
+    """The sums of a rank; `num_terms`: terms of the loss beside the first."""
+    bucket_bytes = round(config.bucket_mib * 2**20)
+    num_tokens = config.train.micro_batch_size * config.model.seq_length
+    all_count = None if counts_tokens(config) else num_tokens
+    if config.reduce.mode != "reproducible":
+        staged_dtype = torch.bfloat16 if config.reduce.mode == "fast_bf16" else torch.float32
+        return FloatSums(chunks, groups, device, bucket_bytes, staged_dtype, all_count, num_terms)
+    fixed = fixed_point(num_tokens, config.layout.num_groups * config.spare.microbatches_per_shard)
+    return FixedPointSums(chunks, groups, device, bucket_bytes, fixed, all_count, num_terms)

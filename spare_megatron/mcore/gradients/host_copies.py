@@ -78,10 +78,8 @@ def issued_on(device: torch.device) -> torch.cuda.Event | None:
 
 
 class TensorBytes:
-    """The concatenated bytes of contiguous tensors on any device, neither copied nor protected from changes.
-
-    Any thread reads and writes them after the GPU work before the marker `after`, by default the work issued so far,
-    and waits for no other.
+    """The concatenated bytes of contiguous tensors on any device, in place. Any thread reads and writes them after the
+    GPU work before the marker `after`, by default the work issued so far, and waits for no other.
     """
 
     def __init__(self, tensors: Sequence[Tensor], after: torch.cuda.Event | None = None) -> None:
@@ -150,10 +148,7 @@ class ReadAhead:
 
 
 class PieceWriter:
-    """Writes pieces, in one thread: through two buffers, one being filled while the other is on its way, or at once.
-
-    A piece is received in `room` and then written.
-    """
+    """Writes pieces, each received in `room`, in one thread: through two buffers, or at once."""
 
     def __init__(self, content: TensorBytes, buffers: Sequence[PinnedBuffer]) -> None:
         self._content = content
@@ -207,9 +202,8 @@ class HostCopies:
         return issued_on(self._device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
-        """Copies tensors into contiguous host tensors, after GPU work issued before the marker `after` of `now`.
-
-        Waits for no GPU work issued later.
+        """Copies tensors to contiguous host tensors after the GPU work before the marker `after`; waits for no later
+        work.
         """
         with torch.no_grad():
             if after is None:

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, Segment, parts_of
-from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRange, Segment, parts_of
 
 
 class LaneSums:
-    """Sums the local sums of a rank over lanes: the gradients of `local` range by range, and `counted` at once.
-
-    `counted` are small tensors, exact in the type of the first.
+    """Sums the gradients of `local` over lanes, range by range, and the small tensors `counted` at once, in the type of
+    the first.
     """
 
     def __init__(
@@ -36,9 +34,8 @@ class LaneSums:
         self._is_summed = False
 
     def start(self, num_kept: int, num_kept_by_all: int) -> None:
-        """Before a computation, which adds to all ranges but those whose strips all lanes keep.
-
-        `num_kept`: leading strips that this lane keeps as they are.
+        """Before a computation, which adds to all ranges but those that all lanes keep; this lane keeps `num_kept`
+        strips.
         """
         if self._is_alone:
             return
@@ -61,10 +58,8 @@ class LaneSums:
         return number > 0
 
     def sum_next(self, num_ready: int) -> Iterator[int]:
-        """Sums the first `num_ready` ranges over lanes, those that are not summed yet, and yields each after its sum.
-
-        The last of them goes on, while a backward pass does, until another one has begun or there is none left.
-        Collective over: the lanes that share the range.
+        """Sums those of the first `num_ready` ranges that are not summed yet, and yields each after its sum. The last
+        goes on, while a backward pass does, until another has begun. Collective over: the lanes that share the range.
         """
         while self._next < num_ready:
             before, self._pending = self._pending, self._begin(self._next)

@@ -8,18 +8,24 @@ is thus always updated in the same fragment, whichever group hosts its partition
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
+from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.stacking.layout import PartitionId
 
 PIECE_ELEMENTS = 1 << 17
 """Length of a piece: 1 MiB of Adam's two moments."""
+
+OWN = PartitionId(0)
+"""The one state partition where lanes divide the state: all own strips, in the order of the flat gradient space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +67,14 @@ def whole_parameters(chunks: Sequence[Chunk]) -> list[Span]:
 
 
 class StatePartitions:
-    """The state partitions of a rank: `num_partitions` of them, in pieces of `piece_elements` (None: whole)."""
+    """The state partitions of a rank, `num_partitions` of them, in pieces of `piece_elements` (None: whole)."""
 
     def __init__(self, spans: Sequence[Span], num_partitions: int, piece_elements: int | None = PIECE_ELEMENTS) -> None:
         self._spans = spans
         *self._firsts, self._size = accumulate((span.stop - span.start for span in spans), initial=0)
         self._length = -(-self._size // num_partitions)
         self._piece = piece_elements or max(self._length, 1)
-        self.num_partitions = num_partitions
+        self.numbers = tuple(map(PartitionId, range(num_partitions)))
 
     def length(self, number: PartitionId) -> int:
         return max(0, min(self._length, self._size - number * self._length))
@@ -91,3 +97,67 @@ class StatePartitions:
             stop = min(end, span.stop - shift)
             yield Fragment(parameter=span.parameter, start=start + shift, stop=stop + shift, offset=start - origin)
             start, index = stop, index + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPart:
+    """A range (`place`) of a bucket in the state partition `number`; None if every group needs it. `counted`: the
+    ranges within it that Megatron counts for the norm; empty where `number` is None.
+    """
+
+    number: PartitionId | None
+    place: slice
+    counted: tuple[slice, ...]
+
+
+def gradient_parts(
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
+) -> tuple[tuple[GradientPart, ...], ...]:
+    """As few parts of each bucket as possible, ascending."""
+    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
+    parts: list[list[GradientPart]] = [[] for _ in buckets]
+    index = 0
+    for bucket, of_bucket in zip(buckets, parts, strict=True):
+        while index < len(ranges) and ranges[index].place.start < bucket.stop:
+            part = _within(ranges[index], bucket)
+            if of_bucket and of_bucket[-1].number == part.number and of_bucket[-1].place.stop == part.place.start:
+                part = _joined(of_bucket.pop(), part)
+            of_bucket.append(part)
+            if ranges[index].place.stop > bucket.stop:
+                break  # the rest is in the next bucket
+            index += 1
+    return tuple(map(tuple, parts))
+
+
+def _ranges(
+    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
+) -> Iterator[GradientPart]:
+    """The range of every partition fragment in the flat gradient space."""
+    starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
+    everywhere = needed_everywhere(chunks, groups)
+    for number in partitions.numbers:
+        for fragment in partitions.fragments(number, slice(0, partitions.length(number))):
+            first = starts[fragment.parameter]
+            place = slice(first + fragment.start, first + fragment.stop)
+            if fragment.parameter in everywhere:
+                yield GradientPart(number=None, place=place, counted=())
+            else:
+                is_counted = counts_for_norm(fragment.parameter, groups)
+                yield GradientPart(number=number, place=place, counted=(place,) if is_counted else ())
+
+
+def _within(part: GradientPart, bucket: range) -> GradientPart:
+    """The part that lies in the bucket, relative to the bucket."""
+
+    def within(place: slice) -> slice:
+        return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
+
+    return replace(part, place=within(part.place), counted=tuple(map(within, part.counted)))
+
+
+def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
+    counted = (*first.counted, *second.counted)
+    if first.counted and second.counted and first.counted[-1].stop == second.counted[0].start:
+        middle = slice(first.counted[-1].start, second.counted[0].stop)
+        counted = (*first.counted[:-1], middle, *second.counted[1:])
+    return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
-from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, flat_parameters
 from spare_megatron.mcore.model.model import Chunk
 
 OnReady = Callable[[int], None]

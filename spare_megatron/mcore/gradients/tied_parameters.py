@@ -1,6 +1,5 @@
-"""Parameters whose gradients belong together inside a group: tied embeddings, and what several ranks hold whole.
-
-Megatron sums them when a step is finalized: every group needs them whole, and one rank counts them for the norm.
+"""Parameters whose gradients Megatron sums inside a group: tied embeddings, and what several ranks hold whole. Every
+group needs them whole, and one rank counts them for the norm.
 """
 
 from collections.abc import Sequence
@@ -16,9 +15,8 @@ from spare_megatron.mcore.model.model import Chunk
 
 
 def sum_inside_group(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
-    """Sums gradients over context-parallel ranks, both ends of tied embeddings, and sequence-parallel layer norms.
-
-    In place, so it must not run before the commit. Collective over: all ranks of the group.
+    """Sums gradients over context-parallel ranks, tied embeddings, and sequence-parallel norms, in place: after the
+    commit. Collective over: all ranks of the group.
     """
     finalize_model_grads([chunk.module for chunk in chunks], None, pg_collection=groups)
 

@@ -1,6 +1,4 @@
-"""Causal attention by torch's own kernel, also in a sliding window or within documents, for layers without
-transformer-engine.
-"""
+"""Causal attention by torch's own kernel, also in a window or within documents, without transformer-engine."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -51,10 +49,7 @@ class TorchCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """Returns [sequence, batch, hidden of this rank]; query, key and value are [sequence, batch, heads, width].
-
-        `attention_mask` is a `document_mask`; without one attention is causal.
-        """
+        """[sequence, batch, heads, width] to [sequence, batch, hidden here]; causal without a `document_mask`."""
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
         dropout = self._dropout if self.training else 0.0
@@ -94,10 +89,7 @@ def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
 
 
 def document_mask(tokens: Tensor, end_of_document: int) -> Tensor:
-    """[batch, 1, query, key]: whether a token attends to another, which is not later and of the same document.
-
-    The token that ends a document belongs to it. `tokens` are [batch, sequence].
-    """
+    """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`."""
     ends = (tokens == end_of_document).long()
     documents = ends.cumsum(dim=1) - ends
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()

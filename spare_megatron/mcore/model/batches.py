@@ -30,9 +30,8 @@ class UnreadMask(ValueError):
 
 
 class RecordedBatch(dict[str, Tensor]):
-    """A batch that records which of its tensors are read, also by `dict(batch)`, `**batch` and `items()`.
-
-    The methods of Mapping read through `__getitem__`; without an `__iter__` of its own CPython would copy past it.
+    """A batch that records which of its tensors are read, also by `dict(batch)`, `**batch` and `items()`. The methods
+    of Mapping read through `__getitem__`; without an `__iter__` of its own CPython would copy past it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

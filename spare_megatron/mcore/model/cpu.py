@@ -1,7 +1,4 @@
-"""Patches that let megatron-core 0.16 run on a CPU. Never installed where ranks compute on GPUs.
-
-Each function patches one kind of hard-coded CUDA device and names the files that need it.
-"""
+"""Patches of hard-coded CUDA devices that let megatron-core 0.16 run on a CPU, each with the files that need it."""
 
 import sys
 from collections.abc import Callable
@@ -24,10 +21,7 @@ def install() -> None:
 
 
 def _current_device_is_the_cpu() -> None:
-    """Handles buffers of `device=torch.cuda.current_device()`.
-
-    Needed by: pipeline_parallel/p2p_communication.py, distributed/param_and_grad_buffer.py, rotary_pos_embedding.py.
-    """
+    """Handles torch.cuda.current_device(): p2p_communication.py, param_and_grad_buffer.py, rotary_pos_embedding.py."""
 
     def current_device() -> torch.device:
         return torch.device("cpu")

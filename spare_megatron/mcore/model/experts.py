@@ -52,12 +52,8 @@ class Router(TopKRouter):
 
 
 class ExpertCounts:
-    """Tokens of a step that the routers of a rank chose each expert for, by which Megatron moves their biases.
-
-    Wang et al., arXiv 2408.15664. Megatron's finalization of gradients takes `tokens` for those of the global batch.
-
-    Attributes:
-        tokens: int64, a row for each router with biases; empty without biases.
+    """Tokens of a step that the routers of a rank chose each expert for (arXiv 2408.15664), by which Megatron's
+    finalization of gradients moves their biases: int64 `tokens`, a row for each router with biases.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
@@ -110,9 +106,8 @@ def prepare_experts(spec: ModuleSpec) -> None:
 
 
 def initialize_experts(model: torch.nn.Module, transformer: TransformerConfig, draw: Callable[..., None]) -> None:
-    """Initializes experts anew, so that their values depend neither on the lanes that divide them nor on the stages.
-
-    `draw` seeds the generators by the numbers that it is given: layer, expert, and matrix.
+    """Initializes experts anew, so that their values depend neither on lanes nor stages. `draw` seeds by layer, expert,
+    matrix.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers if transformer.perform_initialization else ():
@@ -127,10 +122,7 @@ _LOCAL_EXPERT = re.compile(r"(?:^local_experts\.|weight)(\d+)")
 
 
 def scale_auxiliary_losses(factor: float) -> None:
-    """Factor of the gradients of routers' losses in the backward pass that begins; Megatron sets 1 in a forward pass.
-
-    Megatron adds these gradients on their own, so a factor of the loss does not reach them.
-    """
+    """Sets the factor of routers' losses in the backward pass that begins, which one of the loss does not reach."""
     scale = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
     if scale is not None:
         scale.fill_(factor)

@@ -54,10 +54,7 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def choose_deterministic_kernels(config: RunConfig) -> None:
-    """With `reduce.mode=reproducible`, makes all GPU kernels of this process repeat their results bit for bit.
-
-    Call it before anything uses the GPU. Operations that have no such kernel raise RuntimeError afterwards.
-    """
+    """With `reduce.mode=reproducible`, makes all kernels repeat their results bitwise; call it before any GPU use."""
     if config.reduce.mode != "reproducible":
         return
     # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
@@ -91,14 +88,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """What a model provider builds one chunk of the model from.
-
-    Attributes:
-        transformer: Megatron's configuration of the run.
-        groups: Process groups inside this data-parallel group; none of them crosses groups.
-        stage: Index among all `num_stages` chunks of the model, in layer order.
-        virtual_stage: Index among this rank's chunks; None unless the pipeline is virtual.
-    """
+    """What a model provider builds one chunk of the model from, in process groups that stay inside this group."""
 
     config: RunConfig
     transformer: TransformerConfig
@@ -188,9 +178,8 @@ def gpt_model(context: ModelContext) -> GPTModel:
 
 
 def _with_replicas(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for the layers, of whom experts alone ask in checkpoints which ranks have the same.
-
-    Megatron's wrapper must not know these ranks: it would sum gradients over them.
+    """The groups for the layers, whose experts ask in checkpoints which ranks have the same. Megatron's wrapper must
+    not know these ranks: it would sum gradients over them.
     """
     if not isinstance(groups, GroupCollection):
         return groups
@@ -257,10 +246,8 @@ def _mask_padding(model: GPTModel, vocab_size: int, tensor_rank: int) -> None:
 def layer_spec(
     config: RunConfig, transformer: TransformerConfig, device: torch.device, *, has_experts: bool = True
 ) -> ModuleSpec:
-    """The layer implementation, of a layer with experts if the model has some.
-
-    Raises ImportError for an unsupported version of transformer-engine. Raises ValueError if it is required and not
-    available, or used features need it, or norms other than torch's.
+    """The layer implementation. ImportError: an unsupported transformer-engine. ValueError: it is required and absent,
+    or what is used needs it, or norms other than torch's.
     """
     num_experts = transformer.num_moe_experts if has_experts else None
     if uses_transformer_engine(config, device):

@@ -20,10 +20,8 @@ from spare_megatron.stacking.plans import Microbatch, Numbered, share_of
 
 
 class Item(NamedTuple):
-    """A microbatch in the schedule; padding contributes nothing.
-
-    `is_digested`: it is audited, so that digests of it are taken. `is_audit`: another group owns it, and no sum gets
-    anything of it.
+    """A microbatch in the schedule; padding contributes nothing. `is_digested`: digests of it are taken, for an audit.
+    `is_audit`: another group owns it, and no sum gets anything of it.
     """
 
     microbatch: Numbered
@@ -108,9 +106,8 @@ class Pipeline:
         *,
         is_forward_only: bool = False,
     ) -> None:
-        """Adds gradients to the buffers, unless `is_forward_only`.
-
-        Collective over: all ranks of the lane, with the same items in order.
+        """Adds gradients to the buffers, unless `is_forward_only`. Collective over: all ranks of the lane, with the
+        same items.
         """
         if not items:
             # Megatron's schedule for one stage would run one microbatch even if there is none.
@@ -171,9 +168,8 @@ def pad(items: Sequence[Item], multiple: int) -> list[Item]:
 
 
 def summed_loss(losses: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The loss of a microbatch: the sum of its tokens' losses in fp32, and the number of tokens that count (int64).
-
-    `mask` is 0 at tokens that do not count and 1 at all others. Without one all count, and the number is None.
+    """The sum of a microbatch's losses in fp32, and how many tokens count by the 0/1 `mask` (int64); None without a
+    mask.
     """
     losses = losses.float()
     return (losses.sum(), None) if mask is None else ((losses * mask).sum(), mask.count_nonzero())

@@ -17,14 +17,8 @@ _AXES = "pdect"
 
 @dataclass
 class GroupCollection(ProcessGroupCollection):
-    """Megatron's process groups of a rank, and those across lanes.
-
-    Attributes:
-        lanes: The ranks at its position in all lanes of the group.
-        expert_lanes: Those of them that hold the same experts.
-        expert_lanes_and_cp: The same of all context-parallel ranks.
-        lanes_and_cp: The same of all context-parallel ranks.
-        lanes_and_mp: The same of all tensor- and pipeline-parallel ranks.
+    """Megatron's process groups of a rank, and those of the ranks at its position in all `lanes` of the group: with the
+    same experts, and times all context-parallel (cp) or tensor- and pipeline-parallel ranks (mp).
     """
 
     lanes: dist.ProcessGroup = field(init=False)
@@ -35,11 +29,9 @@ class GroupCollection(ProcessGroupCollection):
 
 
 def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> GroupCollection:
-    """The process groups of this rank for Megatron's model, optimizer and schedules. The world is the group.
-
-    The tensor-parallel index of a rank varies fastest, then context, lane and pipeline. Megatron sees a data-parallel
-    size of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Every process group gets `timeout`.
-    Collective over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
+    """The process groups of this rank inside its group, which is the world; the tensor-parallel index varies fastest.
+    Megatron sees a data-parallel size of 1: `dp` is this rank alone, `dp_cp` its context-parallel group. Collective
+    over: all ranks of the group. Raises ValueError if the world's size differs from the layout's.
     """
     if dist.get_world_size() != layout.ranks_per_group:
         raise ValueError(
@@ -65,12 +57,9 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
 
 
 def _publish_groups(groups: ProcessGroupCollection) -> None:
-    """Sets Megatron globals that it reads even if the model was given its process groups.
-
-    tensor_parallel/cross_entropy.py reads the tensor-parallel group,
-    models/common/language_module/language_module.py the data-parallel rank when it describes the last stage's tied
-    embeddings for a checkpoint, transformer/moe/token_dispatcher.py the memory for gathered tokens, and
-    transformer/moe/moe_utils.py the ranks that have parts of the tokens, when it moves expert biases.
+    """Sets Megatron globals that it reads although the model was given its process groups: in
+    tensor_parallel/cross_entropy.py, models/common/language_module/language_module.py (tied embeddings in checkpoints),
+    transformer/moe/token_dispatcher.py (memory for gathered tokens) and transformer/moe/moe_utils.py (expert biases).
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp

@@ -1,7 +1,4 @@
-"""The program of a run: who builds the model, computes the loss of a microbatch and reads the data.
-
-The defaults are the GPT and the corpus of the settings, through the same interface as a user's file.
-"""
+"""The program of a run: who builds the model, computes the loss and reads the data; by default the settings' GPT."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +10,14 @@ from torch import Tensor
 
 from spare_megatron.config.program_file import LOSS_TERMS, LossTerm, import_program
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read
-from spare_megatron.mcore.model.model import ModelProvider, gpt_model
+from spare_megatron.mcore.model.model import Chunk, ModelProvider, gpt_model
 from spare_megatron.mcore.model.pipeline import summed_loss
-from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset
+from spare_megatron.mcore.model.probe import Probe
+from spare_megatron.mcore.model.process_groups import GroupCollection
+from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset, on_device
 
 LOSS = "loss"
 """The term of the loss that every program has, whose count divides the gradient."""
@@ -31,12 +32,8 @@ Terms = Mapping[str, tuple[Tensor, Tensor | int | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """Where in the training a forward pass is: all that it may depend on beside its batch and the parameters.
-
-    Attributes:
-        groups: Process groups inside this data-parallel group; none of them crosses groups.
-        first_sequence: Sequences consumed before the microbatch.
-        pre_process, post_process: Whether the chunk takes the batch, and whether it computes the loss.
+    """All that a forward pass may depend on beside its batch and the parameters. `first_sequence`: sequences consumed
+    before the microbatch. `pre_process`, `post_process`: whether the chunk takes the batch, and computes the loss.
     """
 
     config: RunConfig
@@ -81,6 +78,51 @@ class Program:
         if unread := {key: setting for key, setting in masks.items() if key not in recorded.read}:
             raise UnreadMask("forward_step", "read", unread)
         return result
+
+
+class ForwardPasses:
+    """The forward passes of a rank's chunks, in training and in evaluations. `is_random`: they may draw numbers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        program: Program,
+        groups: GroupCollection,
+        device: torch.device,
+        probe: Probe,
+        *,
+        is_random: bool,
+    ) -> None:
+        self._config, self._program = config, program
+        self._groups, self._device = groups, device
+        self._probe = probe
+        self._is_random = is_random
+
+    def run(
+        self, chunk: Chunk, step: int, number: int, first_sequence: int, read: Callable[[], dict[str, Tensor]]
+    ) -> tuple[Tensor, Terms]:
+        """Runs the microbatch of this number through a chunk. `read` is called if the chunk needs any of it: without a
+        mask, chunks between the ends of the model do not.
+        """
+        config = self._config
+        if self._is_random:
+            tensor_rank = self._groups.tp.rank()
+            rng.seed_microbatch(config.train.seed, step, number, chunk.stage, tensor_rank, self._device)
+        batch: dict[str, Tensor] = {}
+        if chunk.is_first or chunk.is_last or config.data.reset_attention_mask:
+            with self._probe.during(Operation.STORAGE):
+                batch = read()
+            batch = on_device(batch, config, self._device, self._groups.cp)
+        context = StepContext(
+            config=config,
+            groups=self._groups,
+            device=self._device,
+            step=step,
+            first_sequence=first_sequence,
+            pre_process=chunk.is_first,
+            post_process=chunk.is_last,
+        )
+        return self._program.forward(batch, chunk.module, context)
 
 
 def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:

@@ -25,10 +25,8 @@ def seed_expert(seed: int, tensor_rank: int, device: torch.device, *place: int) 
 
 
 def seed_microbatch(seed: int, step: int, number: int, stage: int, tensor_rank: int, device: torch.device) -> None:
-    """Seeds the generators for one microbatch's forward pass through one stage, by its number in the batch.
-
-    Masks differ between stages and between tensor-parallel ranks that hold different elements; never between groups,
-    nor with the number of groups or lanes.
+    """Seeds the generators for one microbatch, by its number in the batch: masks differ between stages and between
+    tensor-parallel ranks that hold different elements, never between groups or lanes.
     """
     _seed_generators(seed_of("microbatch", seed, step, number, stage), tensor_rank, device)
 

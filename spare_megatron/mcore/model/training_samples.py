@@ -53,10 +53,9 @@ class _Vocabulary:
 
 
 def prepare_index(config: RunConfig) -> tuple[Path, ...]:
-    """Builds the sample index of each epoch that the run reads unless it exists; removes indices unused for long.
-
-    Call it in one process before the ranks start: they only load the indices, one folder per corpus, which it returns.
-    Raises ValueError if a corpus is missing or too short, or its index cannot be written or is too large.
+    """Builds the sample index of each epoch that the run reads, in one process before the ranks start; removes old
+    ones. Returns a folder per corpus. Raises ValueError if a corpus is missing or too short, or an index cannot be
+    written.
     """
     if not config.data.corpora:
         return ()
@@ -216,10 +215,7 @@ class _Samples:
         return self._open[epoch][index]
 
     def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
-        """The dataset of one epoch, whose index Megatron builds in the folder unless it is there.
-
-        Without BlendedMegatronDatasetBuilder, whose `build` synchronizes the ranks.
-        """
+        """The dataset of one epoch, whose index Megatron builds in the folder unless it is there."""
         config = replace(self._config, random_seed=self._seed_of(epoch), path_to_cache=str(folder))
         return GPTDataset(self._indexed, self.prefix, self._documents, None, Split.train, config)
 
@@ -254,10 +250,7 @@ class ValidationWindows:
     """A validation set, in the order of its text, in windows of `model.seq_length` that do not overlap."""
 
     def __init__(self, config: RunConfig, name: str = HELD_OUT) -> None:
-        """Opens the corpora of the set. Raises ValueError if one is missing or has no window, or there is no such set.
-
-        `HELD_OUT` is what `data.split` holds out, unless `data.validation` has a set of that name.
-        """
+        """Opens the corpora of the set. Raises ValueError if one is missing or has no window, or the set is none."""
         data, self._length = config.data, config.model.seq_length
         if name not in validation_names(data):
             raise ValueError(
@@ -339,9 +332,8 @@ class IndexedCorpora(_Blend):
         self[0]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """The `tokens`, `labels` and `position_ids` of a sample, each [seq_length].
-
-        With `data.eod_mask_loss` also its `loss_mask`, 0 where a token does not count for the loss and 1 elsewhere.
+        """`tokens`, `labels`, `position_ids` and, with `data.eod_mask_loss`, 0/1 `loss_mask` of a sample: each
+        [seq_length].
         """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
@@ -360,8 +352,8 @@ class Corpus:
     def __init__(
         self, config: RunConfig, dataset: Dataset | None = None, needed: Mapping[str, str] | None = None
     ) -> None:
-        """Reads `dataset`, by default the corpora of the settings, whose samples have the keys `needed`. Raises
-        ValueError as `corpus_dataset` does.
+        """Reads `dataset`, by default the settings' corpora; samples have the keys `needed`. ValueError as
+        `corpus_dataset`.
         """
         self._samples = dataset or corpus_dataset(config)
         self._config, self._needed = config, needed or {}
@@ -373,18 +365,16 @@ class Corpus:
         self._num_steps = config.train.steps
 
     def microbatch(self, step: int, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a step's microbatch with this linear number by name, each [micro_batch_size, ...].
-
-        Raises BadSample as `stacked` does.
+        """The tensors of a step's microbatch of this number, each [micro_batch_size, ...]. Raises BadSample as
+        `stacked` does.
         """
         first = self.first_sample(step, number)
         samples = [self._samples[first + place] for place in range(self._micro_batch_size)]
         return stacked(samples, self._config, self._needed)
 
     def digest(self) -> str:
-        """SHA-256 (hex) over every shard's first microbatch of the first step and last microbatch of the last step.
-
-        Raises ValueError if one of them cannot be read.
+        """SHA-256 (hex) of every shard's first microbatch of the first step and last one of the last. ValueError:
+        unreadable.
         """
         digest = sha256()
         first, last = self._first_step, self._num_steps - 1

@@ -72,10 +72,7 @@ def in_words(kind: Any) -> str:
 
 
 def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
-    """Megatron's configuration of a run's model and schedule; safe `[megatron]` fields override ours.
-
-    Raises ValueError if a `[megatron]` field is unknown, unsupported or of the wrong type, or Megatron rejects it.
-    """
+    """Megatron's configuration of a run's model and schedule. ValueError: a `[megatron]` field cannot be used."""
     _refuse(config)
     fields = _fields(config, device)
     with warnings.catch_warnings(action="ignore"):  # Megatron's own

@@ -38,10 +38,7 @@ def check_version(package: str, installed: str | None) -> None:
 
 
 def check_names(package: str, owner: object, *names: str) -> None:
-    """Raises ImportError if `owner`, of the package, lacks one of these dotted names.
-
-    For private or undocumented names: a module that uses some looks them up when it is imported, not during a fault.
-    """
+    """Raises ImportError if `owner`, of the package, lacks one of these private names, needed during a fault."""
     for name in names:
         try:
             attrgetter(name)(owner)

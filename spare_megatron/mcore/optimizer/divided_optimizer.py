@@ -14,24 +14,18 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.gradients.strips import ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange
+from spare_megatron.mcore.gradients.partitions import OWN, StatePartitions
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, shared_by_stages
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.lane_buffers import LaneBuffers
-from spare_megatron.stacking.layout import PartitionId
-
-OWN = PartitionId(0)
-"""The one state partition: all own strips, in the order of the flat gradient space."""
 
 
 class DividedOptimizer(FragmentAdam):
-    """Updates a rank's own strips of `ranges`, once per committed step, and gathers those of the other lanes.
-
-    `lanes` has the process group of each range. With `reduce.mode=reproducible` all lanes have all gradients before the
-    update, so that their norm has the same bits at any number of lanes.
+    """Updates a rank's own strips of `ranges`, and gathers those of the other `lanes`. With `reduce.mode=reproducible`
+    all lanes have all gradients before, so that their norm has the same bits at any number of lanes.
     """
 
     def __init__(
@@ -52,18 +46,13 @@ class DividedOptimizer(FragmentAdam):
         self._lanes_and_mp = groups.lanes_and_mp
 
     def gather_gradients(self) -> None:
-        """Brings here the gradients of other lanes that this update needs, once those of the own strips are final.
-
-        Ranks of one tensor- or context-parallel group have the same strips, so that sums between them need no more;
-        the first and last stage place their tied embeddings differently. Collective over: all lanes.
+        """Gathers the gradients of other lanes that the update needs: in the stages that place tied embeddings
+        differently, or all. Collective over: all lanes.
         """
         self._shared.gather_gradients(self._gathered)
 
     def step(self) -> tuple[float, float]:
-        """Clips and applies the gradients. Returns their norm before clipping and the learning rate.
-
-        Collective over: all ranks of the group.
-        """
+        """As `Optimizer.step`."""
         norm = self._norm()
         learning_rate = self._update(norm)
         self._shared.gather_parameters()

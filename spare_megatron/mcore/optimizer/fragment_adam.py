@@ -25,11 +25,8 @@ NUM_MOMENTS = 2
 
 @dataclass(slots=True)
 class Hosted:
-    """A partition held here in whole or in part.
-
-    Attributes:
-        state: fp32, rows of the partition's length: main parameters (bf16 models), first, second moments.
-        installed_at: Piece -> number of updates that its state included when it arrived.
+    """A partition held here in whole or in part. `state`: fp32 rows: main parameters (bf16 models), first, second
+    moments. `installed_at`: piece -> number of updates that its state included when it arrived.
     """
 
     state: Tensor
@@ -46,10 +43,7 @@ class _Updated:
 
 
 class FragmentAdam:
-    """Updates the fragments of the state partitions held here, once per committed step.
-
-    Partitions in `hosted` start from the present parameters.
-    """
+    """Updates the fragments of the state partitions held here; those in `hosted` start from the present parameters."""
 
     def __init__(
         self,
@@ -112,10 +106,7 @@ class FragmentAdam:
     def hosted(self) -> frozenset[PartitionId]:
         """The partitions whose whole state is here, including all empty ones."""
         cut = self.partitions
-        numbers = (PartitionId(number) for number in range(cut.num_partitions))
-        return frozenset(
-            number for number in numbers if self._num_installed(number) == self.partitions.num_pieces(number)
-        )
+        return frozenset(number for number in cut.numbers if self._num_installed(number) == cut.num_pieces(number))
 
     def whole_partitions(self) -> dict[int, Tensor]:
         """State of the partitions that are whole here, rows as in `Hosted.state`; empty ones may be missing."""
@@ -207,9 +198,8 @@ class FragmentAdam:
 def _build_adam(
     config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
 ) -> tuple[list[torch.nn.Parameter], dict[torch.nn.Parameter, int], torch.optim.AdamW]:
-    """Returns the parameters in Megatron's order, the parameter group of each, and an Adam with these groups, empty.
-
-    Megatron makes the groups. It is asked for an fp32 model's optimizer, since the bf16 one would copy all parameters.
+    """The parameters in Megatron's order, the group of each, and an empty Adam with Megatron's groups, made as for an
+    fp32 model: that of a bf16 one would copy all parameters.
     """
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))

@@ -7,17 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import buffers, flat_parameters, segments
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, buffers, flat_parameters, segments
 from spare_megatron.mcore.gradients.partitions import Span
-from spare_megatron.mcore.gradients.strips import ScatterRange
 from spare_megatron.mcore.model.model import Chunk
 
 
 class LaneBuffers:
-    """Flat parameters of a rank, laid out as Megatron's gradient buffers, and the scatter ranges of both.
-
-    `lanes` are the process groups of the ranges, over which lane i of a range is rank i; no range that lanes share
-    crosses buffers. The parameters are moved when this is made; they stay the same objects.
+    """Flat parameters of a rank, laid out as Megatron's gradient buffers: they are moved, and stay the same objects.
+    `lanes` are the process groups of the `ranges`; no shared range crosses buffers.
     """
 
     def __init__(

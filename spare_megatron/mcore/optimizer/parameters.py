@@ -17,11 +17,8 @@ _HASHED_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedParameter:
-    """A parameter of this rank, or its part, with its fp32 gradient as a view of the gradient buffer.
-
-    `name` counts a GPT's layers from 0 over all stages and is `output_layer.weight` for the last stage's tied
-    embeddings.
-    `partition_dim` is the dimension divided over tensor-parallel ranks; None if each holds all of it.
+    """A parameter of this rank. `name` counts a GPT's layers from 0 over all stages; that of the last stage's tied
+    embeddings is `output_layer.weight`. `partition_dim`: divided over tensor-parallel ranks, if any is.
     """
 
     name: str

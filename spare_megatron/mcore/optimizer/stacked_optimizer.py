@@ -34,10 +34,7 @@ class PieceState:
 
 
 class StackedOptimizer(FragmentAdam):
-    """Updates the hosted state partitions, once per committed step.
-
-    Partitions in `hosted` start from the present parameters. Another thread may read and install state meanwhile.
-    """
+    """Updates the hosted state partitions. Another thread may read and install state meanwhile."""
 
     def __init__(
         self,
@@ -52,10 +49,8 @@ class StackedOptimizer(FragmentAdam):
         self._needed_everywhere = needed_everywhere(chunks, groups)
 
     def step(self, squares: float | None = None) -> tuple[float, float]:
-        """Clips the gradients, updates the hosted partitions; returns the norm before clipping and the learning rate.
-
-        `squares` is the sum of squared gradients of all partitions of this rank position, without those that every
-        group needs; None if all gradients are local. Collective over: all ranks of the group.
+        """Clips by the norm over all partitions and updates; returns as `Optimizer.step`. `squares`: the sum of squared
+        gradients of all partitions of this rank position, without those that every group needs; None if all are local.
         """
         norm = self._norm(squares)
         return norm, self._update(norm)
@@ -132,9 +127,8 @@ class StackedOptimizer(FragmentAdam):
         return TensorBytes(list(self._hosted[number].state[:, self.partitions.place(number, piece)]), self._changed)
 
     def install_piece(self, number: PartitionId, piece: int, state: PieceState) -> bool:
-        """Takes over the state of a piece, to be updated here; False if its update count differs from the one here.
-
-        Raises ValueError if its size is wrong or the piece is already held.
+        """Takes the state of a piece over; False if its update count differs. ValueError: a wrong size, or it is held
+        already.
         """
         with self._lock:
             if state.num_updates != self.num_updates:

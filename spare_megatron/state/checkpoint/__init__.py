@@ -1,4 +1,1 @@
-"""Checkpoints: how they are written, verified, found and loaded.
-
-Start with `saver`, then `checkpoint_reader`.
-"""
+"""Checkpoints: how they are written, verified, found and loaded. Start with `saver`."""

@@ -1,7 +1,5 @@
-"""Which checkpoints of a folder are audited: clean of lasting faults of the groups. Loads without torch.
-
-A manifest says how many of the first steps were audited when the checkpoint was saved (`core.audits.clean_prefix`),
-which is before its own step. So the newest one says it of the others.
+"""Which checkpoints of a folder are audited. Loads without torch. A manifest says how many of the first steps were
+audited at its save (`core.audits.clean_prefix`), which are fewer than its own: the newest one says it of the others.
 """
 
 from collections.abc import Sequence
@@ -25,11 +23,7 @@ from spare_megatron.state.checkpoint.verification import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WentBack:
-    """The newest audited checkpoint of a folder, and the later ones, which no run loads any more.
-
-    Attributes:
-        audited_steps: The first so many steps are audited.
-    """
+    """The newest audited checkpoint of a folder, and the later ones, which no run loads any more."""
 
     path: Path
     audited_steps: int
@@ -59,9 +53,8 @@ def _audited_steps_of(path: Path) -> int | None:
 
 
 def go_back_to_audited(folder: Path) -> WentBack | None:
-    """Refuses all checkpoints of a folder that are later than its newest audited one; None if there are none at all.
-
-    Raises ValueError if none is audited, nothing says which, or a run uses the folder.
+    """Refuses all checkpoints later than the newest audited one; None if there are none. Raises ValueError if none is
+    audited, nothing says which, or a run uses the folder.
     """
     checkpoints = all_checkpoints(folder)
     if not checkpoints:

@@ -62,17 +62,10 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of a checkpoint.
-
-    Attributes:
-        step: Committed steps; the next step to train.
-        num_samples: Sequences that those steps have read: the place in the data.
-        terms: The terms of the training, as `config.training.terms` has them.
-        placement: Settings that decide which group hosts which shard.
-        log_head: Log entries folded at the save.
-        run_id: The training's id where its metrics go.
-        optimizer: How the optimizer state was spread over the groups, and which of them wrote parts of it.
-        audited_steps: How many of the first steps were audited when it was begun; None without audits.
+    """The contents of a checkpoint after `step` committed steps, which have read `num_samples` sequences. `terms`: as
+    in `config.training.terms`. `placement`: settings that decide which group hosts which shard. `log_head`: log entries
+    folded at the save. `optimizer`: how its state was spread over groups, and which wrote parts. `audited_steps`: how
+    many of the first steps were audited when it was begun; None without audits.
     """
 
     step: int
@@ -124,7 +117,7 @@ def manifest_of(
         terms=terms_of(config),
         layout=asdict(layout),
         placement={
-            "kind": spare.placement,
+            "kind": "golomb",
             "redundancy": spare.redundancy,
             "groups_per_domain": spare.groups_per_domain,
             "microbatches_per_shard": spare.microbatches_per_shard,

@@ -35,14 +35,8 @@ class NotFinished(NotACheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
-    """What one rank has saved.
-
-    Attributes:
-        num_ranks: Ranks of the group.
-        sha256: Of the file, which has `num_bytes`.
-        params_sha256: Of the parameters in it.
-        slices: The digest of each optimizer state partition in it; empty if it holds all state.
-        manifest: Of the checkpoint that the file is a part of, without files.
+    """What one rank of `num_ranks` has saved. `sha256`: of the file; `params_sha256`: of the parameters in it;
+    `slices`: digests of its state partitions, none if it holds all. `manifest`: of the checkpoint that it is a part of.
     """
 
     run_dir: str
@@ -123,8 +117,8 @@ def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
 
 
 def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
-    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable. The
-    journal has to prove the commit of its steps, unless the run is known to have committed them.
+    """The manifest of an emergency checkpoint. Raises `NotACheckpoint` if it is not usable: unless `num_committed`
+    covers them, the journal has to prove the commit of its steps.
     """
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
@@ -158,9 +152,7 @@ def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
 
 
 def saved_state(checkpoint: CheckpointConfig, run_dir: Path, num_committed: int) -> str:
-    """A text on where ranks of a run that has committed so many steps have saved their state, and whether the next run
-    can load it; empty if nowhere.
-    """
+    """Where ranks of a run have saved their state, and whether the next run can load it, as text; empty if nowhere."""
     places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
     found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
     path = max(found, key=step_of, default=None)

@@ -52,10 +52,7 @@ class SaveFailed(Exception):
 
 
 class SaveBoard:
-    """One view of a save in the control store; `voters` are all groups that took part when it began.
-
-    `store` is a connection that only the calling thread uses.
-    """
+    """One view of a save in the control store, for one thread; `voters` are all groups that took part when it began."""
 
     def __init__(self, store: ControlStore, head: int, voters: Sequence[Member]) -> None:
         self._store = store
@@ -122,10 +119,8 @@ class _SaveEnded:
 
 
 class PartitionSaver:
-    """One group's part in one save; `board` is None except on the leader.
-
-    `aside` is the checkpoint's temporary folder; `write` writes state partitions into a folder and returns files by
-    name.
+    """One group's part in one save; `board` is None except on the leader. `aside` is the checkpoint's temporary folder;
+    `write` writes partitions into a folder and returns files by name.
     """
 
     def __init__(
@@ -152,9 +147,8 @@ class PartitionSaver:
         """What all groups have written, once that is everything; on the leader of the group that publishes."""
 
     def run(self) -> bool:
-        """Writes the group's partitions and waits. True if this group is to publish the checkpoint: all is written.
-
-        Collective over: all ranks of the group. Raises `SaveFailed` if the save or a rank here fails.
+        """Writes the group's partitions and waits; True if this group is to publish the checkpoint. Collective over:
+        all ranks of the group. Raises `SaveFailed` if the save or a rank here fails.
         """
         while True:
             match self._agree(self._next_move)[0]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,9 +128,8 @@ class Saver:
     # ------------------------------------------------------------------------------------------ the training's thread
 
     def save(self, action: SaveCheckpoint) -> None:
-        """Starts the save if this group has a part in it. Collective over: all ranks of the group.
-
-        A save that lacks parameters waits for `start_postponed`.
+        """Starts the save if this group has a part in it, once its parameters are here. Collective over: all ranks of
+        the group.
         """
         member, head = self._ctx.member, self._ctx.controller.head
         is_saver = action.member == member
@@ -227,16 +227,15 @@ class Saver:
     # -------------------------------------------------------------------------------------------- the writing thread
 
     def _run(self, save: SaveJob, state: GroupState) -> None:
-        aside = save.aside
         try:
-            self._agree(lambda: self._prepare(save, aside, state))
+            self._agree(lambda: self._prepare(save, state))
             files = dict(ChainMap(*self._agree(lambda: self._write(save, state)))) if save.is_saver else {}
             shares: Sequence[WrittenShare] | None = ()
             if save.action.hosts:
-                shares = self._write_partitions(save, aside, state)
+                shares = self._write_partitions(save, state)
             if shares is not None:
                 # All ranks wait for the first: an earlier exit would break connections that it reads from.
-                self._agree(lambda: self._publish(save, aside, files, shares) if self._is_first else None)
+                self._agree(lambda: self._publish(save, files, shares) if self._is_first else None)
             elif not save.is_saver:
                 save.outcome = "saved"
         except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
@@ -252,67 +251,62 @@ class Saver:
             self._report_end(save)
             save.write_s = time.monotonic() - save.started_s
 
-    def _prepare(self, save: SaveJob, aside: Path, state: GroupState) -> None:
+    def _prepare(self, save: SaveJob, state: GroupState) -> None:
         state.copy()
         self._copied.set()
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
             if save.dispute is None:
-                folders.require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
+                folders.require_folder(save.folder)  # never made: an unmounted storage leaves its mount point
             else:
-                aside.parent.mkdir(exist_ok=True)
-            folders.clear_leftovers(aside.parent, save.others)
-            aside.mkdir()
+                save.folder.mkdir(exist_ok=True)
+            folders.clear_leftovers(save.folder, save.others)
+            save.aside.mkdir()
             if save.board is not None:
                 save.board.announce_folder()
 
     def _write(self, save: SaveJob, state: GroupState) -> dict[str, folders.StoredFile]:
         if save.dispute is not None:
             return stored(state.write(save.aside, self._ranks, lambda: None))
-        return self._verified(save.aside, state.write(save.aside, self._ranks, self._on_write))
+        return self._verified(save.aside, partial(state.write, save.aside))
 
-    def _on_write(self) -> None:
-        self._ctx.probe(FaultPoint.SAVE_WRITE)
-
-    def _verified(self, folder: Path, written: Written) -> dict[str, folders.StoredFile]:
-        files = stored(written)
+    def _verified(self, folder: Path, write: Callable[..., Written]) -> dict[str, folders.StoredFile]:
+        files = stored(write(self._ranks, partial(self._ctx.probe, FaultPoint.SAVE_WRITE)))
         for name, file in files.items():
             verify_file(folder, name, file)
         return files
 
-    def _write_partitions(self, save: SaveJob, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
+    def _write_partitions(self, save: SaveJob, state: GroupState) -> Sequence[WrittenShare] | None:
         """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = PartitionSaver(
             action=save.action,
             member=self._ctx.member,
             board=save.board,
-            aside=aside,
+            aside=save.aside,
             agree=self._agree,
             write=lambda folder, partitions: self._verified(
-                folder, state.write(folder, self._ranks, self._on_write, partitions)
+                folder, partial(state.write, folder, partitions=partitions)
             ),
             timeout_s=self._ctx.config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None
 
-    def _publish(
-        self, save: SaveJob, aside: Path, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]
-    ) -> None:
+    def _publish(self, save: SaveJob, files: Mapping[str, folders.StoredFile], shares: Sequence[WrittenShare]) -> None:
         if save.dispute is not None:
-            self._publish_weights(save, aside, files)
+            self._publish_weights(save, files)
             return
         everything = dict(files)
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
         if shares:
-            everything |= stored(join_partitions(aside, [share.folder for share in shares]))
+            everything |= stored(join_partitions(save.aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = folders.manifest_of(self._ctx.config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
         if reason:
             raise SaveFailed(f"what was to be saved does not count: {reason}")
-        folders.publish(aside, manifest, self._ctx.probe)
+        folders.publish(save.aside, manifest, self._ctx.probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._ctx.probe(FaultPoint.SAVE_DROP)
         policy = self._ctx.config.checkpoint
@@ -328,9 +322,9 @@ class Saver:
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 
-    def _publish_weights(self, save: SaveJob, aside: Path, files: Mapping[str, folders.StoredFile]) -> None:
+    def _publish_weights(self, save: SaveJob, files: Mapping[str, folders.StoredFile]) -> None:
         manifest = folders.manifest_of(self._ctx.config, save.action, save.head, files)
-        folders.publish(aside, replace(manifest, optimizer={"sharding": folders.WEIGHTS_ALONE}), lambda _: None)
+        folders.publish(save.aside, replace(manifest, optimizer={"sharding": folders.WEIGHTS_ALONE}), lambda _: None)
         folders.drop(save.folder, folders.visible_steps(save.folder)[folders.NUM_DISPUTES_KEPT :])
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
 
@@ -370,9 +364,8 @@ class Saver:
 
 
 def agreed(work: Callable[[], T], ranks: dist.ProcessGroup) -> Sequence[T]:
-    """Runs `work` on every rank of the group; returns all results in the order of the ranks.
-
-    Collective over: all ranks of the group. If it fails on one of them, all raise the same `SaveFailed`.
+    """Runs `work` on every rank; returns all results, or all raise the same `SaveFailed`. Collective over: all ranks of
+    the group.
     """
     result: tuple[T | None, str, str] = (None, "", "")
     try:

@@ -1,6 +1,5 @@
-"""Verifies checkpoints, and marks those that hold wrong state as refused in a file beside the manifest.
-
-A refusal applies to the save by one group, incarnation and epoch, not to a later one of that step. Loads without torch.
+"""Verifies checkpoints, and marks wrong ones as refused in a file beside the manifest: those of one group, incarnation
+and epoch, not a later one of that step. Loads without torch.
 """
 
 import hashlib
@@ -33,10 +32,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
-    """Why a checkpoint must not become visible, by the log since `head` entries were folded; empty if it may.
-
-    Call it once the checkpoint's folder is there. A group that folds a refusing entry after that finds the folder or
-    the checkpoint; one that has folded it before may have found neither, so that the entry is found here.
+    """Why the log since `head` forbids a checkpoint to become visible; empty if it may. Call it once the folder is
+    there: a group that folds a refusing entry later finds the folder, one that has folded it before may not have.
     """
     return why_refused(action, _entries(log, head))
 
@@ -131,10 +128,8 @@ class SearchResult:
 
 
 def read_manifest(path: Path) -> folders.Manifest:
-    """Reads and checks a manifest; assembles that of an emergency checkpoint.
-
-    Raises DamagedCheckpoint if it is missing, changed or not usable, UnfinishedSave for an incomplete emergency
-    checkpoint.
+    """Reads, or assembles, and checks a manifest. Raises DamagedCheckpoint, or UnfinishedSave for an incomplete
+    emergency one.
     """
     if is_emergency_checkpoint(path):
         try:
@@ -194,9 +189,8 @@ def verify(path: Path) -> folders.Checkpoint:
 def verify_file(
     folder: Path, name: str, stored: folders.StoredFile, on_read: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Compares a file with what was written; reads from the disk, not the page cache, where possible.
-
-    `on_read` receives the number of bytes of each chunk that is read. Raises `DamagedCheckpoint`.
+    """Compares a file with what was written, read from the disk where possible. `on_read` receives the bytes of each
+    chunk. Raises `DamagedCheckpoint`.
     """
     digest, num_bytes = hashlib.sha256(), 0
     try:

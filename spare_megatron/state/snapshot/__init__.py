@@ -1,4 +1,1 @@
-"""Copies of the state in the memory of nodes.
-
-Start with `snapshotter`.
-"""
+"""Copies of the state in the memory of nodes. Start with `snapshotter`."""

@@ -31,10 +31,8 @@ class SnapshotClient:
         num_bytes: Mapping[wire.PartKey, int],
         write: Callable[[Sequence[mmap.mmap]], None],
     ) -> list[str]:
-        """Stores a snapshot; of the position's earlier ones the server keeps only the previous one.
-
-        `num_bytes` has the size of each state partition to be stored, and under None that of all other state; `write`
-        fills one memory of that size for each. Returns the SHA-256 of each, as the server has read it.
+        """Stores a snapshot and keeps the previous one. `num_bytes`: of each state partition, and under None of all
+        other state; `write` fills a memory for each. Returns the SHA-256 of each, as the server has read it.
         """
         parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
         wanted = wire.CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)

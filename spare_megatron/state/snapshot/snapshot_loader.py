@@ -65,9 +65,8 @@ class SnapshotLoader:
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def announce_intact(self) -> tuple[tuple[Held, ...], tuple[HeldPartition, ...], tuple[str, ...]]:
-        """Announces this rank's intact snapshots. Collective over: all ranks of the group.
-
-        Returns those of rank positions, those of partitions that all ranks have, and why others are unusable.
+        """Announces this rank's intact snapshots. Returns those of rank positions, those of partitions that all ranks
+        have, and why others are unusable. Collective over: all ranks of the group.
         """
         held: tuple[Held, ...] = ()
         partitions: tuple[HeldPartition, ...] = ()
@@ -99,10 +98,8 @@ class SnapshotLoader:
         )
 
     def load(self, attempt: int, hosts: Hosts, members: Collection[Member]) -> None:
-        """Loads the snapshot of this attempt, from the rank's own node where it is there, with what the group hosts.
-
-        `members` restart and load it as well. Raises JoinFailed if no server has it any more, or none that has it has
-        answered in time.
+        """Loads the snapshot of this attempt with what the group hosts, from the rank's own node where it is there.
+        Raises JoinFailed if no server has it any more, or none has answered in time.
         """
 
         @cache
@@ -170,9 +167,8 @@ class SnapshotLoader:
         )
 
     def _has_just_lost(self, holder: Member) -> bool:
-        """Whether the log says for the first time that the holder is lost: another may have the copy.
-
-        Its node may still run, and is waited for where no other has the copy.
+        """Whether the log says anew that the holder is lost: another may have the copy; if none, its node is waited
+        for.
         """
         if holder in self._lost or not self._ctx.agreement.is_lost(holder, self._ctx.controller.head):
             return False

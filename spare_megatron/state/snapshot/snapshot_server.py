@@ -165,9 +165,8 @@ class SnapshotServer:
             memory.close()
 
     def _free_earlier(self, position: int, attempt: int, previous: int) -> None:
-        """Frees snapshots of the position before an attempt, except the previous one.
-
-        A part keeps one freed memory for its next snapshot, unless no snapshot of it is left here.
+        """Frees snapshots of the position before an attempt, except the previous one; a part that is still held here
+        keeps one memory for its next snapshot.
         """
         freed: list[_Memory] = []
         with self._lock:

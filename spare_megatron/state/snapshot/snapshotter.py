@@ -1,6 +1,5 @@
-"""One rank's part in taking snapshots: a thread copies its state to the node's snapshot server between two updates.
-
-The next update waits for the copy; only the last one before the next snapshot waits for the server's checksum.
+"""One rank's part in snapshots: a thread copies its state to the node's snapshot server. The next update waits for the
+copy; only the last one before the next snapshot waits for the server's checksum.
 """
 
 import contextlib

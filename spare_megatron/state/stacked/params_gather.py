@@ -1,7 +1,5 @@
-"""One rank's part in gathering all parameters after each group has updated its own state partitions.
-
-What each group sends carries its checksum (`mcore.gradients.digests`); parameters that contradict theirs have not
-arrived.
+"""One rank's part in gathering all parameters after each group has updated its own state partitions. Parameters that
+contradict the checksum that comes with them (`mcore.gradients.digests`) have not arrived.
 """
 
 from collections import deque
@@ -17,7 +15,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.gradients.digests import words_digest
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import GatherShare, Round, gather_rounds
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.store.interface import StoreLost
@@ -77,7 +75,7 @@ class ParamsGather:
         if not self._ctx.communicator.connect(is_over):
             return False
         partitions = self._optimizer.partitions
-        lengths = [partitions.length(PartitionId(number)) for number in range(partitions.num_partitions)]
+        lengths = [partitions.length(number) for number in partitions.numbers]
         # One row per member for received parameters and one for those sent. Received ones are copied out, because
         # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize

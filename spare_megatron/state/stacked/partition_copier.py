@@ -60,7 +60,7 @@ class PartitionContent:
 
 def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     """All state partitions by number, hosted here or not."""
-    return [PartitionContent(optimizer, PartitionId(number)) for number in range(optimizer.partitions.num_partitions)]
+    return [PartitionContent(optimizer, number) for number in optimizer.partitions.numbers]
 
 
 class PartitionRepairs:
@@ -97,9 +97,8 @@ class PartitionRepairs:
         threading.Thread(target=self._run, name="repair", daemon=True).start()
 
     def assign(self, action: StartRepairs) -> None:
-        """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied.
-
-        Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
+        """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied. Hosted ones
+        without state begin here at the start of a run; later that raises `ValueError`.
         """
         hosted = set(hosted_by(action.hosts, self._ctx.member))
         with self._lock:

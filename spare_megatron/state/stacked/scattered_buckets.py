@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spare_megatron.comm.bucket_sums import AllReducedBuckets, BucketSums
+from spare_megatron.comm.bucket_sums import BucketSums
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -12,23 +12,20 @@ from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, recipients
 
 
-class ScatteredBuckets:
+class ScatteredBuckets(BucketSums):
     """Sums the gradients of each state partition only for the groups that host or copy it; needs stacked state."""
 
     def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
         assert trainer.stacked is not None, "only stacked state has recipients"
+        super().__init__(trainer.gradients, communicator)
         self._group = group
-        self._sums = trainer.gradients
         self._parts = trainer.gradient_parts()
         self._sums.divide([[part.place for part in parts] for parts in self._parts])
-        self._num_partitions = trainer.stacked.partitions.num_partitions
+        self._num_partitions = len(trainer.stacked.partitions.numbers)
         self._device = trainer.stacked.device
-        self._communicator = communicator
         self._ownership: Ownership | None = None
         self._recipients: tuple[tuple[GroupId, ...], ...] = ()
         self._squares: dict[int, list[tuple[PartitionId, torch.Tensor]]] = {}
-        self.is_finished = False
-        self.squares: float | None = None
 
     def start_attempt(self, action: AttemptReduce) -> None:
         assert action.ownership is not None, "only stacked state has recipients"
@@ -73,5 +70,5 @@ class ScatteredBuckets:
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
     """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
-        return AllReducedBuckets(trainer.gradients, communicator)
+        return BucketSums(trainer.gradients, communicator)
     return ScatteredBuckets(group, trainer, communicator)

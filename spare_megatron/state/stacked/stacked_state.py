@@ -1,10 +1,10 @@
 """Stacked optimizer state on a rank: each partition lies on a few groups, others gather its parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from spare_megatron.comm.bucket_sums import Staging
-from spare_megatron.core.log.actions import StartRepairs, TakeSnapshot, UpdateModel
+from spare_megatron.core.log.actions import GatherParams, StartRepairs, TakeSnapshot, UpdateModel
 from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
@@ -15,27 +15,27 @@ from spare_megatron.mcore.state import StateCopy
 from spare_megatron.process.snapshot_wire import PartKey
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, hosted_by
-from spare_megatron.state.optimizer_state import Content
+from spare_megatron.state.optimizer_state import OptimizerState
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.stacked.params_gather import ParamsGather
 from spare_megatron.state.stacked.partition_copier import PartitionRepairs, partition_contents
 from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets, make_bucket_sums
 
 
-class StackedState:
-    """An `OptimizerState`. The group hosts `hosted` at first."""
+class StackedState(OptimizerState):
+    """Optimizer state of which the group hosts the partitions `hosted` at first."""
 
     is_gathered = True
 
     def __init__(
         self, ctx: RankContext, optimizer: StackedOptimizer, staging: Staging, hosted: tuple[PartitionId, ...]
     ) -> None:
+        super().__init__(ctx.trainer, make_bucket_sums(ctx.member.group, ctx.trainer, ctx.communicator))
         self._ctx = ctx
         self._optimizer = optimizer
         contents = partition_contents(optimizer)
-        self.served: Mapping[str, Content] = {content.name: content for content in contents}
-        self.bucket_sums = make_bucket_sums(ctx.member.group, ctx.trainer, ctx.communicator)
-        self.gather = ParamsGather(ctx, optimizer, staging).run
+        self.served = {content.name: content for content in contents}
+        self._params_gather = ParamsGather(ctx, optimizer, staging)
         awaits_update = isinstance(self.bucket_sums, ScatteredBuckets)
         self._repairs = PartitionRepairs(ctx, optimizer, contents, awaits_update=awaits_update)
         self._repairs.run_in_background()
@@ -46,6 +46,9 @@ class StackedState:
         self._journaled: frozenset[PartitionId] = frozenset()
 
     # ---------------------------------------------------------------------------------------------------------- copies
+
+    def gather(self, action: GatherParams) -> None:
+        self._params_gather.run(action)
 
     def start_repairs(self, action: StartRepairs) -> None:
         member = self._ctx.member

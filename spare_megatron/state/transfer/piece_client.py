@@ -48,10 +48,8 @@ class PieceClient:
     def fetch_each(
         self, name: str, step: int, pieces: Iterable[Piece], room: Callable[[int], memoryview]
     ) -> Iterator[Piece]:
-        """Fetches pieces in order, each into `room(size)`, and yields each when it is there; raises as `fetch` does.
-
-        The server prepares a piece while the one before is checked and used. Unless all pieces are taken, this client
-        can only be closed.
+        """Fetches pieces in order, each into `room(size)`, and yields each; the server prepares a piece while the one
+        before is used. Unless all are taken, this client can only be closed.
         """
         asked: Piece | None = None
         for piece in chain(pieces, (None,)):

@@ -16,23 +16,18 @@ _PAUSE_S = 0.05
 """After a failed accept: file descriptors may be available again."""
 _IDLE_S = 60.0
 """A client that requests nothing for this long is dropped."""
-_MOST_NAME_BYTES = 32
 
 
 class Source(Protocol):
     """The state that is served. Several threads read it."""
 
     def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
-        """The piece of the state of this name, as of this step, until the thread's next call.
-
-        Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
-        """
+        """The piece, until the thread's next call. Raises `WrongStep`, or `NotOffered` for an unknown name or range."""
 
 
 class PieceServer:
-    """The server of one rank, on a free port. Its threads are daemons: they end with the process at the latest.
-
-    `timeout_s` is the longest wait for a client to take an answer. More than `most_connections` at once are refused.
+    """The server of one rank, on a free port, in daemon threads. `timeout_s`: longest wait for a client to take an
+    answer.
     """
 
     def __init__(self, host: str, source: Source, timeout_s: float, most_connections: int = MOST_CONNECTIONS) -> None:
@@ -90,10 +85,9 @@ class PieceServer:
             connection.settimeout(self._timeout_s)
             connection.sendall(nonce)
             channel = frames.Channel(connection, self.address.token, nonce)
-            name = memoryview(bytearray(_MOST_NAME_BYTES))
+            name = memoryview(bytearray(32))  # the longest name of a state
             while True:
-                asked = channel.receive(name, _IDLE_S)
-                channel.send(self._answer(asked), self._timeout_s)
+                channel.send(self._answer(channel.receive(name, _IDLE_S)), self._timeout_s)
         except (frames.ConnectionBroken, OSError):
             pass  # the client has left, or will see that it is closed
         finally:

@@ -26,9 +26,8 @@ class StateSource:
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """Blocks readers inside the block, after which the state is that after `step` committed steps.
-
-        Entering waits for pieces that are being read, and withdraws what was offered.
+        """Blocks readers inside the block, after which the state is that after `step` committed steps. Waits for pieces
+        that are being read, and withdraws what was offered.
         """
         with self._lock:
             self._offered = {}

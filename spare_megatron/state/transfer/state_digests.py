@@ -11,10 +11,7 @@ from spare_megatron.state.rank_context import RankContext
 
 
 class StateDigests:
-    """One rank's part in its group's digests.
-
-    State is compared every `train.params_check_every_steps`; 0: only after recoveries, for saves and at the end.
-    """
+    """One rank's part in its group's digests, every `train.params_check_every_steps` and after recoveries and saves."""
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
@@ -28,10 +25,8 @@ class StateDigests:
         self._after_save = 0  # committed steps after the update that follows a save
 
     def check_saved(self, step: int) -> None:
-        """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
-
-        State that changed while it was copied shows in the parameters one update later. Parameters that are lacking
-        are compared once they are here. Collective over: all ranks of the group.
+        """Has the saved state compared in the next vote and after the next update, in which a change while it was
+        copied shows; lacking parameters once they are here. Collective over: all ranks of the group.
         """
         self._after_save = step + 1
         if self._ctx.progress.lacks_params:
@@ -44,10 +39,7 @@ class StateDigests:
         self.value = Digests()
 
     def compare_if_due(self, step: int) -> None:
-        """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
-
-        Collective over: all ranks of the group.
-        """
+        """Has the next vote compare the parameters if due or wanted. Collective over: all ranks of the group."""
         self.forget()
         is_due = step == self._after_save or (self._every_steps and step % self._every_steps == 0)
         if self.is_wanted or is_due:
@@ -64,10 +56,7 @@ class StateDigests:
         self.value = Digests(params=params, partitions=state.reported(others))
 
     def compute_rest(self, *, copied_from: GroupId | None = None) -> None:
-        """The next vote also carries a digest of all other state, where every group holds all of it.
-
-        The device computes it while the rank goes on. `copied_from` names its donor.
-        """
+        """The next vote also carries a digest of all other state, computed meanwhile. `copied_from`: its donor."""
         with self._ctx.probe.during(Operation.CHECK):
             self._rest = self._ctx.optimizer_state.digest_of_rest()
         self._copied_from = copied_from
@@ -96,19 +85,13 @@ class StateDigests:
         self._ctx.write_if_leader(record)
 
     def check(self, step: int) -> None:
-        """Has the next vote compare all state, and journals the digests of what is compared among all groups.
-
-        Collective over: all ranks of the group.
-        """
+        """Has the next vote compare all state, and journals the digests. Collective over: all ranks of the group."""
         self.compute()
         self.compute_rest()
         self.write(step)
 
     def end(self, step: int, *, has_sha256: bool) -> None:
-        """Journals the last digests, with the SHA-256 of the parameters if asked for.
-
-        Collective over: all ranks of the group.
-        """
+        """Journals the last digests. Collective over: all ranks of the group."""
         if self.value.params and not has_sha256:
             return
         if not self.value.params:

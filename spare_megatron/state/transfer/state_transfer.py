@@ -33,9 +33,8 @@ class JoinFailed(Exception):
 
 
 def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, action: AdmitGroups) -> None:
-    """Admits groups, of which this may be one; the next vote compares all.
-
-    Collective over: all ranks of the group. Raises `JoinFailed` if this group is admitted and cannot get the state.
+    """Admits groups; the next vote compares all. Collective over: all ranks of the group. Raises `JoinFailed` if this
+    group is one of them and cannot get the state.
     """
     progress = ctx.progress
     with ctx.probe.during(Operation.JOIN):
@@ -57,10 +56,8 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
 
 
 def confirm(ctx: RankContext, digest: str, action: AdmitGroups) -> None:
-    """Checks that more than half of the groups that took part before hold the copied parameters (`digest`).
-
-    Otherwise copies of a wrong state could outvote the right ones. Groups lost since the admission, the last
-    log entry folded, do not count. Raises JoinFailed if they do not, or not within `reduce.timeout_s`.
+    """Checks that more than half of the earlier groups that are not lost hold the copied parameters (`digest`): copies
+    of a wrong state could outvote the right ones. Raises JoinFailed if not, or not within `reduce.timeout_s`.
     """
     timeout_s = ctx.config.reduce.timeout_s
     end_s = time.monotonic() + timeout_s
@@ -82,10 +79,8 @@ def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None
 
 
 class StateTransfer:
-    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
-
-    All earlier groups offer their state, in case a donor is lost, until the next update, which needs the newcomer.
-    A donor has `reduce.timeout_s` to reach the step, and for each piece.
+    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes. All earlier groups
+    offer their state until the next update, in case a donor is lost. A donor has `reduce.timeout_s` for each piece.
     """
 
     def __init__(self, ctx: RankContext, source: StateSource) -> None:
@@ -94,10 +89,8 @@ class StateTransfer:
         self._timeout_s = ctx.config.reduce.timeout_s
 
     def run(self, action: AdmitGroups) -> Member | None:
-        """Offers the state to the groups that are admitted or, if this is one of them, takes it.
-
-        Returns the donor; None if this group took part before. Collective over: all ranks of the group. Raises
-        `JoinFailed` if no state has come.
+        """Offers the state to the admitted groups or takes it; returns the donor then. Collective over: all ranks of
+        the group. Raises `JoinFailed` if no state has come.
         """
         member, donor = self._ctx.member, None
         if member in (*action.donors, *action.members):
@@ -155,9 +148,8 @@ class StateTransfer:
 
 
 class _Fetch(threading.Thread):
-    """Fetches another rank's state into this one's tensors, beside the main thread.
-
-    `state` is None until it is all here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
+    """Fetches another rank's state into this one's tensors, beside the main thread. `state` is None until it is all
+    here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
     """
 
     def __init__(self, ctx: RankContext, server: Address, step: int) -> None:

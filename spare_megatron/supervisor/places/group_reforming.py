@@ -20,7 +20,6 @@ from spare_megatron.core.machines.places import (
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor.places.group_rendezvous import present_members
@@ -77,7 +76,8 @@ class AssignmentList:
     def append(self, assignment: Assignment) -> Assigned | None:
         """Writes the assignment after those that were read; None if another one was written there."""
         index, text = len(self._entries), encode(assignment)
-        is_written = self._store.put_if_absent(keys.assignment(index), text) == text
+        after = keys.assignment(index - 1) if index else None
+        is_written = self._store.put_if_absent(keys.assignment(index), text, after) == text
         self.read()
         if not is_written:
             return None
@@ -117,8 +117,7 @@ class AssignmentList:
 
 class GroupReforming:
     """One machine's part in re-forming groups, while its own is broken. For the thread that calls the store.
-
-    `left_out` says, in that thread, which groups have left the run or are asked to: they are not re-formed.
+    `left_out`: groups that have left the run or are asked to, which are not re-formed.
     """
 
     def __init__(
@@ -129,13 +128,8 @@ class GroupReforming:
         self._groups_per_domain = config.spare.groups_per_domain
         self._after_s = reform_after_s(config)
         self._left_out = left_out
-        spare, num_groups = config.spare, config.layout.num_groups
         # Shards that all groups can read need no host.
-        self._placement = (
-            None
-            if config.data.access == "shared"
-            else make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
-        )
+        self._placement = None if config.data.access == "shared" else config.placement
         self._has_begun = False  # training
         self._broken_since_s: dict[Member, float] = {}
 
@@ -161,9 +155,7 @@ class GroupReforming:
         return assignments.append(assignment) if assignment.holdings else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
-        """Takes a place for the machine, which has none or replaces another one, and ends its quarantine, if it is in
-        one. ValueError: it was replaced itself.
-        """
+        """Takes a place for the machine, and ends its quarantine. ValueError: it was replaced itself."""
         while True:
             places = assignments.read()
             broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]

@@ -139,9 +139,7 @@ def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Memb
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:
-    """Fences the home groups that have ranks on the node and marks them as not awaited at the start. Yields the loss of
-    each, which is fenced when its record is requested.
-    """
+    """Fences the home groups on the node and marks them as not awaited at the start; yields the loss of each."""
     log = DecisionLog(store)
     awaited = [group for group in layout.groups_on(node) if group < layout.num_home_groups]
     for member in present_members(store, awaited):

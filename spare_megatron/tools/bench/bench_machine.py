@@ -25,15 +25,10 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory in bytes.
-
-    Attributes:
-        host_bytes: Largest peak (VmHWM, proc(5)) of any of the processes.
-        device_bytes: Memory in use on the fullest visible GPU, reserves of driver and allocator included; 0 on CPUs.
-    """
-
     host_bytes: int
+    """Largest peak (VmHWM, proc(5)) of any of the processes."""
     device_bytes: int
+    """Memory in use on the fullest visible GPU, reserves of driver and allocator included; 0 on CPUs."""
 
 
 def memory_of(pids: Iterable[int], *, is_gpu: bool) -> Memory:

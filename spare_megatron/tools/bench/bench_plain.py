@@ -10,19 +10,9 @@ import torch
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
-from spare_megatron.driver.shutdown import kill
 from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
-from spare_megatron.process.processes import (
-    Child,
-    end_child,
-    fork_server,
-    rank_context,
-    set_gpu_environment,
-    start_child,
-    start_embedded_store,
-    stop_children,
-)
+from spare_megatron.process import processes
 from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
@@ -36,26 +26,26 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
     """
     preflight(config)
     with deferred() as interrupts:
-        context = fork_server()
-        store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
-        ranks_from = rank_context(config.cluster.device, context)
+        context = processes.fork_server()
+        store, spec = processes.start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
+        ranks_from = processes.rank_context(config.cluster.device, context)
         if config.cluster.device == "gpu":
-            set_gpu_environment(config.parallel)  # as for our ranks
+            processes.set_gpu_environment(config.parallel)  # as for our ranks
         with never_in_children():
             ranks = [
-                start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
+                processes.start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
                 for rank in range(config.parallel.num_ranks)
             ]
         try:
             ends = [_receive_ends(rank, interrupts) for rank in ranks]
             pids = [child.process.pid for child in ranks if child.process.pid is not None]
             memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
-            stop_children(ranks)
+            processes.stop_children(ranks)
             return ends[0], memory
         finally:
-            kill(ranks)  # all at once: a rank that loses a peer prints a traceback
+            processes.kill(ranks)  # all at once: a rank that loses a peer prints a traceback
             for child in [*ranks, store]:
-                end_child(child)
+                processes.end_child(child)
 
 
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
@@ -78,7 +68,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         parent.recv()
 
 
-def _receive_ends(child: Child, interrupts: Deferral) -> list[float]:
+def _receive_ends(child: processes.Child, interrupts: Deferral) -> list[float]:
     interrupts.wait([child.reports])
     try:
         ends: list[float] = child.reports.recv()

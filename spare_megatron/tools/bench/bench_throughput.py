@@ -23,46 +23,38 @@ NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
 _STEPS_TO_GO = 3
 """Steps before the end at which memory is measured, while no rank has exited."""
-
 OURS, PLAIN = "ours", "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training, from its first measured step to its last.
-
-    Attributes:
-        step_s: Seconds between the ends of successive steps.
-        split_s: Median seconds of a step that the leader's main thread spends on each activity; empty for plain
-            Megatron.
-    """
+    """One training, from its first measured step to its last."""
 
     step_s: Sequence[float]
+    """Seconds between the ends of successive steps."""
     split_s: Mapping[str, float]
+    """Median seconds of a step that the leader's main thread spends on each activity; empty for plain Megatron."""
     memory: Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Speed over all runs of one kind.
-
-    Attributes:
-        step_s: The median step; `tokens_per_s`, `tflops_per_rank` and `mfu` are those of it.
-        mean_step_s: The mean, which includes what happens every few steps, such as comparisons of parameters.
-        tokens_per_s: Of the global batch.
-        tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
-        mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
-        split_s: As in `Run`, the median over runs.
-        memory: Of the fullest run.
-    """
+    """Speed over all runs of one kind."""
 
     step_s: float
+    """The median step; `tokens_per_s`, `tflops_per_rank` and `mfu` are those of it."""
     mean_step_s: float
+    """The mean, which includes what happens every few steps, such as comparisons of parameters."""
     tokens_per_s: float
+    """Of the global batch."""
     tflops_per_rank: float
+    """10^12 model operations a second by `flops_per_token`, without redundant or repeated ones."""
     mfu: float | None
+    """`tflops_per_rank` over `metrics.peak_tflops`; None if that is absent."""
     split_s: Mapping[str, float]
+    """As in `Run`, the median over runs."""
     memory: Memory
+    """Of the fullest run."""
     num_steps: int
 
 

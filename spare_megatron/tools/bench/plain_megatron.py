@@ -101,7 +101,6 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
 
 
 def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
-    """How ranks exchange gradients and updated parameters."""
     overlaps = config.reduce.overlap or device.type == "cuda"
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",

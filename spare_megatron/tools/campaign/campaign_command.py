@@ -50,8 +50,7 @@ def campaign(
     """
     from spare_megatron.formats.output import NotWritten, whole_file
     from spare_megatron.journal.files import read_journal
-    from spare_megatron.tools.campaign.campaign_figures import campaign_figures
-    from spare_megatron.tools.campaign.campaign_table import print_campaign
+    from spare_megatron.tools.campaign.campaign_figures import campaign_figures, print_campaign
     from spare_megatron.tools.campaign.process_watch import ProcessWatch, process_problems
 
     console = RunConsole(stderr=as_json)

@@ -38,25 +38,19 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """Findings about the processes of a run.
-
-    Attributes:
-        growth: Largest growth of any process: the median over the last quarter of its samples minus that over the
-            second. In the first quarter it starts up.
-        grown_most: Resource -> the process that it grew most in.
-        largest: Largest holding of any process.
-        orphans: Processes that outlived the run, as pid and command line. They have been killed.
-    """
-
     num_processes: int
     growth: Holdings
+    """Largest growth of any process: the median over the last quarter of its samples minus that over the second. In the
+    first quarter it starts up."""
     grown_most: Mapping[str, str]
+    """Resource -> the process that it grew most in."""
     largest: Holdings
+    """Largest holding of any process."""
     orphans: tuple[str, ...]
+    """Processes that outlived the run, as pid and command line. They have been killed."""
 
 
 _THINGS = tuple(item.name for item in fields(Holdings))
-
 MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
 """Growth beyond this is a leak. Connections to each group come on top."""
 _MOST_COMMUNICATORS = 2

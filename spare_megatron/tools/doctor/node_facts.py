@@ -9,8 +9,6 @@ from spare_megatron.machine.gpus import Gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts that a node reports about itself."""
-
     host: str
     versions: Mapping[str, str]
     """Package -> version; empty if absent."""
@@ -62,18 +60,15 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMeasurements:
-    """Facts of one node and measurements between it and others.
-
-    Attributes:
-        write: Rate into the checkpoint folder while the other nodes of a group write too.
-        link_to: The node to which `link` was measured; empty for a single node.
-        link: Rate to that node while all nodes send.
-    """
+    """Facts of one node and measurements between it and others."""
 
     name: str
     failure: str = ""
     facts: NodeFacts | None = None
     clock: ClockOffset | None = None
     write: Rate | None = None
+    """Rate into the checkpoint folder while the other nodes of a group write too."""
     link_to: str = ""
+    """The node to which `link` was measured; empty for a single node."""
     link: Rate | None = None
+    """Rate to that node while all nodes send."""

@@ -74,16 +74,10 @@ def examine(
     start: StartNode | None,
     wait_s: float,
 ) -> list[NodeMeasurements]:
-    """Examines all nodes. ValueError: the folder of the checkpoints cannot be written from here.
+    """Examines all nodes, named in the order of the run. ValueError: `checkpoints` cannot be written from here.
 
-    Args:
-        config: A configuration without problems of its own.
-        names: Names of the nodes, in the order of the run.
-        folder: Where the nodes meet; all of them share it.
-        checkpoints: The folder of the checkpoints; created for the time of the examination if it is missing.
-        host: The address of this machine that the others reach.
-        start: Starts the process of a node. None: the first node is this one, and a user starts the others.
-        wait_s: Longest wait for the nodes to connect.
+    `folder`, `host` and `wait_s` are as in `Meeting`. The folder `checkpoints` is created for the time of the
+    examination if it is missing. `start` None: the first node is this one, and a user starts the others.
     """
     with contextlib.ExitStack() as held:
         token = held.enter_context(_token_in(checkpoints))

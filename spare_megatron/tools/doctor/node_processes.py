@@ -18,30 +18,24 @@ from spare_megatron.process.node_connection import Listener
 
 _POLL_S = 0.2
 _END_S = 5.0
-
 StartNode = Callable[[int, Path], "subprocess.Popen[bytes]"]
 """Starts the process of a node, with its output in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """How the processes of the nodes come.
-
-    Attributes:
-        folder: Where the nodes meet; all of them share it.
-        host: The address of this machine that the others reach.
-        logs: Folder of the output of started processes, removed at the end.
-        command: What starts the process of a node.
-        start: Starts the process of a node; None if a user does.
-        wait_s: Longest wait for the nodes to connect.
-    """
-
     folder: Path
+    """Where the nodes meet; all of them share it."""
     host: str
+    """The address of this machine that the others reach."""
     logs: Path
+    """Folder of the output of started processes, removed at the end."""
     command: Callable[[int], str]
+    """What starts the process of a node."""
     start: StartNode | None
+    """Starts the process of a node; None if a user does."""
     wait_s: float
+    """Longest wait for the nodes to connect."""
 
 
 class NodeProcesses:

@@ -33,13 +33,9 @@ from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
 from spare_megatron.version import __version__, code_digest
 
 _PIECE = bytes(1 << 20)
-
 _MOST_SENT_PIECES = 64
-
 _MOST_SENT_S = 1.0
-
 _SILENT_S = 10.0
-
 _COUNT = struct.Struct(">Q")
 
 
@@ -108,16 +104,11 @@ def _drained(connection: socket.socket) -> int:
 
 
 _PACKAGES = ("megatron-core", "transformer-engine")
-
 _VISIBLE_S = 5.0
 """A network file system shows a new file to other nodes within this time."""
-
 _POLL_S = 0.2
-
 _PIECE_BYTES = 16 << 20
-
 _MOST_PIECES = 8
-
 _MOST_S = 1.0
 
 

@@ -34,7 +34,6 @@ from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
 _CPU = torch.device("cpu")
-
 _ACROSS_GROUPS = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp")
 """Process groups in which Megatron's own trainer meets other data-parallel ranks."""
 

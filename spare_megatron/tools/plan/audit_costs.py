@@ -1,8 +1,8 @@
 """What audits cost and find: closed forms over the steps between them.
 
-An audit is one microbatch of the m that a group computes in a step, for each group in every E-th step. A lasting fault
-of a group is found in the next step with audits, for certain. A fault in a single microbatch is found if that one is
-audited, which is one of m in one of E steps: its share equals the price.
+An audit is one microbatch of the m that a group computes in a step, for each group in every E-th step. The next one
+finds a lasting fault of a group. A fault in a single microbatch is found if that one is audited: one of m, in one of E
+steps, so that the share found equals the price.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,15 @@ from spare_megatron.core.audits.audits import default_every_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPrice:
-    """Audits every `every_steps` steps.
-
-    Attributes:
-        price: Share of a step's compute that they add; less where groups have slack.
-        horizon_steps: Steps within which a lasting fault is found.
-        found_share: Share of faults in a single microbatch that are found; more where groups have slack.
-    """
+    """Audits every `every_steps` steps."""
 
     every_steps: int
     price: float
+    """Share of a step's compute that they add; less where groups have slack."""
     horizon_steps: int
+    """Steps within which a lasting fault is found."""
     found_share: float
+    """Share of faults in a single microbatch that are found; more where groups have slack."""
 
 
 def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditPrice:

@@ -11,15 +11,10 @@ from spare_megatron.tools.plan.reforming_costs import ReformTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTimes:
-    """What saves and restarts take.
-
-    Attributes:
-        save_s: T_s, seconds that training stops for a save; above 0.
-        restart_s: T_r, seconds from a wipe-out until training resumes.
-    """
-
     save_s: float
+    """T_s, seconds that training stops for a save; above 0."""
     restart_s: float
+    """T_r, seconds from a wipe-out until training resumes."""
 
 
 Policy = Literal["stack", "microbatch", "rejoin", "reform"]
@@ -76,7 +71,6 @@ class ClusterFacts:
 
     @property
     def has_domains(self) -> bool:
-        """Whether whole domains are lost as well."""
         return self.domain_interval_s < inf
 
     @property
@@ -103,17 +97,14 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingLimits:
-    """What holding a stack costs a group, and its limits. A limit of None does not bind.
-
-    Attributes:
-        shard_bytes: Bytes of one shard in memory.
-        memory_bytes: Memory of a group for its stack.
-        read_bytes_per_s: Read rate of a group. A stack is read for every step during the step before, which limits r.
-    """
+    """What holding a stack costs a group, and its limits. A limit of None does not bind."""
 
     shard_bytes: int
+    """Bytes of one shard in memory."""
     memory_bytes: int | None = None
+    """Memory of a group for its stack."""
     read_bytes_per_s: float | None = None
+    """Read rate of a group. A stack is read for every step during the step before, which limits r."""
 
     def largest_redundancy(self, num_groups: int, times: StepTimes) -> int:
         """The largest r from 0 to N whose stack fits into memory and is read within a step without losses."""

@@ -10,54 +10,22 @@ from scipy.stats import poisson
 from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.core.saves.survival import LONGEST_S
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.tools.plan import domains, readmission, repair
 from spare_megatron.tools.plan import reforming_costs as reforming
-from spare_megatron.tools.plan.domains import (
-    IntArray,
-    LossIntervals,
-    consecutive_domains,
-    coverage_over_time,
-    domain_down_probabilities,
-    down_without_repair,
-    equivalent_domain_repair,
-    hosts_per_domain,
-    num_down_in_domains,
-    times_to_look_at_s,
-)
 from spare_megatron.tools.plan.facts import ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks, wait_for_data
-from spare_megatron.tools.plan.readmission import (
-    RejoinTimes,
-    absence,
-    equivalent_repair,
-    num_down_over_time,
-    num_down_with_spares,
-    step_with_joins_s,
-)
-from spare_megatron.tools.plan.reforming_costs import ReformTimes, missing_groups, time_without_machines_s
-from spare_megatron.tools.plan.repair import (
-    Pauses,
-    RepairTimes,
-    Survival,
-    num_down_in_ranges,
-    pauses,
-    shard_time_to_wipe_out_s,
-    survival,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What to expect between restarts.
-
-    Attributes:
-        lived_s: T_f, mean seconds of training until a restart.
-        stretch: Mean step time over the step time without losses, with the steps that pauses have computed again.
-        pauses: Pauses for shards without a host.
-    """
+    """What to expect between restarts."""
 
     lived_s: float
+    """T_f, mean seconds of training until a restart."""
     stretch: float
-    pauses: Pauses = field(default_factory=Pauses)
+    """Mean step time over the step time without losses, with the steps that pauses have computed again."""
+    pauses: repair.Pauses = field(default_factory=repair.Pauses)
+    """Pauses for shards without a host."""
 
 
 def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Forecast:
@@ -86,61 +54,63 @@ def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> For
     return Forecast(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
 
 
-def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: RejoinTimes) -> Forecast:
+def forecast_with_rejoin(
+    facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: readmission.RejoinTimes
+) -> Forecast:
     """The forecast where lost groups come back and are admitted in a pause.
 
     A group lost in a step and ready after R + X misses (R + X) / T steps of T on average. For wipe-outs it is down half
     a step longer, until the next commit. The time to a wipe-out is `tools.plan.repair.survival`, with spares or domains
     that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
     the groups down: over time since the restart, with spares or domains in the steady state. A shard without a host is
-    waited for as long as a restart takes, and the step is computed again then.
-    Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_forecast.py), and rather
-    high: a group that came back has work of all its shards, so more hosts share a patch.
+    waited for as long as a restart takes, and the step is computed again then. Derived. The stretch is rather high: a
+    group that came back has work of all its shards, so more hosts share a patch.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
-    away = absence(facts.num_groups, facts.group_interval_s, rejoin)
+    away = readmission.absence(facts.num_groups, facts.group_interval_s, rejoin)
     step_s = costs.with_joins_s(facts, rejoin, away)
     counts = lost_counts(facts.num_groups)
-    if facts.has_domains or rejoin.num_spares:
+    is_steady = facts.has_domains or rejoin.num_spares > 0
+    if is_steady:
         steady = counts.sums(_steady_num_down(facts, away, rejoin)[:-1])
     else:
-        steady = num_down_in_ranges(facts.num_groups, counts, np.array([away.down_share]))
+        steady = repair.num_down_in_ranges(facts.num_groups, counts, np.array([away.down_share]))
     cycle_s = _mean_step_s(steady, step_s)
     if not np.isfinite(cycle_s):
         return Forecast(lived_s=facts.event_interval_s, stretch=float("inf"))
     until_commit = replace(away, repair_s=away.repair_s + cycle_s / 2)
     independent = None if facts.last_resort else _independent(facts, redundancy, rejoin, until_commit)
     lived = _time_to_last_s(facts, rejoin, until_commit)
-    waits = Pauses()
+    waits = repair.Pauses()
     if independent is not None:
-        lived = survival(facts.num_groups, redundancy, independent)
-        waits = pauses(facts.num_groups, redundancy, independent, cycle_s / 2)
-    if facts.has_domains or rejoin.num_spares:
-        weights = steady
-    else:
-        weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
+        lived = repair.survival(facts.num_groups, redundancy, independent)
+        waits = repair.pauses(facts.num_groups, redundancy, independent, cycle_s / 2)
+    weights = steady
+    if not is_steady:
+        weights = lived.shares_s @ readmission.num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
     # With no group up there is no step: the small probability of that counts as no progress.
     again = 1 + (cycle_s + rejoin.join_s) / waits.interval_s
     return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times) * again, pauses=waits)
 
 
-def forecast_with_reform(facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: ReformTimes) -> Forecast:
+def forecast_with_reform(
+    facts: ClusterFacts, redundancy: int, num_microbatches: int, reform: reforming.ReformTimes
+) -> Forecast:
     """The forecast where a loss takes a machine and groups are re-formed from broken ones, over `reform.run_s`.
 
     The groups down are those that machines are missing for (`tools.plan.reforming_costs.missing_groups`) and those that
     are being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as
-    for a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step. Derived.
-    The stretch is up to 4% high against simulated runs (tests/unit/test_planner_reforming.py), like that of groups that
-    rejoin: a group that came back has work of all its shards, so more hosts share a patch.
+    for a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step. Derived;
+    the stretch is rather high, like that of groups that rejoin.
     """
     n, interval_s = facts.num_groups, facts.times.loss_interval_s
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     ready_per_s = np.full_like(costs.makespans, 1 / interval_s)
-    step_s = step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
-    missing = missing_groups(n, facts.group_interval_s, reform)
+    step_s = readmission.step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
+    missing = reforming.missing_groups(n, facts.group_interval_s, reform)
     if facts.last_resort:
-        lived_s = min(time_without_machines_s(n, facts.group_interval_s, reform), LONGEST_S)
-        spent_s, waits = np.diff(missing.times_s, prepend=0.0), Pauses()
+        lived_s = min(reforming.time_without_machines_s(n, facts.group_interval_s, reform), LONGEST_S)
+        spent_s, waits = np.diff(missing.times_s, prepend=0.0), repair.Pauses()
     else:
         until_commit = replace(reform, reform_s=reform.reform_s + step_s[0] / 2)
         found = reforming.survival(
@@ -180,14 +150,16 @@ class _StepCosts:
             times=replace(facts.times, loss_interval_s=facts.event_interval_s),
         )
 
-    def with_joins_s(self, facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> FloatArray:
+    def with_joins_s(
+        self, facts: ClusterFacts, rejoin: readmission.RejoinTimes, away: repair.RepairTimes
+    ) -> FloatArray:
         n = facts.num_groups
         if rejoin.num_spares:  # a group that comes back on a spare was hardly down
             ready_per_s = np.full_like(self.makespans, n / (facts.group_interval_s + away.repair_s))
         else:  # groups lost together are repaired together: one pause per domain
             groups_at_once = facts.event_interval_s / facts.lost_group_interval_s
             ready_per_s = lost_counts(n).middle / (away.repair_s * groups_at_once)
-        return step_with_joins_s(self.makespans, self.patch, self.times, rejoin.join_s, ready_per_s)
+        return readmission.step_with_joins_s(self.makespans, self.patch, self.times, rejoin.join_s, ready_per_s)
 
 
 def _stretch(weights: FloatArray, step_s: FloatArray, times: StepTimes) -> float:
@@ -200,67 +172,69 @@ def _mean_step_s(weights: FloatArray, step_s: FloatArray) -> float:
     return 1 / steps_per_s if steps_per_s > 0 else float("inf")
 
 
-def _steady_num_down(facts: ClusterFacts, away: RepairTimes, rejoin: RejoinTimes) -> FloatArray:
+def _steady_num_down(facts: ClusterFacts, away: repair.RepairTimes, rejoin: readmission.RejoinTimes) -> FloatArray:
     """P(k groups down), k from 0 to N, with domains or with spares."""
     if facts.has_domains:
         intervals, sizes = _intervals(facts), _domain_sizes(facts)
-        of_one = {int(s): domain_down_probabilities(int(s), intervals, away.repair_s) for s in np.unique(sizes)}
-        return num_down_in_domains(sizes, of_one)
-    return num_down_with_spares(facts.num_groups, away, rejoin)
+        of_one = {int(s): domains.domain_down_probabilities(int(s), intervals, away.repair_s) for s in np.unique(sizes)}
+        return domains.num_down_in_domains(sizes, of_one)
+    return readmission.num_down_with_spares(facts.num_groups, away, rejoin)
 
 
-def _time_to_last_s(facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> Survival:
+def _time_to_last_s(facts: ClusterFacts, rejoin: readmission.RejoinTimes, away: repair.RepairTimes) -> repair.Survival:
     """Until all groups are down at once."""
     n = facts.num_groups
-    lived_s = shard_time_to_wipe_out_s(n, away)
+    lived_s = repair.shard_time_to_wipe_out_s(n, away)
     if facts.has_domains:  # the rates into and out of the all-down state are equal
         all_down = float(_steady_num_down(facts, away, rejoin)[-1])
         lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
-    return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
+    return repair.Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
 
 
-def _independent(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: RepairTimes) -> RepairTimes:
+def _independent(
+    facts: ClusterFacts, redundancy: int, rejoin: readmission.RejoinTimes, away: repair.RepairTimes
+) -> repair.RepairTimes:
     """Independent groups whose shards lose their last host as often, waited for as long as a restart takes."""
     wait_s = facts.checkpoint.restart_s
     if facts.has_domains:
         counts = _hosts_per_domain(facts, redundancy)
-        away = equivalent_domain_repair(counts, _intervals(facts), away.repair_s)
+        away = domains.equivalent_domain_repair(counts, _intervals(facts), away.repair_s)
     elif redundancy > 1 and rejoin.num_spares:
-        away = equivalent_repair(redundancy, _steady_num_down(facts, away, rejoin), away.group_interval_s)
+        away = readmission.equivalent_repair(redundancy, _steady_num_down(facts, away, rejoin), away.group_interval_s)
         # The first host to get hardware waits for no longer than its own repair, which all others may need as well.
         wait_s *= away.repair_s / (redundancy * (rejoin.repair_s + rejoin.transfer_s))
     return replace(away, wait_s=wait_s)
 
 
-def _intervals(facts: ClusterFacts) -> LossIntervals:
-    return LossIntervals(group_s=facts.group_interval_s, domain_s=facts.num_domains * facts.domain_interval_s)
+def _intervals(facts: ClusterFacts) -> domains.LossIntervals:
+    return domains.LossIntervals(group_s=facts.group_interval_s, domain_s=facts.num_domains * facts.domain_interval_s)
 
 
-def _domain_sizes(facts: ClusterFacts) -> IntArray:
+def _domain_sizes(facts: ClusterFacts) -> domains.IntArray:
     return np.bincount(_domain_of(facts))
 
 
-def _domain_of(facts: ClusterFacts) -> IntArray:
-    return consecutive_domains(facts.num_groups, facts.groups_per_domain)
+def _domain_of(facts: ClusterFacts) -> domains.IntArray:
+    return domains.consecutive_domains(facts.num_groups, facts.groups_per_domain)
 
 
 @lru_cache(maxsize=2)  # the same for every redundancy and granularity
 def _num_down_for_good(facts: ClusterFacts) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Times; P(k down by then, with no repair) for k in each range, shape (times, ranges); P(all down)."""
     intervals, sizes = _intervals(facts), _domain_sizes(facts)
-    times_s = times_to_look_at_s(intervals)
-    of_one = {int(size): down_without_repair(int(size), intervals, times_s) for size in np.unique(sizes)}
-    num_down = num_down_in_domains(sizes, of_one)
+    times_s = domains.times_to_look_at_s(intervals)
+    of_one = {int(size): domains.down_without_repair(int(size), intervals, times_s) for size in np.unique(sizes)}
+    num_down = domains.num_down_in_domains(sizes, of_one)
     return times_s, lost_counts(facts.num_groups).sums(num_down[:, :-1]), num_down[:, -1]
 
 
 @lru_cache(maxsize=64)  # the same for every granularity
 def _coverage(facts: ClusterFacts, redundancy: int) -> FloatArray:
     """P(no wipe-out) at the times of `_num_down_for_good`."""
-    return coverage_over_time(_hosts_per_domain(facts, redundancy), _intervals(facts))[1]
+    return domains.coverage_over_time(_hosts_per_domain(facts, redundancy), _intervals(facts))[1]
 
 
 @lru_cache(maxsize=64)
-def _hosts_per_domain(facts: ClusterFacts, redundancy: int) -> IntArray:
+def _hosts_per_domain(facts: ClusterFacts, redundancy: int) -> domains.IntArray:
     placement = make_placement("golomb", facts.num_groups, redundancy, facts.groups_per_domain)
-    return hosts_per_domain(placement, _domain_of(facts))
+    return domains.hosts_per_domain(placement, _domain_of(facts))

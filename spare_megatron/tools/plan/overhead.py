@@ -15,17 +15,14 @@ from spare_megatron.core.saves.endurance import FloatArray, coverage_probabiliti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The parts of a step without a loss, and how often groups are lost. ValueError if a time is out of its range.
-
-    Attributes:
-        shard_s: Seconds to compute one shard.
-        reduce_s: Seconds of a step that do not grow with the load, mainly the reduction.
-        loss_interval_s: Mean seconds between two losses anywhere, exponentially distributed.
-    """
+    """The parts of a step without a loss, and how often groups are lost. ValueError if a time is out of its range."""
 
     shard_s: float
+    """Seconds to compute one shard."""
     reduce_s: float
+    """Seconds of a step that do not grow with the load, mainly the reduction."""
     loss_interval_s: float
+    """Mean seconds between two losses anywhere, exponentially distributed."""
 
     def __post_init__(self) -> None:
         if not (self.shard_s > 0 and self.reduce_s >= 0 and self.loss_interval_s > 0):
@@ -40,11 +37,8 @@ class StepTimes:
 
 
 def least_makespans(num_groups: int, num_microbatches: int = 1, num_lost: FloatArray | None = None) -> FloatArray:
-    """ceil(N m / (N - k)) / m stacks, the least that any placement allows; c(k) for m = 1.
-
-    Golomb placements reach it nearly always. On average until wipe-out, N in {200, 600, 1000}, r in {4, 8, 12, 20}:
-    `stacking.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several shards dictates the
-    makespan, and less than 0.2% elsewhere; `stacking.stack_reorder` less than 0.2%.
+    """ceil(N m / (N - k)) / m stacks, the least that any placement allows; c(k) for m = 1. Golomb placements reach it
+    nearly always: at small r, 4, the last host of several shards may dictate the makespan.
 
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
@@ -63,13 +57,10 @@ def patch_stacks(
 ) -> FloatArray:
     """Expected makespan in stacks of the patch for one more loss after k; 0 for r = 1, where no loss can be patched.
 
-    E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) the surviving other hosts of the lost
-    group's home shard, which share its m microbatches. Its work on other shards is smaller pieces that other hosts
-    compute meanwhile. With `fetch`, in stacks, any survivor computes any shard after so long: there is no condition,
-    and `shared_patch` takes the place of ceil(m / H).
-    Derived; H is really hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in {200, 600, 1000}: 11
-    to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20; high because a group has given away part of its
-    home shard by the time it is lost.
+    Derived: E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) (really hypergeometric) the
+    surviving other hosts of the lost group's home shard, which share its m microbatches. With `fetch`, in stacks, any
+    survivor computes any shard after so long: there is no condition, and `shared_patch` takes the place of ceil(m / H).
+    High, since a group has given away part of its home shard by the time it is lost.
 
     >>> float(patch_stacks(600, 5, 16)[0]), float(patch_stacks(600, 5, 16, fetch=0.0)[0])
     (0.25, 0.0625)
@@ -126,8 +117,8 @@ def mean_step_s(
 def wait_for_data(
     num_groups: int, redundancy: int, num_microbatches: int, fetch: float, num_lost: FloatArray | None = None
 ) -> FloatArray:
-    """Stacks by which a step ends later because groups compute shards that they do not host, for each k: their data are
-    there after `fetch` stacks, and meanwhile the groups compute what they host.
+    """Stacks by which a step ends later because groups compute shards that they do not host, for each k. Their data are
+    there after `fetch` stacks; meanwhile the groups compute what they host.
 
     U = N p_k shards have no host left on average; with probability P there is any. Then U / P shards are dealt out in
     single microbatches, ceil(m U / P / (N - k)) of them to each survivor. Derived; p_k from

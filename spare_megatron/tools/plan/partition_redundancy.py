@@ -17,39 +17,29 @@ MAX_CANDIDATE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionPlan:
-    """A number of hosts for each state partition, and what to expect of it.
-
-    Attributes:
-        redundancy: r_o.
-        time_to_wipe_out_s: Mean seconds until a partition has lost all hosts.
-        time_to_wipe_out_without_copies_s: The same without repairs.
-        time_to_train_ratio: That of the plan, including restarts for lost state.
-    """
+    """A number of hosts for each state partition, and what to expect of it."""
 
     redundancy: int
+    """r_o."""
     copy_s: float
     time_to_wipe_out_s: float
+    """Mean seconds until a partition has lost all hosts."""
     time_to_wipe_out_without_copies_s: float
+    """The same without repairs."""
     time_to_train_ratio: float
+    """That of the plan, including restarts for lost state."""
 
 
 def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s: float, back_s: float | None) -> float:
     """Mean seconds until some state partition has lost all its hosts, starting with r_o hosts for each.
 
-    With copies a partition behaves as a shard whose groups come back after R_o: `tools.plan.repair.survival`. For R_o
-    << F that is about F^r_o / (N r_o R_o^(r_o - 1)): r_o losses among its hosts within the time of one copy. Without
-    copies a group hosts its first partitions until its first loss; with k groups lost once, the next first loss takes F
-    / (N - k), so the mean is the sum over k of P(no wipe-out after k losses) F / (N - k). Derived. Within 9% of random
-    losses of `stacking.state_partitions`, N from 12 to 60, r_o = 2 and 3, of which up to 6% is noise
-    (tests/unit/test_planner_partitions.py has fewer samples of the same, and a simulated run).
+    `redundancy` is r_o, `group_interval_s` F and `back_s` R_o, None if no copies are made. With copies a partition is
+    as a shard whose groups come back after R_o (`tools.plan.repair.survival`): for R_o << F about
+    F^r_o / (N r_o R_o^(r_o - 1)). Without, a group hosts its partitions until its first loss: the sum over k of
+    P(no wipe-out after k losses) F / (N - k). Derived. ValueError if a value is out of its range.
 
-    `redundancy` is r_o, `group_interval_s` F and `back_s` R_o, None if no copies are made; ValueError if one is out of
-    its range.
-
-    >>> round(state_time_to_wipe_out_s(600, 1, 180000.0, 60.0))
-    300
-    >>> round(state_time_to_wipe_out_s(600, 2, 180000.0, 60.0) / 3600)
-    125
+    >>> [round(state_time_to_wipe_out_s(600, hosts, 180000.0, 60.0) / 60) for hosts in (1, 2)]
+    [5, 7505]
     """
     if back_s is not None:
         repair = RepairTimes(group_interval_s=group_interval_s, repair_s=back_s)

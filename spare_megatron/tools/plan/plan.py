@@ -22,10 +22,9 @@ _LEAST = 1e-300
 def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
     """A(T_c) = (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)).
 
-    J. T. Daly, Future Generation Computer Systems 22 (2006), for restarts that do not fail themselves: wipe-outs are a
-    Poisson process, so an interval of T_c fails exp(T_c / T_f) - 1 times on average before it completes, and each
-    failure costs T_f + T_r less the time of the next try. Exact in that model for any T_c. `cadence_s` is T_c, at least
-    `save_s`, T_s, and above 0; `mean_time_to_failure_s` is T_f, above 0, and `restart_s` T_r; else ValueError.
+    J. T. Daly, Future Generation Computer Systems 22 (2006): exact if wipe-outs are a Poisson process and restarts do
+    not fail themselves, as an interval of T_c then fails exp(T_c / T_f) - 1 times on average before it completes.
+    ValueError unless T_c = `cadence_s` is at least T_s = `save_s` and above 0, and T_f = `mean_time_to_failure_s` is.
 
     >>> round(availability(3306.5, 60.0, 90000.0, 3600.0), 4)
     0.9269
@@ -69,38 +68,31 @@ def closed_form_redundancy(num_groups: int) -> int:
 
 TOLERANCE = 1e-3
 """Share of the time to train that a higher redundancy must save, because holding shards is not free."""
-
-
 FRUGAL_TOLERANCE = 0.02
 """Share of the time to train that a user short of memory may give up for fewer shards."""
-
-
 MAX_CANDIDATE = 48
 """The highest redundancy tried: the best one grows with log2 N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A redundancy, and what to expect of it.
-
-    Attributes:
-        policy: Granularity, and whether groups come back.
-        cadence_s: T_c*, the best cadence.
-        endured_losses: Expected lost groups before a restart; a group that comes back counts each time.
-        time_to_wipe_out_s: T_f, from a restart on until a shard has no host and none is back within the time of one.
-        stretch: Mean step time over the step time without losses, between restarts.
-        availability: The share of time spent on steps that count: A* of the time that no pause takes.
-        time_to_train_ratio: stretch / availability: expected time to train over that without losses and saves.
-    """
+    """A redundancy, and what to expect of it."""
 
     policy: Policy
+    """Granularity, and whether groups come back."""
     redundancy: int
     cadence_s: float
+    """T_c*, the best cadence."""
     endured_losses: float
+    """Expected lost groups before a restart; a group that comes back counts each time."""
     time_to_wipe_out_s: float
+    """T_f, from a restart on until a shard has no host and none is back within the time of one."""
     stretch: float
+    """Mean step time over the step time without losses, between restarts."""
     availability: float
+    """The share of time spent on steps that count: A* of the time that no pause takes."""
     time_to_train_ratio: float
+    """stretch / availability: expected time to train over that without losses and saves."""
     pause_interval_s: float
     """Mean seconds of training between pauses for a host of a shard."""
 
@@ -109,10 +101,8 @@ class Plan:
 def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
     """The plan for one redundancy, at its best cadence: T_f and the stretch from `tools.plan.forecast`.
 
-    Within 1.2% of simulated runs at the same assumptions (benchmarks/planner_formulas.py). With SPARe's published
-    settings (N = 200, 600, 1000) the best ratios are 2.87, 2.52, 2.39 at r = 8, 8, 9; the paper's simulation has 2.92,
-    2.49, 2.34 at r = 9, 8, 9. ValueError: the redundancy is not from 1 to N, the policy is unknown, is "rejoin" without
-    `facts.rejoin`, "reform" without `facts.reform`, or "stack" with hosts of last resort.
+    ValueError: the redundancy is not from 1 to N, the policy is unknown, is "rejoin" without `facts.rejoin`, "reform"
+    without `facts.reform`, or "stack" with hosts of last resort.
     """
     check_redundancy(facts.num_groups, redundancy)
     expected = _forecast(facts, policy, redundancy)
@@ -154,15 +144,11 @@ def optimize(
     >>> from spare_megatron.tools.plan.facts import CheckpointTimes
     >>> from spare_megatron.tools.plan.overhead import StepTimes
     >>> times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
-    >>> facts = ClusterFacts(
-    ...     num_groups=600, times=times, checkpoint=CheckpointTimes(save_s=60.0, restart_s=3600.0), num_microbatches=16
-    ... )
-    >>> plan = optimize(facts, "stack")
-    >>> plan.redundancy, round(plan.time_to_train_ratio, 2), round(plan.availability, 3)
-    (8, 2.52, 0.918)
-    >>> plan = optimize(facts, "microbatch")
-    >>> plan.redundancy, round(plan.time_to_train_ratio, 2)
-    (5, 1.41)
+    >>> checkpoint = CheckpointTimes(save_s=60.0, restart_s=3600.0)
+    >>> facts = ClusterFacts(num_groups=600, times=times, checkpoint=checkpoint, num_microbatches=16)
+    >>> plans = [optimize(facts, "stack"), optimize(facts, "microbatch")]
+    >>> [(plan.redundancy, round(plan.time_to_train_ratio, 2)) for plan in plans]
+    [(8, 2.52), (5, 1.41)]
     """
     plans = candidates(facts, policy, limits)
     least = min(plan.time_to_train_ratio for plan in plans)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,34 +11,25 @@ from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration
-from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
-from spare_megatron.tools.plan.plan_options import (
-    ASSUMED_MICROBATCHES,
-    ASSUMED_SLICE_COPY,
-    ASSUMED_SLOW,
-    ASSUMED_SLOW_FACTOR,
-    ASSUMED_STEP,
-    ASSUMED_STEPS,
-    Domains,
-    Holding,
-    LastResort,
-    LossRate,
-    Question,
-    Reforming,
-    Returning,
-    Slow,
-    Widths,
-    check_redundancy_asked,
-    facts_of,
-    limits_of,
-    partition_copy_s_of,
-    policies_of,
-    policy_of,
-    slow_rate_of,
-    widths_of,
-)
-from spare_megatron.tools.plan.plan_result import Answer, as_figures
+from spare_megatron.tools.plan import plan_options as options
 
+if TYPE_CHECKING:
+    from spare_megatron.tools.plan.plan_result import Answer
+
+# Of `spare simulate`, too.
+Repair = Annotated[
+    str | None,
+    typer.Option(help="Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."),
+]
+Join = Annotated[str | None, typer.Option(help="Time that all groups wait for an admission, as in 30s.")]
+Reform = Annotated[
+    str | None,
+    typer.Option(
+        help="Re-form groups from idle machines and those of broken groups: time from the loss of a machine until the "
+        "group runs, as in 60s. A loss then takes one machine."
+    ),
+]
+Machines = Annotated[int | None, typer.Option(help="Machines of a group, for --reform.")]
 _Groups = Annotated[int, typer.Option(help="Number of data-parallel groups, and of shards.")]
 _Restart = Annotated[str, typer.Option(help="Time from a wipe-out until training continues, as in 60m.")]
 _Save = Annotated[str, typer.Option(help="Time that training stalls for one save, as in 60s.")]
@@ -47,12 +38,14 @@ _Rate = Annotated[
     float | None, typer.Option(help="Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group.")
 ]
 _Gpus = Annotated[int | None, typer.Option(help="For --failures-per-node-day.")]
-_Step = Annotated[str | None, typer.Option(help="Time to compute one shard on one group.", show_default=ASSUMED_STEP)]
+_Step = Annotated[
+    str | None, typer.Option(help="Time to compute one shard on one group.", show_default=options.ASSUMED_STEP)
+]
 _Reduce = Annotated[
     str | None, typer.Option(help="Time of the rest of a step, mostly the reduction.", show_default="10ms per group")
 ]
 _Microbatches = Annotated[
-    int | None, typer.Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
+    int | None, typer.Option(help="Microbatches per shard.", show_default=str(options.ASSUMED_MICROBATCHES))
 ]
 _Transfer = Annotated[
     str | None, typer.Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
@@ -63,7 +56,9 @@ _Spares = Annotated[
 ]
 _Steps = Annotated[
     int | None,
-    typer.Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
+    typer.Option(
+        help="Steps of the training, in which machines are lost for good.", show_default=str(options.ASSUMED_STEPS)
+    ),
 ]
 _PerDomain = Annotated[int | None, typer.Option(help="Groups in one rack or power domain, with consecutive ids.")]
 _DomainMtbf = Annotated[
@@ -91,7 +86,7 @@ _SliceCopy = Annotated[
     str | None,
     typer.Option(
         help="Time to copy one partition (slice) of the optimizer state whose host is lost.",
-        show_default=ASSUMED_SLICE_COPY,
+        show_default=options.ASSUMED_SLICE_COPY,
     ),
 ]
 _ShardSize = Annotated[str | None, typer.Option(help="Size of one shard in memory, as in 64MiB.")]
@@ -116,12 +111,14 @@ _SlowEvery = Annotated[
     str | None, typer.Option(help="Mean time until a given group turns slow, as in 30d: what that costs is shown.")
 ]
 _SlowFor = Annotated[
-    str | None, typer.Option(help="Mean time for which a group is slow; for --slow-every.", show_default=ASSUMED_SLOW)
+    str | None,
+    typer.Option(help="Mean time for which a group is slow; for --slow-every.", show_default=options.ASSUMED_SLOW),
 ]
 _SlowFactor = Annotated[
     float | None,
     typer.Option(
-        help="Time per microbatch of a slow group over that of the others.", show_default=f"{ASSUMED_SLOW_FACTOR:g}"
+        help="Time per microbatch of a slow group over that of the others.",
+        show_default=f"{options.ASSUMED_SLOW_FACTOR:g}",
     ),
 ]
 
@@ -178,29 +175,44 @@ def plan(
 
     Exit code 2: invalid input.
     """
-    question = Question(
+    question = options.Question(
         groups=groups,
-        losses=LossRate(mtbf, failures_per_node_day, gpus_per_node, gpus_per_group),
         restart=restart,
         save=save,
+        mtbf=mtbf,
+        failures_per_node_day=failures_per_node_day,
+        gpus_per_node=gpus_per_node,
+        gpus_per_group=gpus_per_group,
         step=step,
         reduce=reduce,
-        returning=Returning(repair, transfer, join, spares),
-        reforming=Reforming(reform, machines_per_group, steps),
         microbatches=microbatches,
+        repair=repair,
+        transfer=transfer,
+        join=join,
+        spares=spares,
+        reform=reform,
+        machines_per_group=machines_per_group,
+        steps=steps,
+        groups_per_domain=groups_per_domain,
+        domain_mtbf=domain_mtbf,
+        last_resort=last_resort,
+        fetch=fetch,
         policy=policy,
         redundancy=redundancy,
-        holding=Holding(shard_size, memory, read_rate),
-        domains=Domains(groups_per_domain, domain_mtbf),
-        last_resort=LastResort(last_resort, fetch),
         slice_copy=slice_copy,
-        widths=Widths(widths, over_groups),
-        slow=Slow(slow_every, slow_for, slow_factor),
+        shard_size=shard_size,
+        memory=memory,
+        read_rate=read_rate,
+        widths=widths,
+        over_groups=over_groups,
+        slow_every=slow_every,
+        slow_for=slow_for,
+        slow_factor=slow_factor,
     )
     _answer(question, plot, as_json=as_json)
 
 
-def _answer(question: Question, plot: Path | None, *, as_json: bool) -> None:
+def _answer(question: options.Question, plot: Path | None, *, as_json: bool) -> None:
     with explained_errors("plan"):
         if plot is not None:
             check_plot_file(plot)
@@ -211,16 +223,16 @@ def _answer(question: Question, plot: Path | None, *, as_json: bool) -> None:
         do_each(outputs)
 
 
-def _show(answer: Answer, *, as_json: bool) -> None:
+def _show(answer: "Answer", *, as_json: bool) -> None:
+    from spare_megatron.tools.plan.plan_result import as_figures, print_answer
+
     if as_json:
         say_json(as_figures(answer))
-        return
-    from spare_megatron.tools.plan.plan_table import print_answer
-
-    print_answer(answer)
+    else:
+        print_answer(answer)
 
 
-def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
+def _draw(answer: "Answer", plot: Path, *, as_json: bool) -> None:
     from spare_megatron.tools.plan.plan_plot import write_plot
 
     write_plot(plot, answer.facts, answer.plan, answer.alternatives)
@@ -228,17 +240,18 @@ def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
         say(f"curves in {plot}")
 
 
-def answer_to(question: Question) -> Answer:
+def answer_to(question: options.Question) -> "Answer":
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.tools.plan.partition_redundancy import plan_partitions
     from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict
+    from spare_megatron.tools.plan.plan_result import Answer
     from spare_megatron.tools.plan.slow_group_costs import slow_cost
     from spare_megatron.tools.plan.width import plans_by_width
 
-    facts = facts_of(question)
-    limits = limits_of(question.holding)
-    chosen = policy_of(question)
-    check_redundancy_asked(question, facts, limits)
+    facts = options.facts_of(question)
+    limits = options.limits_of(question)
+    chosen = options.policy_of(question)
+    options.check_redundancy_asked(question, facts, limits)
     fixed = question.redundancy
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
     if not best.time_to_train_ratio < _HOPELESS or best.time_to_wipe_out_s < facts.times.step_s:
@@ -254,18 +267,18 @@ def answer_to(question: Question) -> Answer:
         "microbatches": question.microbatches,
         "slice_copy": question.slice_copy,
     }
-    if question.returning.repair is not None or question.reforming.reform is not None:
-        names["join"] = question.returning.join
-    if question.reforming.reform is not None:
-        names["steps"] = question.reforming.steps
-    lanes, over_groups_s = widths_of(question, facts.times.reduce_s)
-    rate, units = slow_rate_of(question), 1 if chosen == "stack" else facts.num_microbatches
+    if question.repair is not None or question.reform is not None:
+        names["join"] = question.join
+    if question.reform is not None:
+        names["steps"] = question.steps
+    lanes, over_groups_s = options.widths_of(question, facts.times.reduce_s)
+    rate, units = options.slow_rate_of(question), 1 if chosen == "stack" else facts.num_microbatches
     return Answer(
         facts=facts,
         plan=best,
         frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
-        slices=plan_partitions(facts, best, partition_copy_s_of(question)),
-        alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
+        slices=plan_partitions(facts, best, options.partition_copy_s_of(question)),
+        alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(question)),
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),

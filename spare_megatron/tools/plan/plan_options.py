@@ -2,10 +2,11 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from spare_megatron.formats.parsed_quantities import parse_bytes, parse_duration_s
+from spare_megatron.formats.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
     from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits, Policy
@@ -27,86 +28,42 @@ _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 """The planner holds this many counts for each redundancy that it tries."""
 
 
-class LossRate(NamedTuple):
-    """How often groups are lost, as `mtbf` or as the other three options."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The options by their names, as the user wrote them; None where absent."""
 
+    groups: int
+    restart: str
+    save: str
     mtbf: str | None
     failures_per_node_day: float | None
     gpus_per_node: int | None
     gpus_per_group: int | None
-
-
-class Holding(NamedTuple):
-    shard_size: str | None
-    memory: str | None
-    read_rate: str | None
-
-
-class Returning(NamedTuple):
+    step: str | None
+    reduce: str | None
+    microbatches: int | None
     repair: str | None
     transfer: str | None
     join: str | None
     spares: int | None
-
-
-class Reforming(NamedTuple):
-    """How long it takes to re-form a group, of how many machines, and the steps in which machines are lost for good."""
-
     reform: str | None
     machines_per_group: int | None
     steps: int | None
-
-
-class Domains(NamedTuple):
-    """Groups that are lost together, and how often."""
-
     groups_per_domain: int | None
-    mtbf: str | None
-
-
-class LastResort(NamedTuple):
-    """Whether any survivor can compute any shard, and the time to read one that is not in its stack."""
-
-    is_wanted: bool
+    domain_mtbf: str | None
+    last_resort: bool
     fetch: str | None
-
-
-class Widths(NamedTuple):
-    """Numbers of lanes to compare, and the time of transfers between groups of one lane."""
-
-    lanes: str | None
-    over_groups: str | None
-
-
-class Slow(NamedTuple):
-    """How often a given group turns slow, for how long, and by how much."""
-
-    every: str | None
-    lasting: str | None
-    factor: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The options as the user wrote them; None where absent."""
-
-    groups: int
-    losses: LossRate
-    restart: str
-    save: str
-    step: str | None
-    reduce: str | None
-    returning: Returning
-    reforming: Reforming
-    microbatches: int | None
     policy: str | None
     redundancy: int | None
-    holding: Holding
-    domains: Domains
-    last_resort: LastResort
     slice_copy: str | None
-    widths: Widths
-    slow: Slow
+    shard_size: str | None
+    memory: str | None
+    read_rate: str | None
+    widths: str | None
+    over_groups: str | None
+    slow_every: str | None
+    slow_for: str | None
+    slow_factor: float | None
 
 
 def facts_of(question: Question) -> "ClusterFacts":
@@ -127,16 +84,18 @@ def facts_of(question: Question) -> "ClusterFacts":
         if question.reduce is None
         else parse_duration_s("--reduce", question.reduce, is_zero_fine=True)
     )
-    groups_per_domain, domain_mtbf = _domains(question.domains, question.groups)
-    if domain_mtbf is not None and question.returning.spares:
+    if not question.last_resort:
+        _refuse(question, ("fetch",), "needs --last-resort: without it no group reads other shards")
+    groups_per_domain, domain_mtbf = _domains(question)
+    if domain_mtbf is not None and question.spares:
         raise ValueError(
-            f"--spares {question.returning.spares} plans for groups that are lost one by one, --groups-per-domain "
+            f"--spares {question.spares} plans for groups that are lost one by one, --groups-per-domain "
             f"{groups_per_domain} for groups lost together; leave out one of them"
         )
     times = StepTimes(
         shard_s=parse_duration_s("--step", question.step or ASSUMED_STEP),
         reduce_s=reduce_s,
-        loss_interval_s=_loss_interval_s(question.losses, question.groups),
+        loss_interval_s=_loss_interval_s(question),
     )
     return ClusterFacts(
         num_groups=question.groups,
@@ -146,62 +105,58 @@ def facts_of(question: Question) -> "ClusterFacts":
             restart_s=parse_duration_s("--restart", question.restart, is_zero_fine=True),
         ),
         num_microbatches=question.microbatches or ASSUMED_MICROBATCHES,
-        rejoin=_rejoin(question.returning, question.reforming),
-        reform=_reform(question.returning, question.reforming, times),
+        rejoin=_rejoin(question),
+        reform=_reform(question, times),
         groups_per_domain=groups_per_domain,
         domain_interval_s=math.inf if domain_mtbf is None else parse_duration_s("--domain-mtbf", domain_mtbf),
-        last_resort=question.last_resort.is_wanted,
-        fetch_s=_fetch_s(question.last_resort),
+        last_resort=question.last_resort,
+        fetch_s=_duration_or_0("--fetch", question.fetch),
     )
 
 
-def _reform(returning: Returning, reforming: Reforming, times: "StepTimes") -> "ReformTimes | None":
+def _reform(question: Question, times: "StepTimes") -> "ReformTimes | None":
     from spare_megatron.tools.plan.reforming_costs import ReformTimes
 
-    if reforming.reform is None:
-        for option, value in (("machines-per-group", reforming.machines_per_group), ("steps", reforming.steps)):
-            if value is not None:
-                raise ValueError(f"--{option} {value} needs --reform, the time to re-form a group, as in 60s")
+    if question.reform is None:
+        _refuse(question, ("machines_per_group", "steps"), "needs --reform, the time to re-form a group, as in 60s")
         return None
-    if reforming.machines_per_group is None:
-        raise ValueError(f"--reform {reforming.reform} needs --machines-per-group, of which a loss takes one")
-    for option, value in (("machines-per-group", reforming.machines_per_group), ("steps", reforming.steps)):
+    if question.machines_per_group is None:
+        raise ValueError(f"--reform {question.reform} needs --machines-per-group, of which a loss takes one")
+    for option, value in (("machines-per-group", question.machines_per_group), ("steps", question.steps)):
         if value is not None and value < 1:
             raise ValueError(f"--{option} {value} is below 1")
     return ReformTimes(
-        machines_per_group=reforming.machines_per_group,
-        reform_s=parse_duration_s("--reform", reforming.reform, is_zero_fine=True),
-        run_s=(reforming.steps or ASSUMED_STEPS) * times.step_s,
-        repair_s=None if returning.repair is None else parse_duration_s("--repair", returning.repair),
-        transfer_s=_duration_or_0("--transfer", returning.transfer),
-        join_s=_duration_or_0("--join", returning.join),
-        num_spares=returning.spares or 0,
+        machines_per_group=question.machines_per_group,
+        reform_s=parse_duration_s("--reform", question.reform, is_zero_fine=True),
+        run_s=(question.steps or ASSUMED_STEPS) * times.step_s,
+        repair_s=None if question.repair is None else parse_duration_s("--repair", question.repair),
+        transfer_s=_duration_or_0("--transfer", question.transfer),
+        join_s=_duration_or_0("--join", question.join),
+        num_spares=question.spares or 0,
     )
 
 
-def _rejoin(returning: Returning, reforming: Reforming) -> "RejoinTimes | None":
+def _rejoin(question: Question) -> "RejoinTimes | None":
     from spare_megatron.tools.plan.readmission import RejoinTimes
 
-    if returning.spares is not None and returning.spares < 0:
-        raise ValueError(f"--spares {returning.spares} is below 0")
-    if returning.repair is None:
-        if reforming.reform is not None:
-            return None
-        for option, value in (("transfer", returning.transfer), ("join", returning.join), ("spares", returning.spares)):
-            if value is not None:
-                raise ValueError(f"--{option} {value} needs --repair, the time from a loss until the group is repaired")
+    if question.spares is not None and question.spares < 0:
+        raise ValueError(f"--spares {question.spares} is below 0")
+    if question.repair is None:
+        if question.reform is None:
+            needs = "needs --repair, the time from a loss until the group is repaired"
+            _refuse(question, ("transfer", "join", "spares"), needs)
         return None
     return RejoinTimes(
-        repair_s=parse_duration_s("--repair", returning.repair),
-        transfer_s=_duration_or_0("--transfer", returning.transfer),
-        join_s=_duration_or_0("--join", returning.join),
-        num_spares=returning.spares or 0,
+        repair_s=parse_duration_s("--repair", question.repair),
+        transfer_s=_duration_or_0("--transfer", question.transfer),
+        join_s=_duration_or_0("--join", question.join),
+        num_spares=question.spares or 0,
     )
 
 
-def _domains(domains: Domains, num_groups: int) -> tuple[int, str | None]:
+def _domains(question: Question) -> tuple[int, str | None]:
     """Groups per domain, and the time between losses of domains; 1 and None without domains."""
-    size, mtbf = domains
+    size, mtbf, num_groups = question.groups_per_domain, question.domain_mtbf, question.groups
     if (size is None) != (mtbf is None):
         missing = "--domain-mtbf, as in 30d" if mtbf is None else "--groups-per-domain, as in 4"
         raise ValueError(f"domains that are lost together need both: give {missing}")
@@ -217,33 +172,33 @@ def _domains(domains: Domains, num_groups: int) -> tuple[int, str | None]:
     return size or 1, mtbf
 
 
-def _fetch_s(last_resort: LastResort) -> float:
-    if last_resort.fetch is not None and not last_resort.is_wanted:
-        raise ValueError(f"--fetch {last_resort.fetch} needs --last-resort: without it no group reads other shards")
-    return _duration_or_0("--fetch", last_resort.fetch)
+def _refuse(question: Question, names: Sequence[str], why: str) -> None:
+    """Raises ValueError for the first of these options that is given."""
+    for name in names:
+        if (value := getattr(question, name)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} {why}")
 
 
 def _duration_or_0(option: str, text: str | None) -> float:
     return 0.0 if text is None else parse_duration_s(option, text, is_zero_fine=True)
 
 
-def _loss_interval_s(losses: LossRate, num_groups: int) -> float:
-    rate = losses.failures_per_node_day
-    if losses.mtbf is not None and rate is not None:
+def _loss_interval_s(question: Question) -> float:
+    rate = question.failures_per_node_day
+    if question.mtbf is not None and rate is not None:
         raise ValueError(
-            f"--mtbf {losses.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
+            f"--mtbf {question.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
         )
-    if losses.mtbf is not None:
-        for option, count in (("--gpus-per-node", losses.gpus_per_node), ("--gpus-per-group", losses.gpus_per_group)):
-            if count is not None:
-                raise ValueError(f"{option} {count} belongs to --failures-per-node-day, not to --mtbf; leave it out")
-        return parse_duration_s("--mtbf", losses.mtbf)
+    if question.mtbf is not None:
+        belongs = "belongs to --failures-per-node-day, not to --mtbf; leave it out"
+        _refuse(question, ("gpus_per_node", "gpus_per_group"), belongs)
+        return parse_duration_s("--mtbf", question.mtbf)
     if rate is None:
         raise ValueError("how often are groups lost? give --mtbf, as in 300s, or --failures-per-node-day")
     if not (rate > 0 and math.isfinite(rate)):
         raise ValueError(f"--failures-per-node-day {rate} has to be above 0")
-    per_node = _gpus("--gpus-per-node", losses.gpus_per_node)
-    num_nodes = num_groups * _gpus("--gpus-per-group", losses.gpus_per_group) / per_node
+    per_node = _gpus("--gpus-per-node", question.gpus_per_node)
+    num_nodes = question.groups * _gpus("--gpus-per-group", question.gpus_per_group) / per_node
     return SECONDS_PER_DAY / (rate * num_nodes)
 
 
@@ -259,12 +214,9 @@ def widths_of(question: Question, reduce_s: float) -> tuple[list[int], float]:
 
     An assumed reduction is all of that kind. Raises ValueError for what are no numbers of lanes.
     """
-    lanes, over_groups = question.widths
+    lanes, over_groups = question.widths, question.over_groups
     if lanes is None:
-        if over_groups is not None:
-            raise ValueError(
-                f"--over-groups {over_groups} needs --widths, the numbers of lanes to compare, as in 1,2,4"
-            )
+        _refuse(question, ("over_groups",), "needs --widths, the numbers of lanes to compare, as in 1,2,4")
         return [], 0.0
     if not re.fullmatch(r"\d{1,8}(,\d{1,8})*", lanes):
         raise ValueError(f"--widths {lanes} has to be numbers of lanes in a group, as in 1,2,4")
@@ -278,7 +230,7 @@ def slow_rate_of(question: Question) -> "SlowRate | None":
     """How often groups turn slow; None if that was not asked. ValueError: out of range, or --slow-every is missing."""
     from spare_megatron.tools.plan.slow_group_costs import SlowRate
 
-    every, lasting, factor = question.slow
+    every, lasting, factor = question.slow_every, question.slow_for, question.slow_factor
     if every is None:
         if lasting is not None or factor is not None:
             raise ValueError(
@@ -296,8 +248,8 @@ def slow_rate_of(question: Question) -> "SlowRate | None":
 
 def policy_of(question: Question) -> "Policy":
     """The requested policy, or the one that the other options imply; raises ValueError if they contradict it."""
-    repair, is_last_resort = question.returning.repair, question.last_resort.is_wanted
-    if question.policy is None and question.reforming.reform is not None:
+    repair, is_last_resort = question.repair, question.last_resort
+    if question.policy is None and question.reform is not None:
         return "reform"
     if question.policy is None:
         return "rejoin" if repair else "microbatch" if question.microbatches or is_last_resort else "stack"
@@ -306,7 +258,7 @@ def policy_of(question: Question) -> "Policy":
             raise ValueError("--last-resort shares out single microbatches, --policy stack moves whole shards")
         case "rejoin" if repair is None:
             raise ValueError("--policy rejoin needs --repair, the time until a lost group is back, as in 10m")
-        case "reform" if question.reforming.reform is None:
+        case "reform" if question.reform is None:
             raise ValueError("--policy reform needs --reform, the time to re-form a group, as in 60s")
         case "stack" | "microbatch" | "rejoin" | "reform":
             return question.policy
@@ -319,34 +271,32 @@ def partition_copy_s_of(question: Question) -> float:
 
 
 def policies_of(question: Question) -> "tuple[Policy, ...]":
-    found: list[Policy] = [] if question.last_resort.is_wanted else ["stack"]
+    found: list[Policy] = [] if question.last_resort else ["stack"]
     found.append("microbatch")
-    if question.returning.repair is not None:
+    if question.repair is not None:
         found.append("rejoin")
-    if question.reforming.reform is not None:
+    if question.reform is not None:
         found.append("reform")
     return tuple(found)
 
 
-def limits_of(holding: Holding) -> "HoldingLimits | None":
+def limits_of(question: Question) -> "HoldingLimits | None":
     """Limits on stacks; None if no shard size is given. Raises ValueError for a limit without one."""
     from spare_megatron.tools.plan.facts import HoldingLimits
 
-    if holding.shard_size is None:
-        for option, value in (("--memory", holding.memory), ("--read-rate", holding.read_rate)):
-            if value is not None:
-                raise ValueError(f"{option} {value} limits nothing without --shard-size, as in 64MiB")
+    if question.shard_size is None:
+        _refuse(question, ("memory", "read_rate"), "limits nothing without --shard-size, as in 64MiB")
         return None
     return HoldingLimits(
-        shard_bytes=parse_bytes("--shard-size", holding.shard_size),
-        memory_bytes=None if holding.memory is None else parse_bytes("--memory", holding.memory),
-        read_bytes_per_s=None if holding.read_rate is None else parse_bytes("--read-rate", holding.read_rate),
+        shard_bytes=parse_bytes("--shard-size", question.shard_size),
+        memory_bytes=None if question.memory is None else parse_bytes("--memory", question.memory),
+        read_bytes_per_s=None if question.read_rate is None else parse_bytes("--read-rate", question.read_rate),
     )
 
 
 def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
     """Raises ValueError if the requested redundancy, or 1 if none is, exceeds the number of groups or the limits."""
-    wanted, num_groups, holding = question.redundancy, question.groups, question.holding
+    wanted, num_groups = question.redundancy, question.groups
     if wanted is not None and not 1 <= wanted <= num_groups:
         raise ValueError(
             f"--redundancy {wanted} has to be from 1 to {num_groups} (--groups): hosts are different groups"
@@ -354,6 +304,6 @@ def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "H
     largest = num_groups if limits is None else limits.largest_redundancy(num_groups, facts.times)
     if largest < (wanted or 1):
         raise ValueError(
-            f"--redundancy {wanted or 1}: shards of {holding.shard_size} allow at most {largest} with "
-            f"--memory {holding.memory or 'unlimited'} and --read-rate {holding.read_rate or 'unlimited'}"
+            f"--redundancy {wanted or 1}: shards of {question.shard_size} allow at most {largest} with "
+            f"--memory {question.memory or 'unlimited'} and --read-rate {question.read_rate or 'unlimited'}"
         )

@@ -40,11 +40,8 @@ SETTINGS: Any = {
 }
 
 _AXIS_UNITS = ((31557600.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
-
 _MOST_REDUNDANCY = 24
-
 _FEW_COUNTS = 40
-
 _HIGHEST_RATIO = 2.5
 """Ratios above this many times the plan's or the worst alternative's are cut off: r = 1 may be far above."""
 

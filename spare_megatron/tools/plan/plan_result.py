@@ -1,46 +1,50 @@
-"""The result of `spare plan`, and its figures for programs."""
+"""The result of `spare plan`: what it holds, its figures for programs, and its tables."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits
-    from spare_megatron.tools.plan.partition_redundancy import PartitionPlan
-    from spare_megatron.tools.plan.plan import Plan
-    from spare_megatron.tools.plan.slow_group_costs import SlowCost
-    from spare_megatron.tools.plan.width import WidthPlan
+from spare_megatron.cli.console import RunConsole, Table
+from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
+from spare_megatron.tools.plan.audit_costs import audit_curve, audit_price, num_judges
+from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits
+from spare_megatron.tools.plan.partition_redundancy import PartitionPlan
+from spare_megatron.tools.plan.plan import Plan, closed_form_redundancy
+from spare_megatron.tools.plan.slow_group_costs import SlowCost
+from spare_megatron.tools.plan.width import WidthPlan
+
+_DESCRIPTIONS = {
+    "stack": "whole shards",
+    "microbatch": "single microbatches",
+    "rejoin": "microbatches, groups come back",
+    "reform": "microbatches, groups re-formed",
+}
+
+_LONG_CADENCE_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of `spare plan`.
-
-    Attributes:
-        plan: The plan of the requested policy.
-        frugal: The same policy with the least redundancy at which training hardly takes longer.
-        slices: How many groups should host each state partition.
-        alternatives: The best plan of each policy that the options allow.
-        assumed: Names of the facts that were not given.
-        widths: The plan of the policy for groups of each number of lanes asked for.
-        slow: What slow groups cost, if how often they are slow was given; beside the plan, which knows none.
-    """
-
-    facts: "ClusterFacts"
-    plan: "Plan"
-    frugal: "Plan"
-    slices: "PartitionPlan"
-    alternatives: tuple["Plan", ...]
-    limits: "HoldingLimits | None"
+    facts: ClusterFacts
+    plan: Plan
+    """The plan of the requested policy."""
+    frugal: Plan
+    """The same policy with the least redundancy at which training hardly takes longer."""
+    slices: PartitionPlan
+    """How many groups should host each state partition."""
+    alternatives: tuple[Plan, ...]
+    """The best plan of each policy that the options allow."""
+    limits: HoldingLimits | None
     assumed: frozenset[str]
-    widths: tuple["WidthPlan", ...] = ()
-    slow: "SlowCost | None" = None
+    """Names of the facts that were not given."""
+    widths: tuple[WidthPlan, ...] = ()
+    """The plan of the policy for groups of each number of lanes asked for."""
+    slow: SlowCost | None = None
+    """What slow groups cost, if how often they are slow was given; beside the plan, which knows none."""
 
 
 def as_figures(answer: Answer) -> dict[str, Any]:
     """The figures of `--json`; the first five keys are a contract."""
-    from spare_megatron.tools.plan.audit_costs import audit_curve, audit_price, num_judges
-    from spare_megatron.tools.plan.plan import closed_form_redundancy
-
     plan, limits = answer.plan, answer.limits
     figures: dict[str, Any] = {
         "redundancy": plan.redundancy,
@@ -71,7 +75,7 @@ def as_figures(answer: Answer) -> dict[str, Any]:
     return figures
 
 
-def _as_facts(facts: "ClusterFacts") -> dict[str, Any]:
+def _as_facts(facts: ClusterFacts) -> dict[str, Any]:
     domain_interval_s = facts.domain_interval_s if facts.has_domains else None
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
 
@@ -81,3 +85,161 @@ def read_s(answer: Answer) -> float | None:
     if answer.limits is None or answer.limits.read_bytes_per_s is None:
         return None
     return answer.plan.redundancy * answer.limits.shard_bytes / answer.limits.read_bytes_per_s
+
+
+def print_answer(answer: Answer) -> None:
+    console = RunConsole()
+    console.tables(
+        Table(title="plan", rows=list(_plan_rows(answer))),
+        Table(title="partitioned optimizer state", rows=list(_partition_rows(answer))),
+        Table(title="for this cluster", rows=list(_fact_rows(answer))),
+        _alternatives(answer),
+        *([_widths(answer)] if answer.widths else []),
+    )
+    for text in _remarks(answer):
+        console.line(text)
+
+
+def _remarks(answer: Answer) -> Iterator[str]:
+    if answer.plan.redundancy == 1 and not answer.facts.last_resort:
+        yield "Restarting at every loss costs less here than going on without the lost groups."
+    if answer.plan.cadence_s > _LONG_CADENCE_S:
+        yield "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
+    if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
+        yield "Restarts come sooner than saves pay off: take a higher redundancy."
+
+
+def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    plan, limits = answer.plan, answer.limits
+    yield "policy", f"{plan.policy} ({_DESCRIPTIONS[plan.policy]})"
+    yield "redundancy", f"{_hosts(plan.redundancy)} per shard"
+    frugal = answer.frugal
+    if frugal.redundancy < plan.redundancy:
+        yield "hardly slower", f"{_hosts(frugal.redundancy)} per shard: {frugal.time_to_train_ratio:.2f} x"
+    yield "save every", format_duration(plan.cadence_s)
+    yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
+    if plan.policy == "reform":
+        without = min(other.time_to_train_ratio for other in answer.alternatives if other.policy != "reform")
+        yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
+    if answer.slow is not None:
+        even, dealt = answer.slow.even_ratio, answer.slow.dealt_ratio
+        yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
+    yield "mean step between restarts", f"{plan.stretch:.2f} x that without losses"
+    yield "availability", f"{plan.availability:.1%}"
+    yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
+    yield "restart every", format_duration(plan.time_to_wipe_out_s)
+    yield from _audit_rows(answer)
+    if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
+        yield "pause for a host every", format_duration(plan.pause_interval_s)
+    if limits is None:
+        yield "memory for shards", f"{plan.redundancy} x that of one shard per group (--shard-size)"
+        return
+    of_limit = "" if limits.memory_bytes is None else f" of {format_bytes(limits.memory_bytes)}"
+    yield "memory for shards", f"{format_bytes(plan.redundancy * limits.shard_bytes)}{of_limit} per group"
+    reading_s = read_s(answer)
+    if reading_s is not None:
+        yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+
+
+def _audit_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    judges = num_judges(answer.plan.redundancy, last_resort=answer.facts.last_resort)
+    if judges == 1:
+        yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
+        return
+    audits = audit_price(answer.facts.num_microbatches)
+    every = f"{audits.every_steps} steps" if audits.every_steps > 1 else "step"
+    yield "audits every", f"{every}: {audits.price:.1%} of a step more, which is not in the time to train"
+    yield "they find", f"lasting faults of a group within {every}, {audits.found_share:.1%} of those in one microbatch"
+    if judges == 2:
+        yield "a mismatch", "may halt the run: with 3 hosts per shard a third one says who is wrong"
+
+
+def _partition_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    slices = answer.slices
+    copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
+    yield "redundancy", f"{_hosts(slices.redundancy)} per partition"
+    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, if a copy of a partition takes {copy}"
+    yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
+    yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
+
+
+def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    facts = answer.facts
+    mark = dict.fromkeys(answer.assumed, " (assumed)")
+    yield "groups", str(facts.num_groups)
+    yield "a group is lost every", format_duration(facts.times.loss_interval_s)
+    yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
+    yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
+    yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
+    yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
+    reform = facts.reform
+    if reform is not None:
+        yield "machines per group", str(reform.machines_per_group)
+        yield "re-forming", f"{format_duration(reform.reform_s)} from the loss of a machine"
+        yield "training without losses", format_duration(reform.run_s) + mark.get("steps", "")
+        yield "spare machines", str(reform.num_spares)
+    rejoin = facts.rejoin
+    if rejoin is not None:
+        yield "lost hardware is repaired after", format_duration(rejoin.repair_s)
+        yield (
+            "state transfer, join",
+            (f"{format_duration(rejoin.transfer_s)}, {format_duration(rejoin.join_s)}" + mark.get("join", "")),
+        )
+        if reform is None:
+            yield "spare groups", str(rejoin.num_spares)
+    if facts.has_domains:
+        yield "groups in a domain", str(facts.groups_per_domain)
+        yield "a domain is lost every", format_duration(facts.domain_interval_s)
+    if facts.last_resort:
+        yield "last resort", f"any group, data there after {format_duration(facts.fetch_s)}"
+
+
+def _alternatives(answer: Answer) -> Table:
+    rows = [
+        (
+            plan.policy,
+            str(plan.redundancy),
+            f"{plan.time_to_train_ratio:.2f} x",
+            f"{plan.availability:.1%}",
+            format_duration(plan.cadence_s),
+            format_count(plan.endured_losses),
+        )
+        for plan in answer.alternatives
+    ]
+    closed = closed_form_redundancy(answer.facts.num_groups)
+    return Table(
+        title="best of each policy",
+        columns=("policy", "hosts", "time to train", "availability", "save every", "endured"),
+        rows=rows,
+        caption=f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}",
+        has_numbers=True,
+    )
+
+
+def _widths(answer: Answer) -> Table:
+    rows = [
+        (
+            str(one.num_lanes),
+            str(one.num_groups),
+            str(one.plan.redundancy),
+            f"{one.plan.time_to_train_ratio:.2f} x",
+            f"{one.lost_share:.2%}",
+            format_duration(one.plan.cadence_s),
+            f"1/{one.num_lanes}",
+            f"1/{one.num_lanes}",
+        )
+        for one in answer.widths
+    ]
+    until = "until it is re-formed" if answer.plan.policy == "reform" else "until a group is back"
+    return Table(
+        title="wide groups",
+        columns=("lanes", "groups", "hosts", "time to train", "a loss takes", "save every", "over groups", "state"),
+        rows=rows,
+        caption=f"time to train: over that of one lane without losses and saves; a loss takes: of all ranks, {until}; "
+        f"over groups, state: of each rank's gradients and optimizer state",
+        has_numbers=True,
+    )
+
+
+def _hosts(number: int) -> str:
+    return f"{number} {'host' if number == 1 else 'hosts'}"

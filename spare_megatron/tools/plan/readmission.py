@@ -21,19 +21,16 @@ _ROUNDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinTimes:
-    """How a lost group comes back. ValueError if a value is out of its range.
-
-    Attributes:
-        repair_s: R, mean seconds from a loss until its hardware is repaired; above 0.
-        transfer_s: X, seconds to fetch the state, during which the others train on.
-        join_s: J, seconds that all groups wait when groups are admitted, once for all that are ready.
-        num_spares: n, idle hardware, in groups.
-    """
+    """How a lost group comes back. ValueError if a value is out of its range."""
 
     repair_s: float
+    """R, mean seconds from a loss until its hardware is repaired; above 0."""
     transfer_s: float = 0.0
+    """X, seconds to fetch the state, during which the others train on."""
     join_s: float = 0.0
+    """J, seconds that all groups wait when groups are admitted, once for all that are ready."""
     num_spares: int = 0
+    """n, idle hardware, in groups."""
 
     def __post_init__(self) -> None:
         if not (self.repair_s > 0 and self.transfer_s >= 0 and self.join_s >= 0 and self.num_spares >= 0):
@@ -46,12 +43,9 @@ class RejoinTimes:
 def hardware_wait_s(num_spares: int, losses_per_s: float, repair_s: float) -> float:
     """Mean seconds W from a loss until the group has hardware: E[(Q - n)+] / l, Q ~ Poisson(l R), l = `losses_per_s`.
 
-    Q is the hardware in repair. (Q - n)+ groups wait at a time, each for that over l by Little's law:
-
-        W = R P(Q >= n) - (n / l) P(Q > n), which is R for n = 0.
-
-    The backorders of Sherbrooke's METRIC (1968). By Palm's theorem Q is Poisson for any distribution of repair times if
-    losses are a Poisson process, which they nearly are while few of the N groups are down.
+    Q is the hardware in repair. (Q - n)+ groups wait at a time, each for that over l by Little's law: W = R P(Q >= n) -
+    (n / l) P(Q > n), the backorders of Sherbrooke's METRIC (1968). By Palm's theorem Q is Poisson for any distribution
+    of repair times if losses are a Poisson process, which they nearly are while few of the N groups are down.
 
     >>> hardware_wait_s(0, 0.1, 30.0), round(hardware_wait_s(3, 0.1, 30.0), 2)
     (30.0, 6.72)
@@ -113,10 +107,8 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
 
     A loss takes the last host of a given shard of the lost group with probability E[C(k, r - 1) / C(N - 1, r - 1)], k
     down among the N - 1 others. Independent groups that are down for a share u have u^(r-1) there. u exceeds the actual
-    share of time down, since groups that wait for hardware are down together.
-    Derived. With `tools.plan.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31
-    and 60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady
-    state ignores (benchmarks/planner_formulas.py). r is 2 or more, and `num_down` has P(k down) for k from 0 to N.
+    share of time down, since groups that wait for hardware are down together. r is 2 or more, and `num_down` has
+    P(k down) for k from 0 to N. Derived; the pool is full at the start, which the steady state ignores.
     """
     num_groups = len(num_down) - 1
     k = np.arange(num_groups + 1, dtype=np.float64)
@@ -148,8 +140,7 @@ def step_with_joins_s(
 
 
 def num_down_over_time(num_groups: int, counts: LostCounts, lived: Survival, away: RepairTimes) -> FloatArray:
-    """P(k down) for k in each range, at each time of a survival, all groups up at t = 0; shape (times, ranges).
-
+    """P(k down) for k in each range, at each time of a survival, all groups up at t = 0; shape (times, ranges):
     Binomial(N, u (1 - exp(-t / relaxation))).
     """
     down = away.down_share * -np.expm1(-lived.times_s / away.relaxation_s)

@@ -22,25 +22,22 @@ _LEAST_HAZARD = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReformTimes:
-    """How broken groups are re-formed. ValueError if a value is out of its range.
-
-    Attributes:
-        machines_per_group: M.
-        reform_s: Seconds from the loss or repair of a machine until the group that it leaves whole runs.
-        run_s: Length of the training, in which ever more groups are missing where machines never come back.
-        repair_s: R; None if lost machines never come back.
-        transfer_s: Seconds to fetch the state after that, during which the others train on.
-        join_s: Seconds that all groups wait when groups are admitted.
-        num_spares: n, idle machines.
-    """
+    """How broken groups are re-formed. ValueError if a value is out of its range."""
 
     machines_per_group: int
+    """M."""
     reform_s: float
+    """Seconds from the loss or repair of a machine until the group that it leaves whole runs."""
     run_s: float
+    """Length of the training, in which ever more groups are missing where machines never come back."""
     repair_s: float | None = None
+    """R; None if lost machines never come back."""
     transfer_s: float = 0.0
+    """Seconds to fetch the state after that, during which the others train on."""
     join_s: float = 0.0
+    """Seconds that all groups wait when groups are admitted."""
     num_spares: int = 0
+    """n, idle machines."""
 
     def __post_init__(self) -> None:
         if not (self.machines_per_group >= 1 and self.run_s > 0 and self.num_spares >= 0):
@@ -62,21 +59,14 @@ class ReformTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MissingGroups:
-    """How many groups are missing over a run: P(j groups) at each time; shape (times, most + 1).
-
-    `on_edge`: P(j groups, and the next lost machine makes it one more); `at_edge`: machines that are away then, by j.
-    """
+    """How many groups are missing over a run: P(j groups) at each time; shape (times, most + 1)."""
 
     times_s: FloatArray
     shares: FloatArray
     on_edge: FloatArray
+    """P(j groups, and the next lost machine makes it one more)."""
     at_edge: FloatArray
-
-    @property
-    def mean(self) -> FloatArray:
-        """Their mean at each time."""
-        found: FloatArray = self.shares @ np.arange(self.shares.shape[1])
-        return found
+    """Machines that are away then, by j."""
 
 
 def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes) -> MissingGroups:
@@ -106,15 +96,12 @@ def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReformedRun:
-    """What to expect of shards in a run.
-
-    Attributes:
-        lived_s: T_f, mean seconds between restarts.
-        spent_s: Mean seconds without a restart between each time of `missing_groups` and the one before.
-    """
+    """What to expect of shards in a run."""
 
     lived_s: float
+    """T_f, mean seconds between restarts."""
     spent_s: FloatArray
+    """Mean seconds without a restart between each time of `missing_groups` and the one before."""
     pauses: Pauses
 
 
@@ -135,8 +122,7 @@ def survival(
     missing, unless one of the machines away is repaired within W. T_f is the mean time without a restart over the
     probability of one, within the run. Pauses: all q are away for the share (A / (F + A))^q, for A less 2 `late_s`; all
     r are missing until a machine is repaired. Derived: missing groups are taken as spread over the shards at random,
-    and shards as independent. 9% high to 18% low against counted events, N = 60, M = 10, r = 2 and 3
-    (tests/unit/test_planner_reforming.py).
+    and shards as independent.
     """
     n, r = num_groups, redundancy
     missing = missing_groups(n, group_interval_s, reform)

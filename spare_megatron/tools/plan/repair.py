@@ -20,17 +20,14 @@ _RARE = 1e3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairTimes:
-    """How often one group is lost and when it is back. ValueError unless both times are above 0.
-
-    Attributes:
-        group_interval_s: F, mean seconds from when a group is up until it is lost: N loss intervals of the system.
-        repair_s: R, mean seconds from its loss until it takes part again.
-        wait_s: W, seconds for which a shard without a host is waited for; None restarts at once.
-    """
+    """How often one group is lost and when it is back. ValueError unless both times are above 0."""
 
     group_interval_s: float
+    """F, mean seconds from when a group is up until it is lost: N loss intervals of the system."""
     repair_s: float
+    """R, mean seconds from its loss until it takes part again."""
     wait_s: float | None = None
+    """W, seconds for which a shard without a host is waited for; None restarts at once."""
 
     def __post_init__(self) -> None:
         if not (self.group_interval_s > 0 and self.repair_s > 0):
@@ -51,15 +48,12 @@ class RepairTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survival:
-    """The distribution of the time until wipe-out, as a step function.
-
-    Attributes:
-        times_s: Seconds since all groups were up, ascending.
-        shares_s: Mean seconds of training between each time and the one before; runs that have ended count 0.
-    """
+    """The distribution of the time until wipe-out, as a step function."""
 
     times_s: FloatArray
+    """Seconds since all groups were up, ascending."""
     shares_s: FloatArray
+    """Mean seconds of training between each time and the one before; runs that have ended count 0."""
 
     @property
     def mean_s(self) -> float:
@@ -82,10 +76,8 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
     e_i = F / (r - i) * (1 + i / R * e_(i-1)); the result is the sum of e_0 to e_(r-1). Of the losses of a last host
     only the share exp(-r W / R) counts: e_(r-1) has F over that in the place of F.
 
-    >>> shard_time_to_wipe_out_s(1, RepairTimes(group_interval_s=50.0, repair_s=5.0))
-    50.0
-    >>> shard_time_to_wipe_out_s(2, RepairTimes(group_interval_s=50.0, repair_s=5.0))
-    325.0
+    >>> [shard_time_to_wipe_out_s(hosts, RepairTimes(group_interval_s=50.0, repair_s=5.0)) for hosts in (1, 2)]
+    [50.0, 325.0]
     """
     total_s = step_s = 0.0
     for i in range(redundancy):
@@ -104,11 +96,9 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
 
     P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - P(all hosts of one shard were down together by t), from the matrix
     exponential of the chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are more than 1000
-    relaxation times apart, S_1 is exponential and the mean is that of one shard over N.
-    Derived. Where wipe-outs are rare only the mean of repair times matters (a shard reaches all-down at rate r u^(r-1)
-    (1 - u) / F for any distribution); elsewhere they are taken as exponential. A lower bound, since shards that share
-    hosts fail together more often: the mean is 0 to 9% low against simulated events, N in {13, 31, 60, 200}, r in {2,
-    3, 4}, u from 0.01 to 0.3.
+    relaxation times apart, S_1 is exponential and the mean is that of one shard over N; there only the mean of repair
+    times matters (a shard reaches all-down at rate r u^(r-1) (1 - u) / F for any distribution), elsewhere they are
+    exponential. Derived; a lower bound, since shards that share hosts fail together more often.
     """
     rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:
@@ -122,15 +112,12 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """Pauses for hosts of shards that are expected, for no longer than W each.
-
-    Attributes:
-        share: Share of the time between restarts that training pauses.
-        interval_s: Mean seconds of training between pauses.
-    """
+    """Pauses for hosts of shards that are expected, for no longer than W each."""
 
     share: float = 0.0
+    """Share of the time between restarts that training pauses."""
     interval_s: float = LONGEST_S
+    """Mean seconds of training between pauses."""
 
 
 def pauses(num_groups: int, redundancy: int, repair: RepairTimes, late_s: float) -> Pauses:

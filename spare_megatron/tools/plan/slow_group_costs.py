@@ -51,8 +51,7 @@ def slow_cost(num_groups: int, num_microbatches: int, times: StepTimes, rate: Sl
     """The cost of slow groups. A group is dealt work by its pace after `STEPS_TO_ACT` slow steps.
 
     Shares of time weigh steps per second, so means of steps are harmonic. Each onset, N / (I + D) of them a second,
-    adds STEPS_TO_ACT times what an undealt step takes more. The excess over 1 against the simulator, N = 40, m = 16,
-    f = 1.5 to 4: even 17% to 22% high, dealt up to 4% low (`tests/unit/test_slow_groups.py`).
+    adds STEPS_TO_ACT times what an undealt step takes more.
 
     >>> times = StepTimes(shard_s=10.0, reduce_s=0.0, loss_interval_s=1e9)
     >>> found = slow_cost(8, 16, times, SlowRate(group_interval_s=1e7, duration_s=1e6, factor=2.0))

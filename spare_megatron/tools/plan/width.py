@@ -14,20 +14,15 @@ from spare_megatron.tools.plan.plan import Plan, optimize, predict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthPlan:
-    """The plan for groups of some lanes.
-
-    Attributes:
-        num_lanes: D.
-        lost_share: Share of all ranks that a loss takes away until a group is whole again: a group, or with the policy
-            "reform" at most a group.
-        rank_share: Share of its gradients that a rank sums over groups, and of its optimizer state that it holds.
-    """
-
     num_lanes: int
+    """D."""
     num_groups: int
     plan: Plan
     lost_share: float
+    """Share of all ranks that a loss takes away until a group is whole again: a group, or with the policy "reform" at
+    most a group."""
     rank_share: float
+    """Share of its gradients that a rank sums over groups, and of its optimizer state that it holds."""
 
 
 def plans_by_width(
@@ -43,15 +38,6 @@ def plans_by_width(
 
     Of `facts.times.reduce_s`, `over_groups_s` are transfers between groups, which fall by D. ValueError: a width does
     not divide the groups or a domain, or errors as for `optimize`.
-
-    >>> from spare_megatron.tools.plan.facts import CheckpointTimes
-    >>> from spare_megatron.tools.plan.overhead import StepTimes
-    >>> times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=3600.0)
-    >>> checkpoint = CheckpointTimes(save_s=10.0, restart_s=600.0)
-    >>> facts = ClusterFacts(num_groups=64, times=times, checkpoint=checkpoint, num_microbatches=16)
-    >>> found = plans_by_width(facts, "microbatch", [1, 4], over_groups_s=4.0)
-    >>> [(one.num_groups, one.lost_share, one.rank_share) for one in found]
-    [(64, 0.015625, 1.0), (16, 0.0625, 0.25)]
     """
     found = []
     for width in widths:

@@ -25,20 +25,17 @@ _HERE = Where()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCompared:
-    """A group's digests of a microbatch beside those of the replay.
-
-    Attributes:
-        digests: All that it has voted with.
-        agrees: Each of them is that of the replay.
-        differs_at: Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said.
-        boundaries: Those of its first statement that differs, else of any: kind, stage, rank, digest.
-    """
+    """A group's digests of a microbatch beside those of the replay."""
 
     group: int
     digests: list[str]
+    """All that it has voted with."""
     agrees: bool
+    """Each of them is that of the replay."""
     differs_at: str
+    """Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said."""
     boundaries: list[tuple[str, int, int, str]]
+    """Those of its first statement that differs, else of any: kind, stage, rank, digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,29 +53,22 @@ class MicrobatchReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayMachine:
-    """A machine that has computed ranks of the replay."""
-
     node: int
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The replay of a step.
-
-    Attributes:
-        path: Folder of the parameters.
-        group: Whose machines have computed it; None if it is this one.
-        machines: Those, by the number of their supervisor, 0 for this one.
-        params: Group -> digest of its parameters before the step, where the journal has it.
-    """
-
     step: int
     path: str
+    """Folder of the parameters."""
     device: str
     group: int | None
+    """Whose machines have computed it; None if it is this one."""
     machines: list[ReplayMachine]
+    """Those, by the number of their supervisor, 0 for this one."""
     params: dict[int, str]
+    """Group -> digest of its parameters before the step, where the journal has it."""
     microbatches: list[MicrobatchReplay]
 
     @property

@@ -44,19 +44,16 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """On which machines a replay is computed.
-
-    Attributes:
-        group: On those of this group, with its devices; None: on this machine.
-        machine: On those of the group that this machine, or its replacement, was last in; then `group` is None.
-        wait_s: Longest wait for other machines.
-        on_awaited: Called with what a user has to do for them.
-    """
+    """On which machines a replay is computed."""
 
     group: int | None = None
+    """On those of this group, with its devices; None: on this machine."""
     machine: int | None = None
+    """On those of the group that this machine, or its replacement, was last in; then `group` is None."""
     wait_s: float = 300.0
+    """Longest wait for other machines."""
     on_awaited: Callable[[str], None] = lambda _: None
+    """Called with what a user has to do for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,6 @@ class Computed:
 
 
 def folder_of_replay(run_dir: Path) -> Path:
-    """Where the machines of a replay meet."""
     return run_dir / "replay"
 
 

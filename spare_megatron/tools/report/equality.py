@@ -21,23 +21,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """How far two runs are equal.
-
-    Attributes:
-        num_common: Steps whose losses and gradient norms both journals hold.
-        difference: The first difference in these; None if there is none.
-        params_step: Committed steps after which parameters are compared: the first that differ, else the last; None if
-            the journals have no digests after the same number of steps.
-        kind: Which digests these are, `digest` or `sha256`.
-        digests: Those of all parameters of each run; empty if there are none.
-    """
-
     num_steps: tuple[int, int]
     num_common: int
+    """Steps whose losses and gradient norms both journals hold."""
     difference: Difference | None
+    """The first difference in these; None if there is none."""
     params_step: int | None
+    """Committed steps after which parameters are compared: the first that differ, else the last; None if the journals
+    have no digests after the same number of steps."""
     kind: str
+    """Which digests these are, `digest` or `sha256`."""
     digests: tuple[str, ...]
+    """Those of all parameters of each run; empty if there are none."""
 
     @property
     def is_bitwise(self) -> bool:

@@ -50,8 +50,6 @@ _SAVES: Mapping[SaveOutcome, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of a time axis, with its length in seconds."""
-
     name: str
     seconds: float
 

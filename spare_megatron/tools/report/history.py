@@ -23,28 +23,25 @@ Table = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedSteps:
-    """The committed steps in the order of the log; all arrays have one element per step.
-
-    Attributes:
-        ended_s: When the groups read the commit, median over groups, in seconds since the run's record.
-        loss: Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`.
-        is_undone: A restart from a checkpoint discarded the step.
-        members: The groups that took part when it was committed.
-        lost: The groups that began it and were lost before its commit.
-        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported.
-        load: Microbatches of it that each group computed, same shape.
-    """
+    """The committed steps in the order of the log; all arrays have one element per step."""
 
     step: npt.NDArray[np.int64]
     ended_s: Floats
+    """When the groups read the commit, median over groups, in seconds since the run's record."""
     loss: Floats
+    """Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`."""
     grad_norm: Floats
     learning_rate: Floats
     is_undone: npt.NDArray[np.bool_]
+    """A restart from a checkpoint discarded the step."""
     members: Sequence[frozenset[int]]
+    """The groups that took part when it was committed."""
     lost: Sequence[frozenset[int]]
+    """The groups that began it and were lost before its commit."""
     step_s: Table
+    """Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported."""
     load: Table
+    """Microbatches of it that each group computed, same shape."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -57,16 +54,13 @@ class CommittedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paces:
-    """How fast ranks computed, in some of the committed steps.
-
-    Attributes:
-        commit: Indices of the steps.
-        ratio: Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps,
-            groups, ranks of a group); NaN if not reported.
-    """
+    """How fast ranks computed, in some of the committed steps."""
 
     commit: npt.NDArray[np.intp]
+    """Indices of the steps."""
     ratio: Table
+    """Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps, groups,
+    ranks of a group); NaN if not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,27 +75,20 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoss:
-    """A group found lost.
-
-    Attributes:
-        found_s: Seconds since the run's record.
-        rank: The rank that did not arrive; -1 if its whole node is lost.
-        pending: Operations of its ranks at that time, as far as known.
-        is_given_up: The group stays away.
-    """
-
     found_s: float
+    """Seconds since the run's record."""
     group: int
     rank: int
+    """The rank that did not arrive; -1 if its whole node is lost."""
     cause: str
     pending: str
+    """Operations of its ranks at that time, as far as known."""
     is_given_up: bool
+    """The group stays away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run."""
-
     run: RunRecord
     verdict: str
     figures: dict[str, object]
@@ -169,7 +156,8 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
         - run_state.began_s,
         checkpoints=[
-            (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
+            (at_s - run_state.began_s, record)
+            for at_s, record in sorted(run_state.checkpoints, key=lambda saved: saved[0])
         ],
         culprits=run_state.culprits,
         num_places_taken=run_state.num_places_taken,
@@ -185,10 +173,6 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
-
-
-def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
-    return checkpoint[0]
 
 
 def _told_commits(run_state: RunState) -> list[Committed]:

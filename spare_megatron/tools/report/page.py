@@ -23,26 +23,14 @@ from spare_megatron.formats.printable import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
 from spare_megatron.journal.event_texts import groups_named, text_of_culprit
 from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
+from spare_megatron.tools.report import figures as charts
 from spare_megatron.tools.report.equality import compare
-from spare_megatron.tools.report.figures import (
-    dealt_paces,
-    group_map,
-    load_around,
-    loss_curves,
-    presence_map,
-    rank_map,
-    step_curves,
-    step_times,
-    waterfall,
-)
 from spare_megatron.tools.report.history import Floats, History
 
 MOST_LOADS = 12
 """Losses with a plot of loads. The map of loads has all of them."""
 MOST_ROWS = 300
 """Limit of a table. The last rows are shown."""
-
-
 _MOST_CULPRITS = 5
 
 _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
@@ -78,8 +66,8 @@ def comparison(histories: Mapping[str, History]) -> str:
     plots = list(curves_of(histories))
     for name, history in histories.items():
         if history.goodput is not None:
-            plots.append(_plot(f"Where the time went: {name}", "", waterfall(history.goodput)))
-        plots.append(_plot(f"Groups over time: {name}", "", presence_map(history)))
+            plots.append(_plot(f"Where the time went: {name}", "", charts.waterfall(history.goodput)))
+        plots.append(_plot(f"Groups over time: {name}", "", charts.presence_map(history)))
     return _render(histories, plots, "")
 
 
@@ -219,15 +207,15 @@ def _speed_of(history: History) -> Iterator[tuple[str, str]]:
 def plots_of(history: History) -> list[Plot]:
     plots = list(curves_of({history.run.name: history}))
     if len(history.steps):
-        plots.append(_plot("Step time", "From commit to commit.", step_times(history)))
+        plots.append(_plot("Step time", "From commit to commit.", charts.step_times(history)))
     if history.goodput is not None:
         note = "A quiet step is the median one with all groups and no fault; what a step took beyond it is lost."
-        plots.append(_plot("Where the time went", note, waterfall(history.goodput)))
+        plots.append(_plot("Where the time went", note, charts.waterfall(history.goodput)))
     if len(history.steps):
         plots += [
-            _plot("Groups over time", "", presence_map(history)),
-            _plot("Step time of each group", "Slow groups stand out as rows.", group_map(history, "step_s")),
-            _plot("Microbatches of each group", "What each group computed.", group_map(history, "load")),
+            _plot("Groups over time", "", charts.presence_map(history)),
+            _plot("Step time of each group", "Slow groups stand out as rows.", charts.group_map(history, "step_s")),
+            _plot("Microbatches of each group", "What each group computed.", charts.group_map(history, "load")),
         ]
     return [*plots, *_paces_of(history), *_loads_of(history)]
 
@@ -236,11 +224,11 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
     """The curves over steps that the runs have: a simulated run has none."""
     losses = _known(histories, lambda history: history.steps.loss)
     if losses:
-        yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curves(losses))
+        yield _plot("Loss", "Crosses mark steps in which groups were lost.", charts.loss_curves(losses))
     for title, note, label, values in _CURVES:
         curves = _known(histories, values)
         if curves:
-            yield _plot(title, note, step_curves(curves, label))
+            yield _plot(title, note, charts.step_curves(curves, label))
 
 
 def _known(
@@ -257,10 +245,10 @@ def _paces_of(history: History) -> Iterator[Plot]:
         note = "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. " + _told(
             slowest, history.run.ranks_per_stage
         )
-        yield _plot("Compute of each rank", note, rank_map(history))
+        yield _plot("Compute of each rank", note, charts.rank_map(history))
     if any(paces for _, paces in history.pace_changes):
         note = "Time of a microbatch by which work is dealt. Groups without a line are as fast as most."
-        yield _plot("Pace of each group", note, dealt_paces(history))
+        yield _plot("Pace of each group", note, charts.dealt_paces(history))
 
 
 def _told(slowest: Slowest, ranks_per_stage: int) -> str:
@@ -274,7 +262,7 @@ def _loads_of(history: History) -> Iterator[Plot]:
     hit = [index for index, lost in enumerate(history.steps.lost) if lost and index > 0]
     for index in hit[:MOST_LOADS]:
         title = f"Step {history.steps.step[index]}: {groups_named(history.steps.lost[index])} lost"
-        yield _plot(title, "What each group computed, patches included.", load_around(history, index))
+        yield _plot(title, "What each group computed, patches included.", charts.load_around(history, index))
 
 
 def _plot(title: str, note: str, figure: go.Figure) -> Plot:

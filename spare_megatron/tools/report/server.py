@@ -32,19 +32,14 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """What a page shows.
-
-    Attributes:
-        version: Differs whenever there is something new.
-        text: JSON.
-        is_final: Nothing more will come.
-        newest_at_s: When the newest journal line in it was written, in seconds since the epoch; None if unknown.
-    """
-
     version: int
+    """Differs whenever there is something new."""
     text: str
+    """JSON."""
     is_final: bool
+    """Nothing more will come."""
     newest_at_s: float | None = None
+    """When the newest journal line in it was written, in seconds since the epoch; None if unknown."""
 
 
 class Updated:

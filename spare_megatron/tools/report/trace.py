@@ -16,7 +16,6 @@ from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 from spare_megatron.journal.state.run_state import Losses
 
 TraceEvent = dict[str, Any]
-
 _MICRO = 1e6
 _FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
 _RECOVERY = _MOST_RANKS - 1

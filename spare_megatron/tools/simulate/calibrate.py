@@ -13,44 +13,31 @@ import numpy as np
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.tools.simulate import measured
 from spare_megatron.tools.simulate.compute_fit import ComputeFit, FloatArray, finish_times, fit_compute, stretch
-from spare_megatron.tools.simulate.measured import (
-    WARM_UP_STEPS,
-    Disturbance,
-    JoinTime,
-    MeasuredStep,
-    RecoveryTimes,
-    read_joins,
-    read_recoveries,
-    read_steps,
-    refuse_unlike,
-)
 from spare_megatron.tools.simulate.scenario import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Mean seconds beyond the typical ones: medians leave out single slow steps and recoveries, wall time has them.
-
-    Attributes:
-        step_s: Of a step without a loss, from the end of the step before.
-        warm_up_s: The same for a warm-up step after groups came back, beyond the time to admit them.
-        recovery_s: Of a recovery from a single loss in which the step was reduced again.
-    """
+    """Mean seconds beyond the typical ones: medians leave out single slow steps and recoveries, wall time has them."""
 
     step_s: float = 0.0
+    """Of a step without a loss, from the end of the step before."""
     warm_up_s: float = 0.0
+    """The same for a warm-up step after groups came back, beyond the time to admit them."""
     recovery_s: float = 0.0
+    """Of a recovery from a single loss in which the step was reduced again."""
 
 
 def scatter_of(
-    committed: Sequence[MeasuredStep],
-    recoveries: Sequence[RecoveryTimes],
-    step_s: Callable[[MeasuredStep], float],
-    recovery_s: Callable[[RecoveryTimes], float],
+    committed: Sequence[measured.MeasuredStep],
+    recoveries: Sequence[measured.RecoveryTimes],
+    step_s: Callable[[measured.MeasuredStep], float],
+    recovery_s: Callable[[measured.RecoveryTimes], float],
 ) -> Scatter:
     """The scatter of a run, given the typical time of a step without a loss (admission included) and of a recovery."""
-    beyond_s: dict[Disturbance, list[float]] = defaultdict(list)
+    beyond_s: dict[measured.Disturbance, list[float]] = defaultdict(list)
     for before, after in pairwise(committed):
         beyond_s[after.disturbance].append(after.ended_at_s - before.ended_at_s - step_s(after))
     retried = [
@@ -68,9 +55,9 @@ def _mean(values: Sequence[float]) -> float:
 _LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
 """A rebuild time needs at least this many recoveries, and has to leave less than this share of the misfit."""
 
-_DISTURBANCES: dict[Disturbance, str] = {
-    "start": f"are the first {WARM_UP_STEPS} of the run",
-    "join": f"are the first {WARM_UP_STEPS} after groups came back",
+_DISTURBANCES: dict[measured.Disturbance, str] = {
+    "start": f"are the first {measured.WARM_UP_STEPS} of the run",
+    "join": f"are the first {measured.WARM_UP_STEPS} after groups came back",
     "loss": "had a loss or a second attempt",
     "fault": "had a fault that cost no group",
 }
@@ -81,23 +68,18 @@ _SIGMA_OF_MAD = 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The costs of a run, by the names of `CostModel`; None where the run has nothing to measure a cost by.
-
-    Attributes:
-        num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
-        num_joins: Admissions of groups that nothing else disturbed.
-        full_speed_groups: From the processors of the machine; the other costs are fitted.
-        scatter: Mean excess of the run's times over these costs.
-        untold: Sentences on what the run could not measure.
-    """
+    """The costs of a run, by the names of `CostModel`; None where the run has nothing to measure a cost by."""
 
     name: str
     num_groups: int
     num_steps: int
+    """Steps without a loss, after the warm-up of the run and of groups that came back."""
     num_recoveries: int
     num_joins: int
+    """Admissions of groups that nothing else disturbed."""
     compute_s: float
     full_speed_groups: float
+    """From the processors of the machine; the other costs are fitted."""
     pipeline_fill: float
     jitter: float
     reduce_s: float
@@ -109,7 +91,9 @@ class Calibration:
     join_s: float | None
     fit: ComputeFit
     scatter: Scatter
+    """Mean excess of the run's times over these costs."""
     untold: tuple[str, ...]
+    """Sentences on what the run could not measure."""
 
     @property
     def costs(self) -> dict[str, float]:
@@ -124,26 +108,23 @@ def calibrate(journal: Journal) -> Calibration:
     runs = journal.of(RunRecord)
     if not runs:
         raise ValueError("its journal has no run record, so nothing can be measured by it")
-    refuse_unlike(runs[0])
-    committed = read_steps(journal)
+    measured.refuse_unlike(runs[0])
+    committed = measured.read_steps(journal)
     steps = [step for step in committed if step.is_clean]
     if not steps:
         raise ValueError(_nothing_to_measure(committed))
-    run, recoveries, joins = runs[0], read_recoveries(journal), read_joins(journal, committed)
+    run, recoveries, joins = runs[0], measured.read_recoveries(journal), measured.read_joins(journal, committed)
     groups = run.num_processors / run.ranks_per_group if run.num_processors else inf
     fit = fit_compute(
-        steps,
-        recoveries,
-        run.microbatches_per_shard,
-        full_speed_groups=groups,
-        most_fill=run.pipeline_fill,
+        steps, recoveries, run.microbatches_per_shard, full_speed_groups=groups, most_fill=run.pipeline_fill
     )
     speed = CostModel(compute_s=fit.compute_s, pipeline_fill=fit.pipeline_fill, full_speed_groups=groups)
     reduce_s = median(step.reduce_s / stretch(len(step.loads), speed) for step in steps)
     update_s = median(step.update_s / stretch(len(step.loads), speed) for step in steps)
-    masked = _fit_recoveries(recoveries, reduce_s, speed)
+    masked, untold = _fit_recoveries(recoveries, reduce_s, speed)
     join_s = median(join.pause_s for join in joins) if joins else None
-    costs = replace(speed, reduce_s=reduce_s, update_s=update_s, join_s=join_s or 0.0, **masked.costs)
+    known = {name: seconds for name, seconds in masked.items() if seconds is not None}
+    costs = replace(speed, reduce_s=reduce_s, update_s=update_s, join_s=join_s or 0.0, **known)
     return Calibration(
         name=run.name,
         num_groups=run.num_groups,
@@ -156,10 +137,7 @@ def calibrate(journal: Journal) -> Calibration:
         jitter=_spread(steps, fit),
         reduce_s=reduce_s,
         update_s=update_s,
-        detect_s=masked.detect_s,
-        agree_s=masked.agree_s,
-        rebuild_s=masked.rebuild_s,
-        retry_s=masked.retry_s,
+        **masked,
         join_s=join_s,
         fit=fit,
         scatter=scatter_of(
@@ -168,11 +146,13 @@ def calibrate(journal: Journal) -> Calibration:
             partial(_typical_step_s, costs, run.microbatches_per_shard, {join.step for join in joins}),
             partial(_typical_recovery_s, costs, run.microbatches_per_shard),
         ),
-        untold=(*masked.untold, *_untold_joins(committed, joins)),
+        untold=(*untold, *_untold_joins(committed, joins)),
     )
 
 
-def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[int], step: MeasuredStep) -> float:
+def _typical_step_s(
+    costs: CostModel, num_microbatches: int, joined: Collection[int], step: measured.MeasuredStep
+) -> float:
     """A step without a loss in the simulator; groups are admitted right before the steps in `joined`."""
     loads = np.array(list(step.loads.values()))
     compute_s = costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
@@ -180,14 +160,14 @@ def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[
     return join_s + compute_s + (costs.reduce_s + costs.update_s) * stretch(len(step.loads), costs)
 
 
-def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:
+def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: measured.RecoveryTimes) -> float:
     loads = np.array(list(times.loads.values()))
     covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
     return max(0.0, costs.detect_s - times.hidden_s) + max(costs.rebuild_s, covered_s) + reduce_s
 
 
-def _nothing_to_measure(committed: Sequence[MeasuredStep]) -> str:
+def _nothing_to_measure(committed: Sequence[measured.MeasuredStep]) -> str:
     if not committed:
         return "its journal has no committed step before the first restart, so nothing can be measured by it"
     counts = Counter(step.disturbance for step in committed)
@@ -198,7 +178,7 @@ def _nothing_to_measure(committed: Sequence[MeasuredStep]) -> str:
     )
 
 
-def _spread(steps: Sequence[MeasuredStep], fit: ComputeFit) -> float:
+def _spread(steps: Sequence[measured.MeasuredStep], fit: ComputeFit) -> float:
     """Relative standard deviation of compute times from the fit, by medians so that single slow steps do not count."""
     fitted = {(state.loads, state.load): state.fitted_s for state in fit.states if state.what == "step"}
     ratios = []
@@ -210,24 +190,12 @@ def _spread(steps: Sequence[MeasuredStep], fit: ComputeFit) -> float:
     return _SIGMA_OF_MAD * median(abs(ratio - middle) for ratio in ratios) / middle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Masked:
-    """Costs of losses apart from the patch."""
-
-    detect_s: float | None
-    agree_s: float | None
-    rebuild_s: float | None
-    retry_s: float | None
-    untold: tuple[str, ...]
-
-    @property
-    def costs(self) -> dict[str, float]:
-        found = {name: getattr(self, name) for name in ("detect_s", "agree_s", "rebuild_s", "retry_s")}
-        return {name: value for name, value in found.items() if value is not None}
-
-
-def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed: CostModel) -> _Masked:
-    """Medians over the recoveries from single losses; only those separate the stages."""
+def _fit_recoveries(
+    recoveries: Sequence[measured.RecoveryTimes], reduce_s: float, speed: CostModel
+) -> tuple[dict[str, float | None], tuple[str, ...]]:
+    """Costs of losses apart from the patch, and what the run could not measure of them: medians over the recoveries
+    from single losses, as only those separate the stages.
+    """
     single = [times for times in recoveries if len(times.recovery.lost) == 1]
     retried = [times for times in single if times.is_retried]
     detect_s = _detect_s(single)
@@ -246,16 +214,11 @@ def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed:
             for r in retried
         ]
         rebuild_s, retry_s = fit_rebuild(covered_s, [max(0.0, rest) for rest in rest_s])
-    return _Masked(
-        detect_s=detect_s if single else None,
-        agree_s=agree_s,
-        rebuild_s=rebuild_s,
-        retry_s=retry_s,
-        untold=tuple(_untold(single, retried, rebuild_s)),
-    )
+    costs = {"detect_s": detect_s if single else None, "agree_s": agree_s, "rebuild_s": rebuild_s, "retry_s": retry_s}
+    return costs, tuple(_untold(single, retried, rebuild_s))
 
 
-def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
+def _detect_s(recoveries: Sequence[measured.RecoveryTimes]) -> float:
     """From the loss to its fence: as survivors waited for it, or as journaled if their own compute always hid it."""
     waited = [times.recovery.detect_s for times in recoveries if times.hidden_s == 0]
     if waited:
@@ -304,13 +267,13 @@ def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> Fl
     return misfits
 
 
-def _untold_joins(committed: Sequence[MeasuredStep], joins: Sequence[JoinTime]) -> Iterator[str]:
+def _untold_joins(committed: Sequence[measured.MeasuredStep], joins: Sequence[measured.JoinTime]) -> Iterator[str]:
     if not joins and any(step.disturbance == "join" for step in committed):
         yield "how long taking groups in takes: a loss came with it each time, or no quiet step has as many groups"
 
 
 def _untold(
-    single: Sequence[RecoveryTimes], retried: Sequence[RecoveryTimes], rebuild_s: float | None
+    single: Sequence[measured.RecoveryTimes], retried: Sequence[measured.RecoveryTimes], rebuild_s: float | None
 ) -> Iterator[str]:
     if not single:
         yield "anything about recoveries, as it has none from a single loss"

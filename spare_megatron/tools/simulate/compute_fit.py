@@ -60,26 +60,21 @@ _NUM_FILLS = 21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The time that groups of one load took beside the loads of the others.
-
-    Attributes:
-        what: "step" or "patch".
-        loads: Microbatches of all groups that computed, ascending.
-        load: Microbatches of the groups that were timed.
-        median_s: Median time until the last of these groups was done.
-        count: Steps or patches behind the median.
-    """
+    """The time that groups of one load took beside the loads of the others."""
 
     what: str
+    """Either "step" or "patch"."""
     loads: tuple[int, ...]
+    """Microbatches of all groups that computed, ascending."""
     load: int
+    """Microbatches of the groups that were timed."""
     median_s: float
+    """Median time until the last of these groups was done."""
     count: int
+    """Steps or patches behind the median."""
     fitted_s: float
-
-    @property
-    def residual(self) -> float:
-        return self.fitted_s / self.median_s - 1
+    residual: float = 0.0
+    """fitted_s / median_s - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +111,11 @@ def fit_compute(
         costs = CostModel(compute_s=1.0, pipeline_fill=fill, full_speed_groups=full_speed_groups)
         found.append((*_fit(states, num_microbatches, costs), fill))
     _, compute_s, fitted_s, fill = min(found, key=lambda candidate: round(candidate[0], 9))
-    fitted = zip(states, fitted_s.tolist(), strict=True)
-    return ComputeFit(
-        compute_s=compute_s,
-        pipeline_fill=fill,
-        states=tuple(replace(state, fitted_s=seconds) for state, seconds in fitted),
+    fitted = tuple(
+        replace(state, fitted_s=seconds, residual=seconds / state.median_s - 1)
+        for state, seconds in zip(states, fitted_s.tolist(), strict=True)
     )
+    return ComputeFit(compute_s=compute_s, pipeline_fill=fill, states=fitted)
 
 
 def _fit(states: Sequence[State], num_microbatches: int, costs: CostModel) -> tuple[float, float, FloatArray]:

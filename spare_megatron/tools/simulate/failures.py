@@ -1,10 +1,11 @@
-"""Failure processes: when which groups are lost, in virtual time."""
+"""When which groups are lost, and which of them or of their links are slow for a while, in virtual time."""
 
 from dataclasses import dataclass, replace
 from math import gamma, inf
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
@@ -16,32 +17,26 @@ UNNAMED = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Groups lost together.
-
-    Attributes:
-        groups: Ascending; groups that are down already are not lost again.
-        repair_s: Seconds until repaired, if the cause or the trace says so.
-    """
+    """Groups lost together."""
 
     at_s: float
     groups: tuple[GroupId, ...]
+    """Ascending; groups that are down already are not lost again."""
     repair_s: float | None = None
+    """Seconds until repaired, if the cause or the trace says so."""
     cause: str = UNNAMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A cause of losses. ValueError if a value is out of its range.
-
-    Attributes:
-        name: One word, for the journal and tables.
-        weight: Its share of all losses, in any unit, such as counts.
-        repair_s: Seconds from such a loss until the hardware works again; None takes the scenario's repair_s.
-    """
+    """A cause of losses. ValueError if a value is out of its range."""
 
     name: str
+    """One word, for the journal and tables."""
     weight: float
+    """Its share of all losses, in any unit, such as counts."""
     repair_s: float | None = None
+    """Seconds from such a loss until the hardware works again; None takes the scenario's repair_s."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < inf:
@@ -293,3 +288,57 @@ class ReplayedLosses:
     def restarted(self, _began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         while self.next_s() <= now_s:
             self._next += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowSpec:
+    """Each group turns slow after an exponential time, and is as fast as before after another one.
+
+    ValueError if a value is out of its range.
+    """
+
+    group_interval_s: float | None = None
+    """Mean seconds until a given group turns slow; None: none ever does."""
+    duration_s: float = 3600.0
+    """Mean seconds for which it is slow."""
+    factor: float = 2.0
+    """Its time per microbatch, or for a sum over groups, in times that of the others."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_interval_s", "duration_s", "factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name}={value} of slow groups or links has to be above 0, and finite")
+
+    @property
+    def share(self) -> float:
+        """The share of time in which a given group is slow.
+
+        >>> SlowSpec(group_interval_s=9000.0, duration_s=1000.0).share
+        0.1
+        """
+        if self.group_interval_s is None:
+            return 0.0
+        return self.duration_s / (self.group_interval_s + self.duration_s)
+
+
+class SlowGroups:
+    """The slow groups of one run. Ask for times in ascending order."""
+
+    def __init__(self, spec: SlowSpec, num_groups: int, rng: np.random.Generator) -> None:
+        self._spec = spec
+        self._rng = rng
+        self._is_slow = np.zeros(num_groups, dtype=np.bool_)
+        self._changes_at_s = np.full(num_groups, inf)
+        if spec.group_interval_s is not None:
+            self._changes_at_s = rng.exponential(spec.group_interval_s, num_groups)
+
+    def factors(self, now_s: float) -> npt.NDArray[np.float64]:
+        """The time of each group, in times that of the others."""
+        while self._changes_at_s.size and self._changes_at_s.min() <= now_s:
+            group = int(self._changes_at_s.argmin())
+            self._is_slow[group] ^= True
+            mean_s = self._spec.duration_s if self._is_slow[group] else self._spec.group_interval_s
+            assert mean_s is not None, "only groups that may turn slow change"
+            self._changes_at_s[group] += self._rng.exponential(mean_s)
+        return np.where(self._is_slow, self._spec.factor, 1.0)

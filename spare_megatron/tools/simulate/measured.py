@@ -9,25 +9,16 @@ from math import inf
 from statistics import median
 from typing import Literal
 
+from spare_megatron.journal import records
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.proof import fold_journal
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    EntryRecord,
-    FaultRecord,
-    LossRecord,
-    RecoveryRecord,
-    UpdateRecord,
-)
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.recoveries import Recovery, find_recoveries
 
 WARM_UP_STEPS = 3
 """Steps after the start of a run, or after groups come back, that set up memory, caches and connections."""
-
-
 Disturbance = Literal["", "start", "join", "loss", "fault"]
 """Why a step does not represent those without a loss; empty if it does."""
 
@@ -48,27 +39,24 @@ def refuse_unlike(run: RunRecord) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """The times of a committed step. Times that every group reports are medians over the groups.
-
-    Attributes:
-        loads: Group -> microbatches in its contribution to the first attempt.
-        compute_s: Group -> from the start of the step to its contribution to the first attempt.
-        reduce_s: From the last contribution to the commit.
-        update_s: From the commit to the end of the optimizer step.
-        step_s: From the start of the step to the end of the optimizer step.
-        disturbance: `start` and `join`: warm-up of the run and of admitted groups; `loss`: a loss or a second attempt;
-            `fault`: a fault that cost no group.
-    """
+    """The times of a committed step. Times that every group reports are medians over the groups."""
 
     step: int
     loads: Mapping[int, int]
+    """Group -> microbatches in its contribution to the first attempt."""
     compute_s: Mapping[int, float]
+    """Group -> from the start of the step to its contribution to the first attempt."""
     reduce_s: float
+    """From the last contribution to the commit."""
     update_s: float
+    """From the commit to the end of the optimizer step."""
     step_s: float
+    """From the start of the step to the end of the optimizer step."""
     began_at_s: float
     ended_at_s: float
     disturbance: Disturbance
+    """`start` and `join`: warm-up of the run and of admitted groups; `loss`: a loss or a second attempt; `fault`: a
+    fault that cost no group."""
 
     @property
     def is_clean(self) -> bool:
@@ -83,47 +71,44 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimes:
-    """The times of a recovery.
-
-    Attributes:
-        recovery: Its stages, along the survivor that finished its own compute last.
-        loads: Group -> microbatches of its patches.
-        hidden_s: From the loss to the end of the last survivor's own compute; 0 for a later loss.
-        fence_s: From the loss to the fence that the supervisor wrote; None if it wrote none.
-        is_retried: Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched.
-    """
+    """The times of a recovery."""
 
     recovery: Recovery
+    """Its stages, along the survivor that finished its own compute last."""
     num_alive: int
     loads: Mapping[int, int]
+    """Group -> microbatches of its patches."""
     patch_s: Mapping[int, float]
     hidden_s: float
+    """From the loss to the end of the last survivor's own compute; 0 for a later loss."""
     fence_s: float | None
+    """From the loss to the fence that the supervisor wrote; None if it wrote none."""
     is_retried: bool
+    """Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched."""
 
 
 def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
     """The committed steps in order; with restarts or pauses, those before the first one that it kept."""
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
-    updates: dict[int, list[tuple[float, UpdateRecord]]] = defaultdict(list)
+    updates: dict[int, list[tuple[float, records.UpdateRecord]]] = defaultdict(list)
     admitted_after: set[int] = set()
     end_step: float = inf
     for line in journal.lines:
         match line.record:
-            case ContributionRecord(group=group, step=step, attempt=attempt, microbatches=microbatches):
+            case records.ContributionRecord(group=group, step=step, attempt=attempt, microbatches=microbatches):
                 count = sum(len(indices) for indices in microbatches.values())
                 contributed[step][attempt][group] = (line.at_s, count)
-            case EntryRecord(entry={"entry": "commit", "step": step, "attempt": attempt} as entry):
+            case records.EntryRecord(entry={"entry": "commit", "step": step, "attempt": attempt} as entry):
                 committed[attempt].append(line.at_s)
                 if entry.get("admit"):
                     admitted_after.add(step)
-            case EntryRecord(entry={"entry": "restart" | "resume", "step": step}):
+            case records.EntryRecord(entry={"entry": "restart" | "resume", "step": step}):
                 end_step = min(end_step, step - 1)
-            case UpdateRecord(step=step):
+            case records.UpdateRecord(step=step):
                 updates[step].append((line.at_s, line.record))
-    hit = {record.step for record in journal.of(RecoveryRecord)}
-    struck = {record.step for record in journal.of(FaultRecord)}
+    hit = {record.step for record in journal.of(records.RecoveryRecord)}
+    struck = {record.step for record in journal.of(records.FaultRecord)}
 
     def disturbance(step: int) -> Disturbance:
         if step in hit or len(contributed[step]) > 1:
@@ -143,7 +128,7 @@ def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
 
 def _step(
     step: int,
-    updates: Sequence[tuple[float, UpdateRecord]],
+    updates: Sequence[tuple[float, records.UpdateRecord]],
     contributed: Mapping[int, Mapping[int, tuple[float, int]]],
     committed: Mapping[int, Sequence[float]],
     disturbance: Disturbance,
@@ -169,19 +154,19 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
     """The recoveries in the order of their steps."""
     retried = read_retries(journal)
     lost_at = _lost_at(journal)
-    records_of: dict[int, list[RecoveryRecord]] = defaultdict(list)
-    for record in journal.of(RecoveryRecord):
+    records_of: dict[int, list[records.RecoveryRecord]] = defaultdict(list)
+    for record in journal.of(records.RecoveryRecord):
         records_of[record.step].append(record)
     found = []
     for recovery in find_recoveries(journal):
-        records = records_of[recovery.step]
-        computed_at_s = max(record.computed_at_s for record in records)
+        reported = records_of[recovery.step]
+        computed_at_s = max(record.computed_at_s for record in reported)
         struck_at_s, fenced_at_s = lost_at[recovery.step]
         times = RecoveryTimes(
             recovery=recovery,
-            num_alive=len(records),
-            loads={record.group: record.num_patched for record in records},
-            patch_s={record.group: record.patch_s for record in records if record.num_patched},
+            num_alive=len(reported),
+            loads={record.group: record.num_patched for record in reported},
+            patch_s={record.group: record.patch_s for record in reported if record.num_patched},
             hidden_s=0.0 if struck_at_s is None else max(0.0, computed_at_s - struck_at_s),
             fence_s=None if struck_at_s is None or fenced_at_s is None else fenced_at_s - struck_at_s,
             is_retried=recovery.step in retried,
@@ -196,7 +181,7 @@ def read_retries(journal: Journal) -> dict[int, float]:
     read: set[int] = set()
     for line in journal.lines:
         match line.record:
-            case EntryRecord(index=index, entry={"entry": "retry", "step": step}) if index not in read:
+            case records.EntryRecord(index=index, entry={"entry": "retry", "step": step}) if index not in read:
                 read.add(index)
                 decided_at_s[step] = line.at_s
     return decided_at_s
@@ -211,15 +196,15 @@ def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:
     found = {}
     for line in journal.lines:
         match line.record:
-            case UpdateRecord(group=group):
+            case records.UpdateRecord(group=group):
                 struck_at_s.pop(group, None)
                 fenced_at_s.pop(group, None)
-            case FaultRecord(group=group):
+            case records.FaultRecord(group=group):
                 struck_at_s.setdefault(group, line.at_s)
-            case LossRecord(group=group):
+            case records.LossRecord(group=group):
                 struck_at_s.setdefault(group, line.at_s)
                 fenced_at_s.setdefault(group, line.at_s)
-            case RecoveryRecord(step=step, lost=lost):
+            case records.RecoveryRecord(step=step, lost=lost):
                 found[step] = (_earliest(struck_at_s, lost), _earliest(fenced_at_s, lost))
     return found
 
@@ -239,18 +224,15 @@ _Life = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTime:
-    """The loss of a group.
-
-    Attributes:
-        step: The step during which it happened; for a loss between two steps, the later one, which found it.
-        into_s: Seconds from the start of that step.
-        back_after: The step at whose end the group was admitted again; None if it was not.
-    """
+    """The loss of a group."""
 
     group: int
     step: int
+    """The step during which it happened; for a loss between two steps, the later one, which found it."""
     into_s: float
+    """Seconds from the start of that step."""
     back_after: int | None
+    """The step at whose end the group was admitted again; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,11 +314,11 @@ def _lost_at_s(journal: Journal, fold: Fold) -> dict[_Life, float]:
     lost_at_s: dict[_Life, float] = {}
     for line in journal.lines:
         match line.record:
-            case UpdateRecord(group=group):
+            case records.UpdateRecord(group=group):
                 struck_at_s.pop(group, None)  # it survived the fault
-            case FaultRecord(group=group):
+            case records.FaultRecord(group=group):
                 struck_at_s.setdefault(group, line.at_s)
-            case LossRecord(entry_index=index) | EntryRecord(index=index) if index in ends:
+            case records.LossRecord(entry_index=index) | records.EntryRecord(index=index) if index in ends:
                 member = ends.pop(index)
                 lost_at_s[member] = struck_at_s.pop(member[0], line.at_s)
     return lost_at_s

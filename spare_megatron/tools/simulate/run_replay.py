@@ -40,18 +40,15 @@ _LATEST = 0.999
 
 @dataclass(slots=True)
 class _Pending:
-    """A loss that has yet to strike.
-
-    Attributes:
-        at_s: When; infinite while it waits for the sum that it came after.
-        is_stop: Whether it prevented the commit of that reduction.
-        own_at_s: The moment as long after the compute as measured.
-    """
+    """A loss that has yet to strike."""
 
     at_s: float
+    """When; infinite while it waits for the sum that it came after."""
     loss: LossTime
     is_stop: bool
+    """Whether it prevented the commit of that reduction."""
     own_at_s: float
+    """The moment as long after the compute as measured."""
 
 
 class PlacedLosses:
@@ -147,10 +144,12 @@ class Prediction:
 
     measured_s: float
     predicted_s: float | None
+    error: float | None
 
-    @property
-    def error(self) -> float | None:
-        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
+
+def _prediction(measured_s: float, predicted_s: float | None) -> Prediction:
+    error = None if predicted_s is None or not measured_s else predicted_s / measured_s - 1
+    return Prediction(measured_s=measured_s, predicted_s=predicted_s, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,21 +183,18 @@ class JoinPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A run's measured times beside those predicted from given costs.
-
-    Attributes:
-        steps: By number of groups, descending.
-        median_recovery: Medians over the recoveries that have a prediction; None if none has.
-        wall: From the end of the first of these steps to the end of the last.
-    """
+    """A run's measured times beside those predicted from given costs."""
 
     name: str
     steps: tuple[StepPrediction, ...]
+    """By number of groups, descending."""
     recoveries: tuple[RecoveryPrediction, ...]
     joins: tuple[JoinPrediction, ...]
     median_recovery: Prediction | None
+    """Medians over the recoveries that have a prediction; None if none has."""
     median_join: Prediction | None
     wall: Prediction
+    """From the end of the first of these steps to the end of the last."""
 
 
 def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:
@@ -225,9 +221,8 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
         joins=joins,
         median_recovery=_median_of([recovery.time for recovery in compared]),
         median_join=_median_of([join.time for join in joins]),
-        wall=Prediction(
-            measured_s=_wall_s(steps),
-            predicted_s=_predicted_wall_s(simulated_steps, steps, recoveries.values(), scatter or Scatter()),
+        wall=_prediction(
+            _wall_s(steps), _predicted_wall_s(simulated_steps, steps, recoveries.values(), scatter or Scatter())
         ),
     )
 
@@ -278,9 +273,8 @@ def _compare_steps(measured: Sequence[MeasuredStep], predicted: Sequence[Measure
         StepPrediction(
             num_alive=num_alive,
             num_steps=len(samples_s[num_alive]),
-            time=Prediction(
-                measured_s=median(samples_s[num_alive]),
-                predicted_s=median(predicted_s[num_alive]) if num_alive in predicted_s else None,
+            time=_prediction(
+                median(samples_s[num_alive]), median(predicted_s[num_alive]) if num_alive in predicted_s else None
             ),
         )
         for num_alive in sorted(samples_s, reverse=True)
@@ -303,9 +297,7 @@ def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> Re
         lost=recovery.lost,
         phase=recovery.phase,
         num_patched=recovery.num_patched,
-        time=Prediction(
-            measured_s=recovery.total_s, predicted_s=predicted_s.get(recovery.step) if times.is_retried else None
-        ),
+        time=_prediction(recovery.total_s, predicted_s.get(recovery.step) if times.is_retried else None),
     )
 
 
@@ -315,7 +307,7 @@ def _compare_joins(measured: Sequence[JoinTime], predicted: Sequence[JoinTime]) 
         JoinPrediction(
             step=join.step,
             groups=join.groups,
-            time=Prediction(measured_s=join.pause_s, predicted_s=predicted_s.get(join.step)),
+            time=_prediction(join.pause_s, predicted_s.get(join.step)),
         )
         for join in measured
     )
@@ -325,6 +317,4 @@ def _median_of(times: Sequence[Prediction]) -> Prediction | None:
     pairs = [(time.measured_s, time.predicted_s) for time in times if time.predicted_s is not None]
     if not pairs:
         return None
-    return Prediction(
-        measured_s=median(measured for measured, _ in pairs), predicted_s=median(predicted for _, predicted in pairs)
-    )
+    return _prediction(median(measured for measured, _ in pairs), median(predicted for _, predicted in pairs))

@@ -15,10 +15,8 @@ from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.tools.plan.readmission import hardware_wait_s
-from spare_megatron.tools.plan.reforming_costs import ReformTimes
 from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out_s, survival
-from spare_megatron.tools.simulate.failures import FailureSpec
-from spare_megatron.tools.simulate.slow_groups import SlowSpec
+from spare_megatron.tools.simulate.failures import FailureSpec, SlowSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +69,6 @@ class CostModel:
 
 _LEAST_ABSENCE_S = 1e-3
 """`tools.plan.repair` needs a repair time above 0."""
-
-
 SimulatedPolicy = Literal["checkpoint_only", "replication", "spare"]
 
 
@@ -232,9 +228,9 @@ class Scenario:
         wait_s = self.costs.restart_s if self.policy == "spare" and not self.last_resort else None
         return RepairTimes(group_interval_s=group_interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S), wait_s=wait_s)
 
-    def _reform_times(self, reform_s: float) -> ReformTimes:
+    def _reform_times(self, reform_s: float) -> reforming.ReformTimes:
         costs = self.costs
-        return ReformTimes(
+        return reforming.ReformTimes(
             machines_per_group=self.machines_per_group,
             reform_s=reform_s,
             run_s=self.num_steps * (costs.compute_s + costs.reduce_s + costs.update_s),

@@ -50,16 +50,12 @@ def published(scenario_name: str) -> tuple[PublishedPoint, ...]:
 
 
 T = TypeVar("T")
-
 TRACE_FILE = "failures.trace_file"
 """Key of a CSV file of losses, relative to the TOML file that names it."""
-
 REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
 """What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
-
 MIX = "failures.mix."
 """Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
-
 _TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 

@@ -42,18 +42,10 @@ def costs_elsewhere(found: Calibration) -> dict[str, float]:
 
 def as_json(measured: Measured) -> dict[str, Any]:
     """`calibration` and `replay` of the JSON figures; an infinite `full_speed_groups` is null."""
-    calibration, found = asdict(measured.calibration), asdict(measured.replay)
-    if calibration["full_speed_groups"] == float("inf"):
-        calibration["full_speed_groups"] = None
-    for state, fitted in zip(measured.calibration.fit.states, calibration["fit"]["states"], strict=True):
-        fitted["residual"] = state.residual
-    for kind in ("steps", "recoveries", "joins"):
-        for one, written in zip(getattr(measured.replay, kind), found[kind], strict=True):
-            written["time"]["error"] = one.time.error
-    for kind in ("median_recovery", "median_join", "wall"):
-        if (prediction := getattr(measured.replay, kind)) is not None:
-            found[kind]["error"] = prediction.error
-    return {"calibration": calibration, "replay": found}
+    found = asdict(measured)
+    if found["calibration"]["full_speed_groups"] == float("inf"):
+        found["calibration"]["full_speed_groups"] = None
+    return found
 
 
 def print_measured(measured: Measured, console: RunConsole) -> None:

@@ -12,10 +12,9 @@ from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.printing import message, say, say_json
-from spare_megatron.formats.parsed_quantities import parse_duration_s, parse_redundancies
-from spare_megatron.formats.quantities import format_bytes
+from spare_megatron.formats.quantities import format_bytes, parse_duration_s, parse_redundancies
 from spare_megatron.machine.interrupts import INTERRUPTED, raising
-from spare_megatron.tools.plan.loss_options import Join, Machines, Reform, Repair
+from spare_megatron.tools.plan.plan_command import Join, Machines, Reform, Repair
 
 if TYPE_CHECKING:
     from spare_megatron.tools.simulate.scenario import Scenario

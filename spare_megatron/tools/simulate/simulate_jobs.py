@@ -4,26 +4,16 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, closing
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.machine.interrupts import never_in_children
-from spare_megatron.tools.simulate.sweep import (
-    Case,
-    CaseResult,
-    decode_results,
-    encode_result,
-    pending,
-    run_case,
-    variant_name,
-)
+from spare_megatron.tools.simulate.sweep import Case, CaseResult, decode_results, encode_result, run_case, variant_name
 from spare_megatron.version import start_in_safe_path_mode
 
 _PLAIN_INTERVAL_S = 2.0
@@ -54,24 +44,14 @@ class ResultFile:
 
 
 class CaseProgress:
-    """Progress over all cases: a bar on a terminal, plain lines elsewhere. A context manager."""
+    """Progress over all cases: a bar on a terminal, which `update` sets, plain lines elsewhere."""
 
-    def __init__(self, num_cases: int, num_done: int, console: RunConsole) -> None:
-        self._console = console
+    def __init__(self, num_cases: int, num_done: int, console: RunConsole, update: Callable[[int, str], None]) -> None:
         self._num_cases, self._num_done = num_cases, num_done
+        self._console, self._update = console, update
         self._next_line_at_s = 0.0
-        self._shown = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._update = self._shown.enter_context(self._console.bar("simulating", self._num_cases, self._num_done))
-        if self._num_done and not self._console.is_terminal:
-            self._console.line(f"{self._num_done} of {self._num_cases} cases were done before")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._shown.close()
+        if num_done and not console.is_terminal:
+            console.line(f"{num_done} of {num_cases} cases were done before")
 
     def report(self, result: CaseResult) -> None:
         self._num_done += 1
@@ -95,11 +75,13 @@ def simulate_all(
     processes; 1 simulates in this one. They end if this process is interrupted or killed; finished cases stay in `out`.
     """
     results = dict(out.found) if out is not None else {}
-    left = pending(cases, results)
+    left = [case for case in cases if case.digest not in results]
+    num_done = len(cases) - len(left)
     with (
-        CaseProgress(len(cases), len(cases) - len(left), console) as progress,
+        console.bar("simulating", len(cases), num_done) as update,
         closing(_simulated(left, min(num_jobs, len(left)))) as finished,  # ends the processes on an interrupt
     ):
+        progress = CaseProgress(len(cases), num_done, console, update)
         for result in finished:
             results[result.digest] = result
             if out is not None:
@@ -115,7 +97,7 @@ def default_jobs() -> int:
 
 def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
     if num_jobs <= 1:
-        yield from map(_simulate_one, cases)
+        yield from (run_case(case, time.perf_counter) for case in cases)
         return
     # Spawn: forking a process with threads (progress, solvers) may hang.
     start_in_safe_path_mode()
@@ -123,7 +105,7 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
     with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_follow_the_first_process) as pool:
         try:
             with never_in_children():  # the first case starts the processes
-                futures = [pool.submit(_simulate_one, case) for case in cases]
+                futures = [pool.submit(run_case, case, time.perf_counter) for case in cases]
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
@@ -142,10 +124,6 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         process.join(max(0.0, end_s - time.monotonic()))
         if process.is_alive():
             process.kill()
-
-
-def _simulate_one(case: Case) -> CaseResult:
-    return run_case(case, time.perf_counter)
 
 
 def _follow_the_first_process() -> None:

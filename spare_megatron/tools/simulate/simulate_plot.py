@@ -33,7 +33,6 @@ STYLES = {
 """Okabe and Ito's palette, with markers so that colour is not needed."""
 
 _MOST_SAVES_SHOWN = 200
-
 _HIGHEST_RATIO = 3.0
 """Ratios up to this many times the least of the policies' best are always shown."""
 

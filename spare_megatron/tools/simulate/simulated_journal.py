@@ -8,18 +8,8 @@ from math import inf
 
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.entries import Entry, entry_fields
+from spare_megatron.journal import records
 from spare_megatron.journal.lines import FORMAT, Line
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    EndRecord,
-    EntryRecord,
-    LossRecord,
-    ParamsRecord,
-    Record,
-    UpdateRecord,
-    VoteRecord,
-    digest_of_work,
-)
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.spans import RecoveryTimes
 from spare_megatron.stacking.layout import GroupId, Member
@@ -100,7 +90,7 @@ class SimulatedJournal:
             microbatches: dict[str, list[int]] = defaultdict(list)
             for item in work:
                 microbatches[str(item.shard)].append(item.index)
-            contribution = ContributionRecord(
+            contribution = records.ContributionRecord(
                 group=group,
                 step=action.step,
                 attempt=action.attempt,
@@ -110,12 +100,12 @@ class SimulatedJournal:
                 incarnation=incarnations[group],
             )
             self._write(contribution, self._computed_at_s.get(group))
-            vote = VoteRecord(
+            vote = records.VoteRecord(
                 group=group,
                 step=action.step,
                 attempt=action.attempt,
                 is_complete=is_complete,
-                work_digest=digest_of_work(work),
+                work_digest=records.digest_of_work(work),
                 incarnation=incarnations[group],
             )
             self._write(vote)
@@ -127,7 +117,7 @@ class SimulatedJournal:
         world, (group, incarnation) = self._world, member
         at_s = world.lost_at_s[group]
         cause = world.fleet.cause_of[group]
-        record = LossRecord(group=group, rank=0, cause=cause, entry_index=entry_index, incarnation=incarnation)
+        record = records.LossRecord(group=group, rank=0, cause=cause, entry_index=entry_index, incarnation=incarnation)
         self._write(record, at_s)
         if self._recovery is None:
             computed_at_s = max(self._computed_at_s.values(), default=at_s)
@@ -150,12 +140,12 @@ class SimulatedJournal:
     def on_entry(self, index: int, entry: Entry) -> None:
         """An entry is folded; recorded by the lowest group that is up."""
         group = int(self._world.fleet.is_up.argmax())
-        self._write(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
+        self._write(records.EntryRecord(group=group, index=index, entry=entry_fields(entry)))
 
     def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
         """These groups have applied a committed step."""
         for group in members:
-            update = UpdateRecord(
+            update = records.UpdateRecord(
                 group=group,
                 step=step,
                 attempt=attempt,
@@ -170,17 +160,17 @@ class SimulatedJournal:
 
     def on_finish(self, step: int, members: Sequence[GroupId]) -> None:
         self.on_comparison(step, members)
-        self._write(EndRecord(outcome="finished", reason="all steps are committed"))
+        self._write(records.EndRecord(outcome="finished", reason="all steps are committed"))
 
     def on_comparison(self, step: int, members: Sequence[GroupId]) -> None:
         """These groups compare their parameters after `step` steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:
-            record = ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._world.num_restarts)
+            record = records.ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._world.num_restarts)
             self._write(record)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:
         return [item for plan in self._plans for item in plan.work.of(group)]
 
-    def _write(self, record: Record, at_s: float | None = None) -> None:
+    def _write(self, record: records.Record, at_s: float | None = None) -> None:
         self._sink(Line(source=SOURCE, at_s=self._world.now_s if at_s is None else at_s, record=record))

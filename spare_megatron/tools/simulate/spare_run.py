@@ -9,28 +9,7 @@ import numpy as np
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.controller_setup import ControllerSetup
-from spare_megatron.core.log.actions import (
-    Action,
-    AdmitGroups,
-    AppendEntry,
-    AttemptFinish,
-    AttemptReduce,
-    AwaitHosts,
-    BuildCommunicator,
-    ChangePaces,
-    ComputePatch,
-    ComputeStep,
-    DrainGroups,
-    FinishRun,
-    GatherParams,
-    LoadCheckpoint,
-    ReadEntry,
-    ReadVotes,
-    SaveCheckpoint,
-    StartRepairs,
-    StopWipeOut,
-    UpdateModel,
-)
+from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
@@ -73,7 +52,6 @@ class Copies:
 
 
 Clock = Callable[[], float]
-
 _PACE_NS = 1_000_000
 """Of a group that is not slow; only ratios matter."""
 
@@ -133,68 +111,68 @@ class SpareRun:
         )
 
     def run(self) -> None:
-        actions: deque[Action] = deque(self._handle(RunStarted()))
-        while not isinstance(action := actions.popleft(), FinishRun):
+        queue: deque[actions.Action] = deque(self._handle(RunStarted()))
+        while not isinstance(action := queue.popleft(), actions.FinishRun):
             for event in self._execute(action):
-                actions.extendleft(reversed(self._handle(event)))
+                queue.extendleft(reversed(self._handle(event)))
         self._world.ledger.mark_saved()
         if self._simulated_journal:
             self._simulated_journal.on_finish(action.step, self._controller.members)
 
-    def _handle(self, event: Event) -> tuple[Action, ...]:
+    def _handle(self, event: Event) -> tuple[actions.Action, ...]:
         if self._clock is None:
             return self._controller.handle(event, now_s=self._world.now_s)
         began_s = self._clock()
-        actions = self._controller.handle(event, now_s=self._world.now_s)
+        found = self._controller.handle(event, now_s=self._world.now_s)
         self.decision_s += self._clock() - began_s
-        return actions
+        return found
 
-    def _execute(self, action: Action) -> tuple[Event, ...]:
+    def _execute(self, action: actions.Action) -> tuple[Event, ...]:
         """Executes one action and returns its events; the cases are in the order of a step."""
         match action:
-            case ComputeStep(plan=plan):
+            case actions.ComputeStep(plan=plan):
                 self._compute_step(plan)
-            case AttemptReduce():
+            case actions.AttemptReduce():
                 return self._attempt(action)
-            case ReadEntry(index=index):
+            case actions.ReadEntry(index=index):
                 return (self._read(index),)
-            case AppendEntry(index=index, entry=entry):
+            case actions.AppendEntry(index=index, entry=entry):
                 if index == len(self._log):
                     self._log.append(entry)
-            case UpdateModel(step=step, attempt=attempt):
+            case actions.UpdateModel(step=step, attempt=attempt):
                 self._world.update(len(self._members))
                 self._save_ends = ()
                 if self._simulated_journal:
                     self._simulated_journal.on_update(step, attempt, self._members)
-            case ReadVotes(attempt=attempt):
+            case actions.ReadVotes(attempt=attempt):
                 return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
-            case BuildCommunicator():
+            case actions.BuildCommunicator():
                 self._has_to_rebuild = True
                 self._built_at_s = self._world.fenced_at_s + self._world.scenario.costs.rebuild_s
-            case ComputePatch(plan=plan):
+            case actions.ComputePatch(plan=plan):
                 self._compute_patch(plan)
-            case SaveCheckpoint(step=step):
+            case actions.SaveCheckpoint(step=step):
                 self._world.save(step)
                 self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
                 if self._simulated_journal:
                     self._simulated_journal.on_comparison(step, self._members)
-            case DrainGroups(members=members):
+            case actions.DrainGroups(members=members):
                 self._incarnations.update(member.group for member in members)
                 self._world.drain(tuple(member.group for member in members))
-            case ChangePaces():
+            case actions.ChangePaces():
                 pass  # the next plan says it
-            case AdmitGroups(members=members):
+            case actions.AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
-            case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
+            case actions.AttemptFinish(attempt=attempt, plan_digest=plan_digest):
                 vote = Vote(is_complete=True, plan_digest=plan_digest)
                 return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
-            case GatherParams() | LoadCheckpoint():
+            case actions.GatherParams() | actions.LoadCheckpoint():
                 pass  # included in the costs of update and restart
-            case StartRepairs(copies=copies):
+            case actions.StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
-            case AwaitHosts():
+            case actions.AwaitHosts():
                 return (self._await_hosts(action),)
-            case StopWipeOut(partitions=partitions):
+            case actions.StopWipeOut(partitions=partitions):
                 self._world.num_state_wipe_outs += bool(partitions)
                 return (self._start_over(),)
             case _:
@@ -219,7 +197,7 @@ class SpareRun:
         if self._simulated_journal:
             self._simulated_journal.on_patch(plan)
 
-    def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
+    def _attempt(self, action: actions.AttemptReduce) -> tuple[Event, ...]:
         self._members = action.members
         lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._wait_for_sum()
         self._has_to_rebuild = False
@@ -274,7 +252,7 @@ class SpareRun:
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
 
-    def _await_hosts(self, action: AwaitHosts) -> Event:
+    def _await_hosts(self, action: actions.AwaitHosts) -> Event:
         """Waits until hosts are back, unless they come later than a restart would be over."""
         if action.index < len(self._log):
             return self._read(action.index)

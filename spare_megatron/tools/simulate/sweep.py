@@ -4,8 +4,9 @@ the code, identifies it in a file of results, so that results of other scenarios
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -13,12 +14,11 @@ from scipy.special import stdtrit
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.tools.simulate.engine import simulate
+from spare_megatron.tools.simulate.failures import SlowSpec
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
-from spare_megatron.tools.simulate.slow_groups import SlowSpec
-from spare_megatron.tools.simulate.world import Stalled
+from spare_megatron.tools.simulate.spare_run import Clock
+from spare_megatron.tools.simulate.world import Result, Stalled
 from spare_megatron.version import code_digest
-
-Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
 _CODE = ("stacking", "core", "tools/plan", "tools/simulate")
@@ -63,14 +63,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """The result of one simulation. Further attributes are those of its scenario and of `world.Result`.
-
-    Attributes:
-        redundancy: 1 for checkpoint_only.
-        terms: What each cause adds to the ratio, which is 1 without losses and saves.
-        wall_s: Real seconds of the simulation.
-        stalled: Why the run was given up, in which case there are no figures; else empty.
-    """
+    """The result of one simulation. Further attributes are those of its scenario and of `world.Result`."""
 
     digest: str
     name: str
@@ -78,6 +71,7 @@ class CaseResult:
     granularity: str
     num_groups: int
     redundancy: int
+    """1 for checkpoint_only."""
     seed: int
     num_steps: int = 0
     end_s: float = 0.0
@@ -90,9 +84,17 @@ class CaseResult:
     losses: int = 0
     losses_by_cause: dict[str, int] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
+    """What each cause adds to the ratio, which is 1 without losses and saves."""
     decision_s: float = 0.0
     wall_s: float = 0.0
+    """Real seconds of the simulation."""
     stalled: str = ""
+    """Why the run was given up, in which case there are no figures; else empty."""
+
+
+_COUNTS = ("restarts", "losses", "state_wipe_outs", "pauses")
+_KEPT = [field.name for field in fields(CaseResult) if hasattr(Result, field.name) and field.name != "terms"]
+"""What a case keeps of `world.Result` as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +116,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`.
-
-    Attributes:
-        terms: What each cause adds to the ratio on average; their sum is the ratio - 1.
-        wall_s: Real seconds of all simulations together, as is decision_s.
-    """
+    """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`."""
 
     policy: str
     granularity: str
@@ -135,8 +132,10 @@ class Figures:
     losses_by_cause: dict[str, float]
     name: str
     terms: dict[str, float]
+    """What each cause adds to the ratio on average; their sum is the ratio - 1."""
     decision_s: float
     wall_s: float
+    """Real seconds of all simulations together, as is decision_s."""
 
 
 def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int]) -> tuple[Scenario, ...]:
@@ -168,31 +167,13 @@ def cases_of(scenarios: Iterable[Scenario], num_seeds: int) -> tuple[Case, ...]:
 
 def run_case(case: Case, clock: Clock) -> CaseResult:
     """Simulates a case; `clock` gives the real seconds of the simulation and its decisions."""
-    began_s = clock()
+    scenario, began_s = case.scenario, clock()
+    found: dict[str, Any]
     try:
-        result = simulate(case.scenario, case.seed, clock=clock)
+        result = simulate(scenario, case.seed, clock=clock)
+        found = {name: getattr(result, name) for name in _KEPT} | {"terms": result.excess()}
     except Stalled as stalled:
-        return replace(_nothing_of(case), stalled=str(stalled), wall_s=clock() - began_s)
-    return replace(
-        _nothing_of(case),
-        num_steps=result.num_steps,
-        end_s=result.end_s,
-        failure_free_s=result.failure_free_s,
-        time_to_train_ratio=result.time_to_train_ratio,
-        availability=result.availability,
-        restarts=result.restarts,
-        state_wipe_outs=result.state_wipe_outs,
-        pauses=result.pauses,
-        losses=result.losses,
-        losses_by_cause=result.losses_by_cause,
-        terms=result.excess(),
-        decision_s=result.decision_s,
-        wall_s=clock() - began_s,
-    )
-
-
-def _nothing_of(case: Case) -> CaseResult:
-    scenario = case.scenario
+        found = {"stalled": str(stalled)}
     return CaseResult(
         digest=case.digest,
         name=scenario.name,
@@ -201,12 +182,9 @@ def _nothing_of(case: Case) -> CaseResult:
         num_groups=scenario.num_groups,
         redundancy=scenario.hosts_per_shard,
         seed=case.seed,
+        **found,
+        wall_s=clock() - began_s,
     )
-
-
-def pending(cases: Iterable[Case], done: Mapping[str, CaseResult]) -> tuple[Case, ...]:
-    """The cases without a result in `done`."""
-    return tuple(case for case in cases if case.digest not in done)
 
 
 def encode_result(result: CaseResult) -> str:
@@ -218,16 +196,12 @@ def decode_results(text: str) -> dict[str, CaseResult]:
     """Digest -> result of every line; ValueError if one is none. A last line without its end is cut off and ignored."""
     results: dict[str, CaseResult] = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
-        result = _decode(line, number)
+        try:
+            result = decode(line, CaseResult)
+        except ValueError as error:
+            raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
         results[result.digest] = result
     return results
-
-
-def _decode(line: str, number: int) -> CaseResult:
-    try:
-        return decode(line, CaseResult)
-    except ValueError as error:
-        raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
@@ -257,10 +231,7 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
         seeds=len(results),
         time_to_train_ratio=estimate([result.time_to_train_ratio for result in results]),
         availability=estimate([result.availability for result in results]),
-        restarts=float(np.mean([result.restarts for result in results])),
-        losses=float(np.mean([result.losses for result in results])),
-        state_wipe_outs=float(np.mean([result.state_wipe_outs for result in results])),
-        pauses=float(np.mean([result.pauses for result in results])),
+        **{name: float(np.mean([getattr(result, name) for result in results])) for name in _COUNTS},
         losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,
         terms=_means([result.terms for result in results]),

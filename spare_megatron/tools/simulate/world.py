@@ -8,10 +8,9 @@ import numpy as np
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.compute_fit import finish_times, stretch
-from spare_megatron.tools.simulate.failures import FailureProcess, Loss, make_process
+from spare_megatron.tools.simulate.failures import FailureProcess, Loss, SlowGroups, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.scenario import Scenario
-from spare_megatron.tools.simulate.slow_groups import SlowGroups
 
 CAUSES = (
     "compute",
@@ -76,9 +75,7 @@ class Ledger:
 
 MAX_RATIO = 1000.0
 """A run that takes this many times as long as without failures is given up."""
-
 _LEAST_JITTER = 1e-3
-
 _JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM, _SLOW_STREAM, _LINK_STREAM = range(5)
 
 
@@ -88,8 +85,6 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The figures of a simulated run."""
-
     end_s: float
     """Virtual time at the last commit."""
     failure_free_s: float

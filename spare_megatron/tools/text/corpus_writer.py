@@ -27,17 +27,15 @@ def write_corpus(
     prefix: str | Path,
     *,
     vocab_size: int = 256,
-    end_of_document: int | None = None,
     tokenizer: str = "",
     noted_end: int | None = None,
     publishing: AbstractContextManager[object] = _UNGUARDED,
 ) -> CorpusCounts:
     """Writes PREFIX.bin, PREFIX.idx and, for a named `tokenizer`, the note PREFIX.json; skips empty documents.
 
-    A document is a sequence of tokens, or bytes that are its tokens; `end_of_document` is appended to each. `noted_end`
-    goes into the note: the token that ends each already. A prefix with an index is whole. The files get their names
-    inside `publishing`, which may defer signals. Raises ValueError if a token is not below `vocab_size`, or no document
-    has tokens.
+    A document is a sequence of tokens, or bytes that are its tokens; `noted_end`, for the note, the token that ends
+    each. A prefix with an index is whole. The files get their names inside `publishing`, which may defer signals.
+    ValueError: a token is not below `vocab_size`, or no document has tokens.
     """
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +43,7 @@ def write_corpus(
     endings = (".bin", ".json", ".idx") if tokenizer else (".bin", ".idx")
     written = {ending: Path(f"{aside}{ending}") for ending in endings}
     try:
-        counts = _write(documents, written, vocab_size, end_of_document)
+        counts = _write(documents, written, vocab_size)
         if tokenizer:
             facts = replace(read_corpus(aside), tokenizer=tokenizer, vocab_size=vocab_size, end_of_document=noted_end)
             written[".json"].write_text(note_of(facts))
@@ -63,17 +61,14 @@ def write_corpus(
 
 
 def _write(
-    documents: Iterable[bytes | Sequence[int] | np.ndarray],
-    written: dict[str, Path],
-    vocab_size: int,
-    end_of_document: int | None,
+    documents: Iterable[bytes | Sequence[int] | np.ndarray], written: dict[str, Path], vocab_size: int
 ) -> CorpusCounts:
     dtype = np.dtype("<u2" if vocab_size < _LEAST_WIDE_VOCABULARY else "<i4")
     lengths = array("i")
     num_tokens = 0
     with written[".bin"].open("wb") as file:
         for document in documents:
-            tokens = _tokens(document, end_of_document)
+            tokens = np.frombuffer(document, np.uint8) if isinstance(document, bytes) else np.asarray(document)
             if tokens.size == 0:
                 continue
             if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -88,10 +83,3 @@ def _write(
         raise ValueError("there is no document with tokens in the input; give it some text")
     write_index(written[".idx"], dtype, np.asarray(lengths))
     return CorpusCounts(num_documents=len(lengths), num_tokens=num_tokens)
-
-
-def _tokens(document: bytes | Sequence[int] | np.ndarray, end_of_document: int | None) -> np.ndarray:
-    tokens = np.frombuffer(document, np.uint8) if isinstance(document, bytes) else np.asarray(document)
-    if end_of_document is not None and tokens.size > 0:
-        tokens = np.append(tokens, end_of_document)
-    return tokens

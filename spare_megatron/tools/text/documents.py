@@ -33,7 +33,6 @@ _ONE_A_LINE = "write each document as a JSON object on a line of its own"
 _LINES_TRIED = 100
 _MARK = "\ufeff"
 _BLANK = " \t\r\n" + _MARK
-
 Form = Literal["lines", "value"]
 """How a file holds JSON: an object on each line, or one value, an array of objects or an object."""
 
@@ -65,17 +64,14 @@ class TextFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines:
-    """Consecutive objects of a file, one on a line; `num_input_bytes` is their share of it, which may be compressed.
-
-    Attributes:
-        unit: What messages count in the file: its lines, or the items of its array.
-        first: Number of the first one, from 1.
-    """
+    """Consecutive objects of a file, one on a line; `num_input_bytes` is their share of it, which may be compressed."""
 
     path: Path
     key: str
     unit: str
+    """What messages count in the file: its lines, or the items of its array."""
     first: int
+    """Number of the first one, from 1."""
     lines: bytes
     num_input_bytes: int
 

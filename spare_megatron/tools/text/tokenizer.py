@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _UNREACHABLE = "\0end of document\0"
 """In place of a token that text is not to become."""
 _PIECE = 0x0A
 """Tag of a piece in a model of SentencePiece."""
-
 Ids = Sequence[int] | np.ndarray[Any, Any]
 Encode = Callable[[list[str]], Sequence[Ids]]
 SpellOut = Callable[[str], Sequence[int]]
@@ -39,24 +38,19 @@ SpellOut = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSource:
-    """What a tokenizer is made of.
-
-    Attributes:
-        name: As the user gave it, for messages.
-        paths: The files that were read.
-        content: Of the file with the vocabulary.
-        end_of_document: The text of the token that ends a document; empty if only the vocabulary can say.
-        split_pattern: Regular expression that splits text before merges, for tiktoken.
-        special_tokens: Beside the ranks of tiktoken.
-    """
-
     kind: str
     name: str
+    """As the user gave it, for messages."""
     paths: tuple[Path, ...] = ()
+    """The files that were read."""
     content: bytes = b""
+    """Of the file with the vocabulary."""
     end_of_document: str = ""
+    """The text of the token that ends a document; empty if only the vocabulary can say."""
     split_pattern: str = ""
+    """Regular expression that splits text before merges, for tiktoken."""
     special_tokens: tuple[tuple[str, int], ...] = ()
+    """Beside the ranks of tiktoken."""
 
     @property
     def identity(self) -> str:
@@ -75,23 +69,18 @@ def _no_other_tokens(text: str) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer at work.
-
-    Attributes:
-        name: The options that chose it, for messages.
-        vocab_size: Largest id there is, added and special tokens included, and one.
-        end_of_document: Id that is appended to each document.
-        encode: Returns the ids of each text, without those that begin or end it.
-        spell_out: Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot.
-        is_byte_0_text: Whether text may contain byte 0.
-    """
-
     name: str
+    """The options that chose it, for messages."""
     vocab_size: int
+    """Largest id there is, added and special tokens included, and one."""
     end_of_document: int
+    """Id that is appended to each document."""
     encode: Encode
+    """Returns the ids of each text, without those that begin or end it."""
     spell_out: SpellOut = _no_other_tokens
+    """Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot."""
     is_byte_0_text: bool = True
+    """Whether text may contain byte 0."""
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -126,15 +115,7 @@ def read_tokenizer(
         )
     if split_pattern.startswith("@"):
         split_pattern = _content("--split-pattern", Path(split_pattern[1:])).decode("utf-8").rstrip("\r\n")
-    return TokenizerSource(
-        kind=kind,
-        name=name,
-        paths=source.paths,
-        content=source.content,
-        end_of_document=end_of_document,
-        split_pattern=split_pattern,
-        special_tokens=tuple(map(_special_token, special_tokens)),
-    )
+    return replace(source, split_pattern=split_pattern, special_tokens=tuple(map(_special_token, special_tokens)))
 
 
 def _read_hf(name: str, path: Path, end_of_document: str) -> TokenizerSource:

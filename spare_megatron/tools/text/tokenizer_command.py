@@ -1,7 +1,9 @@
 """`spare tokenizer`: tokenizers of one's own, without a download."""
 
 import json
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +13,11 @@ from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
-from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX
-from spare_megatron.tools.text.text_progress import TextProgress
+from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX, TextProgress
 
+END_OF_TEXT = "<|endoftext|>"
+LEAST_VOCAB_SIZE = 257
+"""All bytes, and the token that ends a document."""
 app = typer.Typer(name="tokenizer", help="Train a tokenizer.", no_args_is_help=True)
 
 
@@ -45,7 +49,6 @@ def train(
         from spare_megatron.formats.output import whole_file
         from spare_megatron.tools.text.documents import Skipped, batches_of, documents_in, find_files, json_among
         from spare_megatron.tools.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, read_tokenizer
-        from spare_megatron.tools.text.tokenizer_training import LEAST_VOCAB_SIZE, tokenizer_config, train_bpe
 
         if vocab_size < LEAST_VOCAB_SIZE:
             raise ValueError(f"--vocab-size {vocab_size} is below the {LEAST_VOCAB_SIZE} of single bytes; raise it")
@@ -82,3 +85,49 @@ def train(
         fewer = f"; the text has too few pairs to merge for {vocab_size}" if size < vocab_size else ""
         text = f"{found}: vocabulary {size} from {num_documents} documents, {identity}{fewer}"
         say(json.dumps(figures) if as_json else text)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, num_workers: int) -> tuple[str, int]:
+    """The tokenizer.json of a byte-level BPE, as GPT-2's, in which any text has tokens, and the size of its vocabulary,
+    which is smaller than asked for if there are too few pairs to merge.
+
+    Merges are by frequency, with ties by id, so the result does not depend on `num_workers`, the threads that count.
+    The library runs in a thread of its own, so that a signal can end the process meanwhile. Raises as `texts` does.
+    """
+    from spare_megatron.tools.text.tokenizer import library_errors, package
+
+    # The library reads both when it starts its threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_workers > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(num_workers)
+    tokenizers = package("tokenizers", "train")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    failures: list[Exception] = []
+
+    def train() -> None:
+        try:
+            with library_errors("the tokenizer cannot be trained"):
+                tokenizer.train_from_iterator(texts, trainer)
+        except (ValueError, MemoryError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return tokenizer.to_str(pretty=True) + "\n", tokenizer.get_vocab_size()
+
+
+def tokenizer_config() -> str:
+    """The tokenizer_config.json beside it, by which transformers load the folder."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    return json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2) + "\n"

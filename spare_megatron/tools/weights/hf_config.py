@@ -12,20 +12,10 @@ from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
-from spare_megatron.tools.weights.hf_fields import (
-    LLAMA3_CONSTANTS,
-    Family,
-    Gpt2Fields,
-    LlamaFields,
-    MixtralFields,
-    Qwen2Fields,
-    RopeFields,
-    fields_in,
-    rope_in,
-)
+from spare_megatron.tools.weights import hf_fields
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
 
-FAMILIES: Mapping[Family, str] = {
+FAMILIES: Mapping[hf_fields.Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -60,7 +50,7 @@ class Architecture:
     experts_per_token: int = 2
 
     @property
-    def family(self) -> Family:
+    def family(self) -> hf_fields.Family:
         if self.num_experts is not None:
             return "mixtral"
         if self.has_qk_norm:
@@ -108,9 +98,7 @@ def architecture_of(config: RunConfig) -> Model:
 
 
 _IN_EVERY_FAMILY = {"activation_func": "silu", "gated_linear_unit": True, "normalization": "RMSNorm"}
-
 _OF_MIXTRAL = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
-
 _EXPORTED = ("kv_channels", *_OF_MIXTRAL, *(field for field in SETTING_OF if field not in _IN_EVERY_FAMILY))
 """Megatron fields that `Architecture` has."""
 
@@ -176,7 +164,7 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
     """The content of config.json, without ids of tokens."""
     if isinstance(found, Gpt2):
         return gpt2_json(found, dtype)
-    scaling = {"rope_type": "llama3", **LLAMA3_CONSTANTS, "factor": found.rope_scaling_factor}
+    scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": found.rope_scaling_factor}
     content: dict[str, Any] = {
         "architectures": [FAMILIES[found.family]],
         "model_type": found.family,
@@ -211,13 +199,13 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
 
 def architecture_in(content: Mapping[str, Any]) -> Model:
     """The architecture that a config.json describes. Raises ValueError for unsupported ones."""
-    fields = fields_in(content)
-    if isinstance(fields, Gpt2Fields):
+    fields = hf_fields.fields_in(content)
+    if isinstance(fields, hf_fields.Gpt2Fields):
         return gpt2_in(fields)
     family = content["model_type"]
-    rope_base, rope_scaling_factor = rope_in(content, family, fields.max_position_embeddings)
-    has_bias = isinstance(fields, LlamaFields) and fields.attention_bias
-    if isinstance(fields, LlamaFields) and fields.mlp_bias != has_bias:
+    rope_base, rope_scaling_factor = hf_fields.rope_in(content, family, fields.max_position_embeddings)
+    has_bias = isinstance(fields, hf_fields.LlamaFields) and fields.attention_bias
+    if isinstance(fields, hf_fields.LlamaFields) and fields.mlp_bias != has_bias:
         raise ValueError(
             f"config.json: attention_bias={has_bias} with mlp_bias={fields.mlp_bias} is not supported here; only "
             f"biases of all linear layers, or of none, can be imported"
@@ -245,13 +233,13 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
     return found
 
 
-def _window(fields: RopeFields) -> int | None:
+def _window(fields: hf_fields.RopeFields) -> int | None:
     """The window of all layers; the same condition as in `transformers` decides which layers have one."""
     num_layers, layers = fields.num_hidden_layers, fields.layer_types
     if layers is not None and len(layers) != num_layers:
         raise ValueError(f"config.json: layer_types has {len(layers)} layers, and num_hidden_layers={num_layers}")
     window, first = None, num_layers
-    if isinstance(fields, Qwen2Fields) and fields.use_sliding_window and fields.sliding_window is not None:
+    if isinstance(fields, hf_fields.Qwen2Fields) and fields.use_sliding_window and fields.sliding_window is not None:
         window, first = fields.sliding_window, max(0, fields.max_window_layers)
     num_windows = max(0, num_layers - first) if layers is None else layers.count("sliding_attention")
     if num_windows == 0:
@@ -267,8 +255,8 @@ def _window(fields: RopeFields) -> int | None:
     return window
 
 
-def _experts(fields: RopeFields) -> dict[str, int]:
-    if not isinstance(fields, MixtralFields):
+def _experts(fields: hf_fields.RopeFields) -> dict[str, int]:
+    if not isinstance(fields, hf_fields.MixtralFields):
         return {}
     if fields.num_experts_per_tok > fields.num_local_experts:
         raise ValueError(
@@ -278,9 +266,9 @@ def _experts(fields: RopeFields) -> dict[str, int]:
     return {"num_experts": fields.num_local_experts, "experts_per_token": fields.num_experts_per_tok}
 
 
-def _require_divisible(found: Architecture, fields: RopeFields) -> None:
+def _require_divisible(found: Architecture, fields: hf_fields.RopeFields) -> None:
     heads = f"num_attention_heads={found.num_heads}"
-    if found.hidden_size % found.num_heads and (fields.head_dim is None or isinstance(fields, LlamaFields)):
+    if found.hidden_size % found.num_heads and (fields.head_dim is None or isinstance(fields, hf_fields.LlamaFields)):
         raise ValueError(f"config.json: {heads} does not divide hidden_size={found.hidden_size}")
     if found.num_heads % found.num_query_groups:
         raise ValueError(f"config.json: num_key_value_heads={found.num_query_groups} does not divide {heads}")

@@ -219,11 +219,8 @@ def token_ids_in(content: Mapping[str, Any], file: str) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- RoPE
 
 _ROPE_KINDS: Mapping[str, Any] = {"rope_theta": NumberFromOne, "factor": NumberFromOne}
-
 _ROPE_VALUES: Mapping[str, Collection[Any]] = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
-
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-
 LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL_LENGTH: 8192}
 """Of the scaling of Llama 3.1: what megatron-core fixes; only the factor can be chosen."""
 

@@ -42,14 +42,10 @@ except ImportError as error:
 
 _FILE_BYTES = 5 * 10**9
 """Most bytes of tensors in one file of safetensors, unless a single tensor has more."""
-
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
 _OF_MISTRAL = "consolidated"
 """First part of the names of files that hold the same weights under names of Mistral's own."""
-
 _FILE_NAME = re.compile(r"[^/\\]+\.safetensors")
-
 _TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -73,7 +73,6 @@ def _not_of_gpt2(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def gpt2_settings(found: Gpt2, precision: str) -> dict[str, dict[str, Any]]:
-    """The tables of a run's TOML file that describe the model."""
     model = {
         "num_layers": found.num_layers,
         "hidden_size": found.hidden_size,
@@ -93,7 +92,6 @@ def gpt2_settings(found: Gpt2, precision: str) -> dict[str, dict[str, Any]]:
 
 
 def gpt2_json(found: Gpt2, dtype: str) -> dict[str, Any]:
-    """The content of config.json."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

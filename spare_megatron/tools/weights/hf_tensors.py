@@ -144,9 +144,7 @@ def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
 
 
 _FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
 _MASK = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
-
 _LEAST_MASKED = -1e4
 """What GPT-2 adds to the scores of later tokens is at most this."""
 

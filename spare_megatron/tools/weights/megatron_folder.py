@@ -17,22 +17,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.inert_pickle import read_common
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
+from spare_megatron.tools.weights import weights_folder
 from spare_megatron.tools.weights.megatron_args import args_of, settings_in
-from spare_megatron.tools.weights.weights_folder import (
-    Export,
-    ExportOptions,
-    Reader,
-    made_whole,
-    precision_of,
-    write_import,
-)
 
 _LATEST = "latest_checkpointed_iteration.txt"
-
 _COMMON = "common.pt"
-
 _FORMAT = "metadata.json"
-
 _VERSION = 3.0
 """Of the order of rows of queries, keys and values: by query group."""
 
@@ -49,22 +39,22 @@ _STATES = (
 
 _CHUNK = re.compile(r"model\d*$")
 """Keys of common.pt for parts of the model that Megatron does not store as tensors; usually there are none."""
-
 _MODULES = ("embedding.", "decoder.", "output_layer.", "mtp.")
-
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|param_state)\b")
 
 
 # --------------------------------------------------------------------------------------------------------- export
 
 
-def export_megatron(checkpoint: Checkpoint, config: RunConfig, out: Path, options: ExportOptions) -> None:
+def export_megatron(
+    checkpoint: Checkpoint, config: RunConfig, out: Path, options: weights_folder.ExportOptions
+) -> None:
     """Writes the weights into the new folder `out`, which `pretrain_gpt.py --load` takes.
 
     Raises ValueError if its arguments cannot describe the model, or `out` exists.
     """
     args = args_of(config)
-    export = Export(checkpoint, config, options)
+    export = weights_folder.Export(checkpoint, config, options)
     num_layers, step = config.model.num_layers, checkpoint.manifest.step
     of_training = {
         "bf16": export.dtype is torch.bfloat16,
@@ -86,7 +76,7 @@ def export_megatron(checkpoint: Checkpoint, config: RunConfig, out: Path, option
     }
     part = _part_of_layer if options.per_layer else partial(stacked_part, num_layers=num_layers)
     parts = [part(each, dtype=export.dtype, read=partial(export.read, each)) for each in model_tensors(config)]
-    with made_whole(out) as folder:
+    with weights_folder.made_whole(out) as folder:
         name = f"iter_{step:07d}"
         (folder / name).mkdir()
         write_weights(folder / name, parts, dict.fromkeys(_extra_states(config, options)), common)
@@ -101,7 +91,7 @@ def _part_of_layer(tensor: ModelTensor, dtype: torch.dtype, read: Callable[[], T
     )
 
 
-def _extra_states(config: RunConfig, options: ExportOptions) -> Iterator[str]:
+def _extra_states(config: RunConfig, options: weights_folder.ExportOptions) -> Iterator[str]:
     """Unique keys of sharded objects. A model that lacks some of them does not ask for them."""
     num_layers = config.model.num_layers
     for layer in range(num_layers):
@@ -131,9 +121,9 @@ def import_megatron(folder: Path, out: Path) -> Checkpoint:
     stored = StoredWeights(iteration)
     _require_no_others(common, stored, iteration)
     names = {name for name in stored.names() if not _OF_OPTIMIZER.match(name)}
-    precision = precision_of({name: stored.dtype(name) for name in names}, iteration)
+    precision = weights_folder.precision_of({name: stored.dtype(name) for name in names}, iteration)
     settings = settings_in(vars(args), (stored.shape(WORDS) or (0,))[0], precision)
-    return write_import(folder, out, settings, lambda config: _reader(stored, names, config, iteration))
+    return weights_folder.write_import(folder, out, settings, lambda config: _reader(stored, names, config, iteration))
 
 
 def _require_no_others(common: Mapping[Any, Any], stored: StoredWeights, folder: Path) -> None:
@@ -179,7 +169,7 @@ class _Source:
     offset: int | None
 
 
-def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: Path) -> Reader:
+def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: Path) -> weights_folder.Reader:
     """Reads the model of the settings. Raises ValueError for missing, foreign and wrongly shaped tensors."""
     sources: dict[ModelTensor, _Source] = {}
     for tensor in model_tensors(config):

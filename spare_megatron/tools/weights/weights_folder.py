@@ -22,20 +22,11 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import weights_differences, weights_terms_of
 from spare_megatron.formats.whole_files import json_object
 from spare_megatron.mcore.weights import StoredWeights, stacked_part, write_weights
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    FOLDER,
-    WEIGHTS_ALONE,
-    Checkpoint,
-    Manifest,
-    StoredFile,
-    publish,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder
 from spare_megatron.version import __version__
 
 Dtype = Literal["fp32", "bf16"]
-
 DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 _TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in an import."""
 
@@ -72,7 +63,7 @@ class Export:
     Raises ValueError if the checkpoint is of another model than the settings, or the tokenizer has no files.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: RunConfig, options: ExportOptions) -> None:
+    def __init__(self, checkpoint: checkpoint_folder.Checkpoint, config: RunConfig, options: ExportOptions) -> None:
         if found := weights_differences(checkpoint.manifest.terms, config):
             where = f"{checkpoint.path} is of another model than its run's config.toml:"
             raise ValueError("\n  - ".join([where, *found]))
@@ -172,7 +163,7 @@ def precision_of(stored: Mapping[str, object], folder: Path) -> Dtype:
 
 def write_import(
     source: Path, out: Path, settings: Mapping[str, Any], reader_of: Callable[[RunConfig], Reader]
-) -> Checkpoint:
+) -> checkpoint_folder.Checkpoint:
     """Writes weights, the settings of their model and the tokenizer's files of `source` into the new folder `out`.
 
     `reader_of` is asked once, with the configuration of these settings, and raises ValueError if the weights are not
@@ -187,11 +178,11 @@ def write_import(
             (aside / _TOKENIZER).mkdir(exist_ok=True)
             shutil.copy(file, aside / _TOKENIZER / file.name)
         found = _write_checkpoint(aside, config, read)
-    return Checkpoint(path=out / found.path.relative_to(aside), manifest=found.manifest)
+    return checkpoint_folder.Checkpoint(path=out / found.path.relative_to(aside), manifest=found.manifest)
 
 
-def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> Checkpoint:
-    unfinished = run_dir / FOLDER / "step-00000000.import.tmp"
+def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> checkpoint_folder.Checkpoint:
+    unfinished = run_dir / checkpoint_folder.FOLDER / "step-00000000.import.tmp"
     unfinished.mkdir(parents=True)
     dtype = DTYPES[config.model.precision]
 
@@ -200,12 +191,14 @@ def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> Checkpo
 
     parts = [stacked_part(each, config.model.num_layers, dtype, reading(each)) for each in model_tensors(config)]
     written = write_weights(unfinished, parts)
-    files = {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
-    return publish(unfinished, _manifest(config, files), lambda _: None)
+    files = {
+        name: checkpoint_folder.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()
+    }
+    return checkpoint_folder.publish(unfinished, _manifest(config, files), lambda _: None)
 
 
-def _manifest(config: RunConfig, files: Mapping[str, StoredFile]) -> Manifest:
-    return Manifest(
+def _manifest(config: RunConfig, files: Mapping[str, checkpoint_folder.StoredFile]) -> checkpoint_folder.Manifest:
+    return checkpoint_folder.Manifest(
         step=0,
         num_samples=0,
         terms=weights_terms_of(config),
@@ -218,5 +211,5 @@ def _manifest(config: RunConfig, files: Mapping[str, StoredFile]) -> Manifest:
         version=__version__,
         run_id="",
         files=dict(sorted(files.items())),
-        optimizer={"sharding": WEIGHTS_ALONE},
+        optimizer={"sharding": checkpoint_folder.WEIGHTS_ALONE},
     )

@@ -1,10 +1,11 @@
-"""Adds gradients to fixed-point sums on a GPU, in one pass over both; bitwise `fixed_point.add_rounded`.
+"""The kernels for GPUs, in Triton: fixed-point sums and digests in one pass over memory, bitwise as on CPUs.
 
 Import only with a GPU: Triton comes with torch's CUDA builds alone.
 """
 # ruff: noqa: ANN001, ANN202  (Triton reads annotations of kernels as its own types)
 
 import subprocess
+from functools import cache
 
 import torch
 import triton
@@ -12,20 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+"""Elements that a program of a kernel takes at a time."""
+
+_NOT_COMPILED = (OSError, RuntimeError, subprocess.SubprocessError)
+"""What Triton raises without a C compiler or Python's headers."""
 
 
 def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
-    """As `fixed_point.add_rounded`, for contiguous tensors of equal size; never waits for the device."""
+    """`fixed_point.add_rounded` for contiguous tensors of equal size; never waits for the device."""
     num_blocks = triton.cdiv(values.numel(), _BLOCK)
     _add_rounded[(num_blocks,)](sums, values.detach(), largest.view(torch.int32), scale, values.numel(), BLOCK=_BLOCK)
 
 
-def check(device: torch.device) -> None:
+def check_fixed_point(device: torch.device) -> None:
     """Runs the kernel once. Raises ValueError if it cannot be compiled here."""
     try:
         nothing = torch.zeros(_BLOCK, dtype=torch.int64, device=device)
         add_rounded(nothing, nothing.float(), 1.0, torch.zeros((), device=device))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except _NOT_COMPILED as error:
         raise ValueError(
             f"reduce.mode=reproducible compiles a kernel where there is a GPU, and that failed: {error}; install a C "
             f"compiler and Python's headers (gcc, python3-dev), set CC to another compiler, or choose reduce.mode=fast"
@@ -50,3 +55,41 @@ def _add_rounded(sums, values, largest_bits, scale, num_elements, BLOCK: tl.cons
     rounded = tl.where(tl.abs(scaled) < 8388608.0, (scaled + whole) - whole, scaled)
     before = tl.load(sums + places, mask=is_inside, other=0)
     tl.store(sums + places, before + rounded.to(tl.int64), mask=is_inside)
+
+
+def sum_blocks(words: Tensor, multipliers: Tensor) -> Tensor:
+    """The sums of whole blocks: [blocks, 2], in int64. `words` are int32 [blocks, words of a block], contiguous.
+
+    `multipliers` are int64 [2, words of a block]. Never waits for the device.
+    """
+    num_blocks, block_words = words.shape
+    sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=words.device)
+    _sum_blocks[(num_blocks,)](words, multipliers, sums, BLOCK_WORDS=block_words, PIECE=_BLOCK)
+    return sums
+
+
+@cache
+def can_sum_blocks(device: torch.device) -> bool:
+    """Whether the kernel compiles here: it needs a C compiler and Python's headers. Tried once."""
+    try:
+        sum_blocks(
+            torch.zeros(1, _BLOCK, dtype=torch.int32, device=device),
+            torch.ones(2, _BLOCK, dtype=torch.int64, device=device),
+        )
+    except _NOT_COMPILED:
+        return False
+    return True
+
+
+@triton.jit
+def _sum_blocks(words, multipliers, sums, BLOCK_WORDS: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    block = tl.program_id(0).to(tl.int64)
+    first = tl.zeros((PIECE,), dtype=tl.int64)
+    second = tl.zeros((PIECE,), dtype=tl.int64)
+    for start in range(0, BLOCK_WORDS, PIECE):
+        places = start + tl.arange(0, PIECE)
+        here = tl.load(words + block * BLOCK_WORDS + places).to(tl.int64)
+        first += here * tl.load(multipliers + places)
+        second += here * tl.load(multipliers + BLOCK_WORDS + places)
+    tl.store(sums + 2 * block, tl.sum(first, axis=0))
+    tl.store(sums + 2 * block + 1, tl.sum(second, axis=0))

@@ -1,0 +1,174 @@
+"""`spare report`, `serve` and `timeline`: what happened in a run, as a page, a live page, and a trace of all ranks."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_output_file, is_run_dir
+from spare_megatron.cli.printing import say
+from spare_megatron.machine.interrupts import raising
+
+if TYPE_CHECKING:
+    from spare_megatron.journal.state.run_state import RunState
+    from spare_megatron.tools.report.server import ReportServer
+
+REPORT, TIMELINE = "report.html", "timeline.json"
+PROOF_S = 10.0
+"""For which the journal of a page is looked at for the verdict."""
+_NOTHING_YET = '{"head":"<p>The journal has no run yet.</p>","tables":"","plots":[]}'
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directory of a run, or of two runs to compare.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: report.html in the first directory]")
+    ] = None,
+) -> None:
+    """Write an HTML report of a run, or of two runs side by side.
+
+    The page is one file and needs no network. For a run that goes on it shows what has happened so far. Prints the
+    path of the file.
+    """
+    from spare_megatron.formats.output import whole_file
+    from spare_megatron.journal.state.follow import read_run_state
+    from spare_megatron.tools.report.history import history_of
+    from spare_megatron.tools.report.page import comparison
+    from spare_megatron.tools.report.page import report as page_of
+
+    with explained_errors("report"):
+        if len(run_dirs) > 2:
+            raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
+        target = out or run_dirs[0] / REPORT
+        if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
+            check_output_file("--out", target)
+        is_pair = len(run_dirs) == 2
+        standings = [(folder, read_run_state(folder, with_params=is_pair)) for folder in run_dirs]
+        now_s = time.time()
+        histories = [history_of(run_state, verdict_of(folder, run_state), now_s) for folder, run_state in standings]
+        if is_pair:
+            page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
+        else:
+            page = page_of(histories[0], config_of(run_dirs[0]))
+        with whole_file("--out", target) as file:
+            file.write_text(page)
+    say(str(target))
+
+
+def config_of(run_dir: Path) -> str:
+    """The resolved configuration as text, without what it exports; empty where there is none to be read."""
+    from spare_megatron.config.resolved import without_exports
+
+    try:
+        return without_exports((run_dir / "config.toml").read_text())
+    except (FileNotFoundError, PermissionError):  # a simulated run has none; another user's may be private
+        return ""
+
+
+def verdict_of(run_dir: Path, run_state: "RunState") -> str:
+    """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
+    from spare_megatron.config.training.run_terms import terms_in
+    from spare_megatron.formats.whole_files import json_object
+    from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.proof import check
+
+    summary = run_dir / "summary.json"
+    if run_state.end is not None and summary.exists():
+        found = json_object(summary)
+        return "; ".join((found["verdict"], *found["reasons"]))
+    try:
+        until_s = time.monotonic() + PROOF_S
+        verdict = check(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))
+    except TimeoutError:
+        return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
+    return "; ".join((verdict.verdict, *verdict.reasons))
+
+
+def serve(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, finished or going on.")],
+    port: Annotated[int, typer.Option(help="Port on the loopback address; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Serve the live report of a run until Ctrl-C.
+
+    Prints the URL. It contains a random word, and requests without that word get no answer. Only this machine can
+    connect; from another one use `ssh -L PORT:127.0.0.1:PORT MACHINE`.
+    """
+    with explained_errors("serve"), open_server(run_dir, port) as server:
+        say(server.url)
+        with contextlib.suppress(KeyboardInterrupt), raising():
+            server.serve_forever()
+
+
+def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time) -> "ReportServer":
+    """The server, not yet answering. FileNotFoundError: the directory holds no journal. OSError: the port is taken."""
+    from spare_megatron.journal.state.follow import Follower
+    from spare_megatron.tools.report.history import history_of
+    from spare_megatron.tools.report.page import live_content, live_page
+    from spare_megatron.tools.report.server import PageContent, ReportServer, Updated
+
+    if not any((run_dir / "journal").glob("*.jsonl")):
+        raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+    follower = Follower(run_dir)
+
+    def make(before: PageContent | None) -> PageContent:
+        run_state = follower.poll()
+        version = run_state.num_lines
+        if before is not None and before.version == version:
+            return before
+        if run_state.run is None:
+            return PageContent(version=version, text=_NOTHING_YET, is_final=False)
+        verdict = "the run goes on" if run_state.end is None else verdict_of(run_dir, run_state)
+        history = history_of(run_state, verdict, now_s())
+        return PageContent(
+            version=version,
+            text=live_content(history),
+            is_final=run_state.end is not None,
+            newest_at_s=None if history.began_s is None else run_state.newest_at_s,
+        )
+
+    page = live_page(run_dir.resolve().name, config_of(run_dir))
+    try:
+        return ReportServer(page, Updated(make), port, now_s)
+    except OSError as error:
+        raise OSError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from error
+
+
+def timeline(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Write only this step and its neighbours. [default: all events and the last steps]"),
+    ] = None,
+    margin: Annotated[int, typer.Option(help="Number of neighbours on each side of --step.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: timeline.json in the run's directory]")
+    ] = None,
+) -> None:
+    """Write a trace of all ranks around losses and rejoins.
+
+    Open it at ui.perfetto.dev or chrome://tracing. It has forward and backward passes of each microbatch, transfers
+    between stages, reductions, votes, updates and recoveries, for all ranks on one time axis; for a lost rank also the
+    operation that it did not finish. Prints the path of the file.
+    """
+    from spare_megatron.formats.output import whole_file
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.spans import read_spans_of
+    from spare_megatron.tools.report.trace import trace_of
+
+    with explained_errors("timeline"):
+        if margin < 0:
+            raise ValueError(f"--margin {margin} must be at least 0")
+        if not is_run_dir(run_dir):
+            raise ValueError(f"{run_dir} is the folder of a job; name one of its runs, attempt-NNN in it")
+        target = out or run_dir / TIMELINE
+        check_output_file("--out", target)
+        steps = None if step is None else range(step - margin, step + margin + 1)
+        trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
+        with whole_file("--out", target) as file:
+            file.write_text(json.dumps(trace))
+    say(str(target))

@@ -44,7 +44,6 @@ from spare_megatron.process import span_ring
 from spare_megatron.process.reports import MetricsLost, StepCommitted
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
-from spare_megatron.stacking.layout import GroupId
 
 BLOCK_STEPS = 2
 ROUND_STEPS = 4 * BLOCK_STEPS
@@ -199,15 +198,20 @@ def _processor_s(process: psutil.Process) -> float:
 
 
 def _committed(step: int) -> StepCommitted:
-    return StepCommitted(
-        group=GroupId(0),
+    update = UpdateRecord(
+        group=0,
         step=step,
+        attempt=step,
+        num_microbatches=16,
         loss=5.0,
         grad_norm=1.5,
         learning_rate=1e-3,
-        num_alive=4,
         makespan=4,
         step_s=0.5,
+    )
+    return StepCommitted(
+        update=update,
+        num_alive=4,
         split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.UPDATE: 0.01},
         head=step,
         epoch=0,

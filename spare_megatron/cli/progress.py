@@ -22,7 +22,7 @@ from spare_megatron.journal.event_texts import (
     text_of_pause,
 )
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
-from spare_megatron.journal.records import CulpritRecord, RestartRecord, UpdateRecord
+from spare_megatron.journal.records import CulpritRecord, RestartRecord
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
@@ -190,18 +190,7 @@ class RunProgress:
         if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.run_state.run) is None:
             return
         self._next_at_s = now_s + STEP_LINE_INTERVAL_S
-        update = UpdateRecord(
-            group=event.group,
-            step=event.step,
-            attempt=0,
-            num_microbatches=0,
-            loss=event.loss,
-            grad_norm=event.grad_norm,
-            learning_rate=event.learning_rate,
-            makespan=event.makespan,
-            step_s=event.step_s,
-        )
-        self._show("  ".join(figures_of(run, update, event.num_alive)))
+        self._show("  ".join(figures_of(run, event.update, event.num_alive)))
 
     def _is_behind(self, now_s: float) -> bool:
         if self._reported is None or now_s - self._reported[1] < _BEHIND_S:

@@ -20,7 +20,7 @@ from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import shortage
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord, RestartRecord
+from spare_megatron.journal.records import EndRecord, RestartRecord, UpdateRecord
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
@@ -321,7 +321,7 @@ class Driver:
             case reports.EndAsked(by=by, limit_s=limit_s):
                 self._on_end_asked(by, limit_s)
                 return
-            case reports.StepCommitted(step=step, step_s=step_s):
+            case reports.StepCommitted(update=UpdateRecord(step=step, step_s=step_s)):
                 self._num_steps = max(self._num_steps, step + 1)
                 self._ladder.on_step(step, step_s)
             case reports.RunStopped(reason=reason):

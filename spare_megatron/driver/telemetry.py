@@ -197,7 +197,7 @@ class Telemetry:
                 self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
                     self._next_step = step + 1
-                    self._goodput.on_commit(self._clock(), event.step_s, event.num_alive)
+                    self._goodput.on_commit(self._clock(), event.update.step_s, event.num_alive)
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
@@ -211,18 +211,18 @@ class Telemetry:
             sink.write(values)
 
     def _of_step(self, event: reports.StepCommitted) -> dict[str, Value]:
-        step_s = event.step_s
+        update = event.update
         values: dict[str, Value] = {
-            "train/loss": event.loss,
-            "train/grad_norm": event.grad_norm,
-            "train/learning_rate": event.learning_rate,
-            **{f"train/{name}": mean for name, mean in event.terms.items()},
-            "train/tokens": sequences_before(self._config, event.step + 1) * self._config.model.seq_length,
+            "train/loss": update.loss,
+            "train/grad_norm": update.grad_norm,
+            "train/learning_rate": update.learning_rate,
+            **{f"train/{name}": mean for name, mean in update.terms.items()},
+            "train/tokens": sequences_before(self._config, update.step + 1) * self._config.model.seq_length,
             "spare/groups_alive": event.num_alive,
-            "spare/makespan": event.makespan,
+            "spare/makespan": update.makespan,
             "spare/epoch": event.epoch,
             "spare/microbatches_recomputed": event.num_recomputed,
-            "perf/step_s": round(step_s, 6),
+            "perf/step_s": update.step_s,
             "perf/goodput": round(self._goodput.goodput, 6),
             **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
             **self._counts,
@@ -231,7 +231,7 @@ class Telemetry:
         }
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
-        whole_s = step_s / self._run.size_of_step(event.step)
+        whole_s = update.step_s / self._run.size_of_step(update.step)
         values |= self._speed(whole_s, event.num_alive * self._run.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 

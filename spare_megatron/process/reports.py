@@ -1,7 +1,7 @@
 """The messages of a run's processes: from ranks to supervisors, from these to the driver, and on to its observers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,14 +84,8 @@ class RunPaused:
 class StepCommitted:
     """A step is committed and applied; sent by a group's first rank on every node, forwarded by its leader's node."""
 
-    group: GroupId
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
+    update: records.UpdateRecord
     num_alive: int
-    makespan: int
-    step_s: float
     split_s: Mapping[Operation, float]
     """Seconds of the rank's main thread by operation, since its last report."""
     head: int
@@ -102,10 +96,12 @@ class StepCommitted:
     """Microbatches that all groups have computed again for losses in the step: `num_patched` of its recovery."""
     recoveries: tuple[records.RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """Means of the further terms of a program's loss."""
     is_last: bool = False
     """The run ends with this step."""
+
+    @property
+    def step(self) -> int:
+        return self.update.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ class RankReports:
 
     def write_update(
         self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float, bytes_over_groups: int
-    ) -> None:
+    ) -> UpdateRecord:
+        """Journals the update with the sums of this attempt, and returns the record."""
         step = self._ctx.progress.now
         record = UpdateRecord(
             group=self._ctx.member.group,
@@ -71,29 +72,21 @@ class RankReports:
             bytes_over_groups=bytes_over_groups,
         )
         self._ctx.write_if_leader(record)
+        return record
 
     def write_paces(self, action: ChangePaces) -> None:
         permille = {str(group): pace for group, pace in action.permille.items()}
         self._ctx.write_if_leader(PacesRecord(group=self._ctx.member.group, step=action.step, permille=permille))
 
-    def send_step(
-        self, result: UpdateResult, step_s: float, recoveries: Sequence[RecoveryRecord], *, is_last: bool
-    ) -> None:
+    def send_step(self, update: UpdateRecord, recoveries: Sequence[RecoveryRecord], *, is_last: bool) -> None:
         """Reports the committed step, if this rank does."""
         split_s = self._ctx.probe.end_step()
         if not self._sends_steps:
             return
         step = self._ctx.progress.now
         report = StepCommitted(
-            group=self._ctx.member.group,
-            step=step.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=result.learning_rate,
-            terms=result.terms,
+            update=update,
             num_alive=step.num_alive,
-            makespan=step.makespan,
-            step_s=step_s,
             split_s=split_s,
             head=self._ctx.controller.head,
             epoch=step.epoch,

@@ -438,8 +438,7 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
     assert opinion.loss is not None, "a commit needs the group's own complete sum"
     with ctx.probe.during(Operation.UPDATE), parts.source.changing(num_steps):
         result = ctx.trainer.update(opinion.loss, parts.sums.squares, opinion.terms)
-    step_s = now.spent_s
-    parts.reports.write_update(action.attempt, result, opinion.compute_s, step_s, bytes_over_groups)
+    update = parts.reports.write_update(action.attempt, result, opinion.compute_s, now.spent_s, bytes_over_groups)
     parts.saves.report_finished()
     if ctx.optimizer_state.is_gathered:  # all other parameters are those of the step before
         progress.lacks_params = True
@@ -447,7 +446,7 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
     else:
         progress.num_steps = num_steps
         parts.digests.compare_if_due(num_steps)
-    parts.reports.send_step(result, step_s, recoveries, is_last=action.is_last)
+    parts.reports.send_step(update, recoveries, is_last=action.is_last)
 
 
 def _gather_params(ctx: RankContext, parts: Components, action: actions.GatherParams) -> None:

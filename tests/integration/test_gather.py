@@ -33,7 +33,7 @@ class Optimizer:
         self.values_dtype = dtype
         numbers = range(len(LENGTHS))
         self.values = [100.0 * group + torch.arange(LENGTHS[number], dtype=dtype) for number in numbers]
-        self.partitions = SimpleNamespace(num_partitions=len(LENGTHS), length=LENGTHS.__getitem__)
+        self.partitions = SimpleNamespace(numbers=numbers, length=LENGTHS.__getitem__)
 
     def read_values(self, number: PartitionId, start: int, out: torch.Tensor) -> None:
         out.copy_(self.values[number][start : start + len(out)])

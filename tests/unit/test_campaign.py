@@ -22,7 +22,7 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.proofs.proof import fold_journal
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, find_goodput
 from spare_megatron.journal.state.summary import Summary
@@ -232,21 +232,10 @@ def test_growth_beyond_the_limit_and_orphans_are_problems() -> None:
     ]
 
 
-COMMITTED = StepCommitted(
-    group=GroupId(0),
-    step=0,
-    loss=1.0,
-    grad_norm=1.0,
-    learning_rate=1.0,
-    num_alive=1,
-    makespan=1,
-    step_s=1.0,
-    split_s={},
-    head=1,
-    epoch=0,
-    num_recomputed=0,
-    recoveries=(),
+UPDATE = UpdateRecord(
+    group=0, step=0, attempt=0, num_microbatches=1, loss=1.0, grad_norm=1.0, learning_rate=1.0, makespan=1, step_s=1.0
 )
+COMMITTED = StepCommitted(update=UPDATE, num_alive=1, split_s={}, head=1, epoch=0, num_recomputed=0, recoveries=())
 
 GROWING = """
 import sys

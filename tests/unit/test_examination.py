@@ -3,12 +3,14 @@
 import socket
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
@@ -180,7 +182,8 @@ def test_a_failed_write_is_reported_and_its_partial_files_are_removed(tmp_path: 
 
 def test_bytes_go_to_whom_they_are_for() -> None:
     with Sink(LOOPBACK) as sink:
-        assert send_speed(LOOPBACK, sink.port, sink.key).bytes_per_s > 0
-        assert send_speed(LOOPBACK, sink.port, bytes(32)).failure
+        assert send_speed(sink.address).bytes_per_s > 0
+        assert send_speed(replace(sink.address, token="00" * 32)).failure
     with unheard() as deaf:
-        assert "Connection refused" in send_speed(LOOPBACK, deaf.getsockname()[1], bytes(32)).failure
+        address = Address(host=LOOPBACK, port=deaf.getsockname()[1], token="00" * 32)
+        assert "Connection refused" in send_speed(address).failure

@@ -25,7 +25,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, RestartRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, RestartRecord, UpdateRecord
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
     EvaluationDecided,
@@ -61,16 +61,24 @@ class BrokenSink(ListSink):
         raise OSError("no route to it")
 
 
-def committed(step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5) -> StepCommitted:
-    return StepCommitted(
-        group=GroupId(group),
+def committed(
+    step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5, terms: Mapping[str, float] | None = None
+) -> StepCommitted:
+    update = UpdateRecord(
+        group=group,
         step=step,
+        attempt=step,
+        num_microbatches=16,
         loss=5.0 - step,
         grad_norm=1.5,
         learning_rate=1e-3,
-        num_alive=num_alive,
         makespan=4,
         step_s=step_s,
+        terms=dict(terms or {}),
+    )
+    return StepCommitted(
+        update=update,
+        num_alive=num_alive,
         split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.AWAIT_ENTRY: 0.05, Operation.UPDATE: 0.01},
         head=step,
         epoch=4 - num_alive,
@@ -120,7 +128,7 @@ def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Pa
 
     sinks = open_sinks(CONFIG, tmp_path, reasons.append, on_step, rest_s=0.0)
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
-    steps = [replace(committed(step), terms={"z": step / 2}) for step in range(3)]
+    steps = [committed(step, terms={"z": step / 2}) for step in range(3)]
     restart = restarted(0, 1)
     for event in (*steps, restart, *steps[1:], SAVED):
         telemetry.on_event(event)

@@ -355,14 +355,8 @@ def test_while_the_journal_is_behind_what_is_reported_is_shown_and_not_again(
     run_dir = write(tmp_path / "run", STORY[:2])
     console = RunConsole(file=io.StringIO())
     step = StepCommitted(
-        group=GroupId(0),
-        step=1,
-        loss=2.34561,
-        grad_norm=1.2341,
-        learning_rate=3e-4,
+        update=UPDATE,
         num_alive=2,
-        makespan=4,
-        step_s=0.5,
         split_s={},
         head=3,
         epoch=1,
@@ -377,7 +371,8 @@ def test_while_the_journal_is_behind_what_is_reported_is_shown_and_not_again(
         assert isinstance(console.file, io.StringIO)
         assert console.file.getvalue() == "", "the journal will show these"
         now_s += 11.0
-        for event in (replace(step, step=9), replace(step, step=10), lost, rejoined):
+        later = [replace(step, update=replace(UPDATE, step=number)) for number in (9, 10)]
+        for event in (*later, lost, rejoined):
             progress.on_event(event)
         with (run_dir / "journal" / "test.jsonl").open("a") as file:
             file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))

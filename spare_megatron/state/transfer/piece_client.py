@@ -68,8 +68,10 @@ class PieceClient:
         answer = self._channel.receive(into, self._timeout_s)
         if answer.kind is frames.Kind.WRONG_STEP:
             raise frames.WrongStep(answer.number)
-        if answer.kind is not frames.Kind.PIECE or len(answer.content) != len(into):
+        if answer.kind is frames.Kind.NOT_OFFERED:
             raise frames.NotOffered(f"{name} is not offered")
+        if answer.kind is not frames.Kind.PIECE or len(answer.content) != len(into):
+            raise frames.ConnectionBroken("an answer to another request")
 
     def close(self) -> None:
         self._connection.close()

@@ -16,7 +16,6 @@ _PAUSE_S = 0.05
 """After a failed accept: file descriptors may be available again."""
 _IDLE_S = 60.0
 """A client that requests nothing for this long is dropped."""
-_MOST_NAME_BYTES = 32
 
 
 class Source(Protocol):
@@ -86,10 +85,9 @@ class PieceServer:
             connection.settimeout(self._timeout_s)
             connection.sendall(nonce)
             channel = frames.Channel(connection, self.address.token, nonce)
-            name = memoryview(bytearray(_MOST_NAME_BYTES))
+            name = memoryview(bytearray(32))  # the longest name of a state
             while True:
-                asked = channel.receive(name, _IDLE_S)
-                channel.send(self._answer(asked), self._timeout_s)
+                channel.send(self._answer(channel.receive(name, _IDLE_S)), self._timeout_s)
         except (frames.ConnectionBroken, OSError):
             pass  # the client has left, or will see that it is closed
         finally:

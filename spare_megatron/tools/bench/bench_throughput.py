@@ -216,7 +216,7 @@ def _ours(config: RunConfig) -> Run:
         match event:
             case RanksStarted():
                 pids.update(event.pids.values())
-            case StepCommitted(group=0):
+            case StepCommitted(update=UpdateRecord(group=0)):
                 if event.step >= NUM_WARMUP:
                     splits.append(split_of_step(event.split_s))
                 if event.step == config.train.steps - _STEPS_TO_GO:

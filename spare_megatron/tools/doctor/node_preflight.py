@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
@@ -28,9 +29,7 @@ _MOST_ROUNDS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NodeExamined:
     facts: NodeFacts
-    host: str
-    port: int
-    key: bytes
+    sink: Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Send:
-    host: str
-    port: int
-    key: bytes
+    to: Address
 
 
 class _TellTime:
@@ -165,10 +162,7 @@ class _Examination:
         if len(ring) < 2:
             return {}, {}
         targets = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
-        orders = {
-            node: _Send(host=examined[to].host, port=examined[to].port, key=examined[to].key)
-            for node, to in targets.items()
-        }
+        orders = {node: _Send(to=examined[to].sink) for node, to in targets.items()}
         return targets, self._nodes.ask(orders, _SEND_S)
 
 
@@ -200,10 +194,10 @@ def _answer_requests(driver: Connection, host: str) -> None:
             match driver.recv():
                 case FactsWanted() as wanted:
                     facts = examine_node(wanted)
-                    driver.send(_NodeExamined(facts=facts, host=host, port=sink.port, key=sink.key))
+                    driver.send(_NodeExamined(facts=facts, sink=sink.address))
                 case _TellTime():
                     driver.send(time.time())
                 case _Write(file=file):
                     driver.send(write_speed(file))
-                case _Send(host=to, port=port, key=key):
-                    driver.send(send_speed(to, port, key))
+                case _Send(to=to):
+                    driver.send(send_speed(to))

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import resource
-import secrets
 import shutil
 import socket
 import struct
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.training.corpus import input_files
+from spare_megatron.formats.frames import Address, listen
 from spare_megatron.formats.store_space import StoreSpace
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.process.shortages import process_limits
@@ -32,7 +32,6 @@ from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
 from spare_megatron.version import __version__, code_digest
 
-_KEY_BYTES = 32
 _PIECE = bytes(1 << 20)
 _MOST_SENT_PIECES = 64
 _MOST_SENT_S = 1.0
@@ -44,9 +43,7 @@ class Sink:
     """Server that drains what senders with its key send, and answers with the number of bytes received."""
 
     def __init__(self, host: str) -> None:
-        self.key = secrets.token_bytes(_KEY_BYTES)
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port: int = self._socket.getsockname()[1]
+        self._socket, self.address = listen(host)
         threading.Thread(target=self._receive, daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -67,15 +64,16 @@ class Sink:
                 return
             with sender, suppress(OSError):
                 sender.settimeout(_SILENT_S)
-                if hmac.compare_digest(_received(sender, _KEY_BYTES), self.key):
+                key = bytes.fromhex(self.address.token)
+                if hmac.compare_digest(_received(sender, len(key)), key):
                     sender.sendall(_COUNT.pack(_drained(sender)))
 
 
-def send_speed(host: str, port: int, key: bytes) -> Rate:
+def send_speed(to: Address) -> Rate:
     """Speed of sending up to 64 MiB to a sink, in little more than a second."""
     try:
-        with socket.create_connection((host, port), timeout=_SILENT_S) as receiver:
-            receiver.sendall(key)
+        with socket.create_connection((to.host, to.port), timeout=_SILENT_S) as receiver:
+            receiver.sendall(bytes.fromhex(to.token))
             num_bytes, began_s = 0, time.monotonic()
             while num_bytes < _MOST_SENT_PIECES * len(_PIECE) and time.monotonic() - began_s < _MOST_SENT_S:
                 receiver.sendall(_PIECE)
@@ -84,9 +82,9 @@ def send_speed(host: str, port: int, key: bytes) -> Rate:
             count = _received(receiver, _COUNT.size)
             took_s = time.monotonic() - began_s
     except OSError as error:
-        return Rate(failure=f"{host}:{port}: {error.strerror or error}")
+        return Rate(failure=f"{to.host}:{to.port}: {error.strerror or error}")
     if count != _COUNT.pack(num_bytes):
-        return Rate(failure=f"{host}:{port}: the data did not arrive completely")
+        return Rate(failure=f"{to.host}:{to.port}: the data did not arrive completely")
     return Rate(bytes_per_s=num_bytes / took_s)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session", autouse=True)
 def _forks_ranks(warm_fork_server: None) -> None:
     """From a server that has torch and Megatron."""
+
+
+@pytest.fixture(scope="session")
+def random_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 documents of 200 random bytes, in which every token occurs."""
+    from spare_megatron.tools.text.corpus_writer import write_corpus
+
+    prefix, generator = tmp_path_factory.mktemp("corpus") / "random", np.random.default_rng(3)
+    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
+    return prefix
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from spare_megatron.core.audits.audits import first_difference, word_of
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.model.training_samples import prepare_index
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import audited_group
 from tests.integration.mcore_group import run_group
 
@@ -34,16 +32,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    generator = np.random.default_rng(3)
-    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
-    return prefix
-
-
 @pytest.fixture
-def make_config(corpus: Path) -> MakeConfig:
+def make_config(random_corpus: Path) -> MakeConfig:
     def make(mode: str = "fast", num_experts: int | None = None, **layout: Any) -> RunConfig:
         rows = row_size_of({"num_experts": num_experts or 0, **layout})
         fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -51,7 +41,7 @@ def make_config(corpus: Path) -> MakeConfig:
             model=ModelConfig(num_layers=4, hidden_size=32, seq_length=32, hidden_dropout=0.1, num_experts=num_experts),
             layout=LayoutConfig(num_groups=2, **layout),
             spare=SpareConfig(redundancy=2, microbatches_per_shard=3 * rows),
-            data=DataConfig(corpus=str(corpus)),
+            data=DataConfig(corpus=str(random_corpus)),
             reduce=ReduceConfig(mode=mode),  # type: ignore[arg-type]
             megatron={"moe_aux_loss_coeff": 0.1, **fields} if num_experts else {},
         )

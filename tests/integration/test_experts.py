@@ -19,7 +19,8 @@ from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
-from tests.integration.test_mcore_gradients import only_rank, relative_distance, whole_model
+from tests.integration.reference import relative_distance
+from tests.integration.test_mcore_gradients import only_rank, whole_model
 from tests.integration.test_model_shape import count_flops, parameters_of
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
 

@@ -28,7 +28,8 @@ from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import mcore_group as group
 from tests.integration import stacked_groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
-from tests.integration.test_stacked_optimizer import relative_distance, same_position
+from tests.integration.reference import relative_distance
+from tests.integration.test_stacked_optimizer import same_position
 
 MakeConfig = Callable[..., RunConfig]
 END = 3

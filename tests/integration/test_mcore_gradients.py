@@ -13,31 +13,23 @@ from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.training_samples import prepare_index
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import mcore_group as group
 from tests.integration.mcore_group import run_group, work_of
+from tests.integration.reference import relative_distance
 
 MakeConfig = Callable[..., RunConfig]
 WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
 """Neither in order nor a multiple of anything."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    generator = np.random.default_rng(3)
-    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
-    return prefix
-
-
 @pytest.fixture
-def make_config(corpus: Path) -> MakeConfig:
+def make_config(random_corpus: Path) -> MakeConfig:
     def make(mode: str = "fast", model: dict[str, Any] | None = None, **layout: int) -> RunConfig:
         config = RunConfig(
             model=ModelConfig(num_layers=4, hidden_size=64, seq_length=32, **(model or {})),
             layout=LayoutConfig(num_groups=2, **layout),
             spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
-            data=DataConfig(corpus=str(corpus)),
+            data=DataConfig(corpus=str(random_corpus)),
             train=TrainConfig(steps=4),
             reduce=ReduceConfig(mode=mode),
         )
@@ -424,14 +416,6 @@ def whole_model(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) 
         for arrays in (values, gradients):
             np.testing.assert_array_equal(arrays.pop("output_layer.weight"), arrays["embedding.word_embeddings.weight"])
     return values, gradients
-
-
-def relative_distance(one: group.Arrays, other: group.Arrays) -> float:
-    """L2 norm of the difference over that of the second."""
-    assert one.keys() == other.keys()
-    apart = sum(float(np.sum((one[name].astype(np.float64) - other[name]) ** 2)) for name in one)
-    size = sum(float(np.sum(other[name].astype(np.float64) ** 2)) for name in other)
-    return float(np.sqrt(apart / size))
 
 
 def plain_adamw(config: RunConfig, before: group.Arrays, gradients: group.Arrays, norm: float) -> group.Arrays:

@@ -243,7 +243,8 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
     faults = [kill(FaultPoint.FORWARD, 2, group) for group in range(3)]
     config = tiny_config(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=3)
     run = complete_run(config, tmp_path / "run")
-    assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
+    why = "no group is left, the last was lost by SIGKILL"
+    assert (run.summary.outcome, run.summary.outcome_reason, run.summary.steps_committed) == ("wipe_out", why, 2)
     assert run.summary.verdict == "valid", run.summary.reasons
     losses = [line.at_s for line in run.journal.lines if isinstance(line.record, LossRecord)]
     assert run.journal.lines[-1].at_s - losses[-1] < 30.0

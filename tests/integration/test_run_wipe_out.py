@@ -90,17 +90,6 @@ def test_a_run_whose_driver_is_asked_to_end_does_so_with_the_next_steps(
     assert run.summary.steps_left > 0
 
 
-def test_losing_every_group_stops_the_run(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [kill("backward", 1, group) for group in range(2)]
-    run = complete_run(tiny_config(text_corpus, LayoutConfig(num_groups=2), faults=faults), tmp_path / "run")
-    assert (run.summary.outcome, run.summary.outcome_reason) == (
-        "wipe_out",
-        "no group is left, the last was lost by SIGKILL",
-    )
-    assert fenced_groups(run.journal) <= {0, 1}
-    assert run.summary.steps_committed == 1
-
-
 def test_the_command_line_ends_a_wipe_out_with_exit_code_3(text_corpus: Path, tmp_path: Path) -> None:
     preset = write_preset(wipe_out_config(text_corpus), tmp_path)
     answer = CliRunner().invoke(app, ["train", "--config", str(preset), "--run-dir", str(tmp_path / "run")])

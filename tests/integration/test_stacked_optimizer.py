@@ -24,33 +24,25 @@ from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_par
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.stacking.layout import PartitionId
-from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
+from tests.integration.reference import relative_distance
 
 MakeConfig = Callable[..., RunConfig]
 STEPS, FEW_STEPS = 20, 10
 CLIP = 0.5
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    generator = np.random.default_rng(3)
-    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
-    return prefix
-
-
 @pytest.fixture
-def make_config(corpus: Path) -> MakeConfig:
+def make_config(random_corpus: Path) -> MakeConfig:
     def make(mode: str = "fast", model: dict[str, Any] | None = None, **layout: int) -> RunConfig:
         config = RunConfig(
             model=ModelConfig(**{"num_layers": 4, "hidden_size": 64, "seq_length": 32, **(model or {})}),
             layout=LayoutConfig(**layout),
             spare=SpareConfig(redundancy=2, microbatches_per_shard=2),
             optimizer=OptimizerConfig(sharding="stacked", redundancy=2, warmup_steps=5, clip_grad=CLIP),
-            data=DataConfig(corpus=str(corpus)),
+            data=DataConfig(corpus=str(random_corpus)),
             train=TrainConfig(steps=STEPS, micro_batch_size=1),
             reduce=ReduceConfig(mode=mode),
         )
@@ -225,14 +217,6 @@ def same_position(config: RunConfig, rank: int) -> int:
     """
     tensor = config.layout.tensor_parallel
     return rank // tensor * tensor * config.layout.num_groups + rank % tensor
-
-
-def relative_distance(one: Arrays, other: Arrays) -> float:
-    """L2 norm of the difference over that of the second."""
-    assert one.keys() == other.keys()
-    apart = sum(float(np.sum((one[name].astype(np.float64) - other[name]) ** 2)) for name in one)
-    size = sum(float(np.sum(other[name].astype(np.float64) ** 2)) for name in other)
-    return float(np.sqrt(apart / size))
 
 
 def roundings_apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -10,13 +10,23 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import FaultRecord
+from spare_megatron.journal.records import CheckpointRecord, FaultRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
 from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, losses_of, tiny_config
-from tests.stages.cells import AWAITED, NUM_GROUPS, NUM_STAGES, NUM_STEPS, RETURNING, SAVE_EVERY, Cell, draw_faults
+from tests.stages.cells import (
+    AWAITED,
+    NUM_GROUPS,
+    NUM_STAGES,
+    NUM_STEPS,
+    RETURNING,
+    SAVE_EVERY,
+    STEP,
+    Cell,
+    draw_faults,
+)
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 
@@ -50,10 +60,16 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert struck == sorted((f.step, f.group, f.rank, str(f.phase)) for f in faults)
     assert_same_end(run, expected)
     assert run.summary.restarts == (1 if cell.place == "restart" else 0)
-    steps = visible_steps(run_dir / "checkpoints")
+    folder = run_dir / "checkpoints"
+    steps = visible_steps(folder)
     assert steps[:1] == [NUM_STEPS]
     for step in steps:
-        verify(checkpoint_path(run_dir / "checkpoints", step))
+        verify(checkpoint_path(folder, step))
+    if cell.place == "save":
+        assert list(folder.glob("*.tmp")) == []
+        # A group that is killed when its checkpoint is visible does not report it.
+        reported = {record.step for record in run.journal.of(CheckpointRecord) if record.outcome == "saved"}
+        assert set(steps) == reported | ({STEP + 1} if cell.phase is FaultPoint.SAVE_DROP else set())
     if "save" in cell.place:
         _assert_can_go_on(corpus, run_dir, steps[1], expected)
     return run

@@ -9,6 +9,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
+from spare_megatron.formats.quantities import format_steps
 
 if TYPE_CHECKING:
     from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
@@ -53,8 +54,7 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
         say(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
     else:
         compared = f"{history.compared} microbatch{'' if history.compared == 1 else 'es'}"
-        steps = f"{history.steps} step{'' if history.steps == 1 else 's'}"
-        say(f"{compared} compared in {steps}, equal; {text_of_audited(history.audited_steps)}")
+        say(f"{compared} compared in {format_steps(history.steps)}, equal; {text_of_audited(history.audited_steps)}")
     for suspect in history.suspects:
         groups = ", ".join(map(str, suspect.asked))
         say(

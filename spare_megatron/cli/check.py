@@ -8,6 +8,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
+from spare_megatron.formats.quantities import format_steps
 
 _EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
 
@@ -31,7 +32,7 @@ def check(
     if as_json:
         say_json(asdict(verdict))
     else:
-        say(f"{verdict.verdict}: {verdict.steps_committed} steps committed")
+        say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for reason in verdict.reasons:
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])

@@ -10,7 +10,7 @@ import typer
 from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import message, say, say_json
-from spare_megatron.formats.quantities import format_bytes
+from spare_megatron.formats.quantities import format_bytes, format_steps
 
 if TYPE_CHECKING:
     from spare_megatron.state.checkpoint.checkpoint_folder import Manifest
@@ -38,7 +38,7 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
         say_json(entries)
         return
     for entry in entries:
-        what = entry["damage"] or f"{entry['step']} steps  {format_bytes(entry['num_bytes'])}"
+        what = entry["damage"] or f"{format_steps(entry['step'])}  {format_bytes(entry['num_bytes'])}"
         if entry["audited_steps"] is not None:
             of_steps = "audited" if entry["is_audited"] else "not audited"
             what += f"  of steps that are {of_steps} ({entry['audited_steps']} were at its save)"

@@ -13,6 +13,7 @@ from spare_megatron.cli.preset import HELP, OverridesOption, load_without_proble
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
 from spare_megatron.cli.terms import explained
+from spare_megatron.config.loader import preset_file
 
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import Machine
@@ -61,7 +62,9 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = F
     from spare_megatron.config.training.run_sizes import run_sizes
 
     with explained_errors("config show"):
-        _, loaded = load_without_problems(preset, overrides or (), fitting_machine, restrict=_with_some_corpus)
+        _, loaded = load_without_problems(
+            preset, overrides or (), fitting_machine, restrict=_with_some_corpus, where=_alone(preset)
+        )
         config = loaded.config
         facts = run_sizes(on_device(config, fitting_machine(config)))
         endured = _endured_losses(config)
@@ -114,6 +117,13 @@ def _endured_losses(config: "RunConfig") -> float:
     if config.data.access == "shared":
         return config.layout.num_groups - 1
     return endured_losses(config.layout.num_groups, config.spare.redundancy)
+
+
+def _alone(preset: Path) -> str:
+    """What a preset of a cluster lacks, if it is one that ships."""
+    if preset_file(preset).parent.name != "cluster":
+        return ""
+    return f" alone, as {preset} is a preset of a cluster: add the groups that fill it, as --set layout.num_groups=8"
 
 
 def _with_some_corpus(config: "RunConfig") -> "RunConfig":

@@ -28,29 +28,7 @@ from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.journal.state.summary import NOT_RUN, Summary
 from spare_megatron.machine.lock import held_path
-from spare_megatron.process.reports import (
-    CheckpointRejected,
-    EndAsked,
-    EventCommandFailed,
-    GroupLost,
-    GroupRejoined,
-    KernelsChosen,
-    MetricsLost,
-    RanksReady,
-    RecordsHeld,
-    RecordsLost,
-    RunDirectoryMoved,
-    RunDirectoryOpened,
-    RunEvent,
-    RunPaused,
-    RunStopped,
-    Starting,
-    StepCommitted,
-    StoreAwaited,
-    StoreAway,
-    StoreBack,
-    StoreMeasured,
-)
+from spare_megatron.process import reports
 
 _BEHIND_S = 10.0
 """Delay after which a reported step missing from the journal counts as late: its storage may be full."""
@@ -122,57 +100,57 @@ class RunProgress:
                 f"the run is asked to end (SIGTERM); set checkpoint.cadence=optimal, or checkpoint.interval_steps"
             )
 
-    def on_event(self, event: RunEvent) -> None:
+    def on_event(self, event: reports.RunEvent) -> None:
         """Shows an event unless the journal has it."""
-        if not isinstance(event, StepCommitted):
+        if not isinstance(event, reports.StepCommitted):
             self._next_poll_s = 0.0
         match event:
-            case Starting(what=what):
+            case reports.Starting(what=what):
                 self._show(f"starting: {what}")
-            case RunDirectoryOpened(path=path):
+            case reports.RunDirectoryOpened(path=path):
                 self._follower = Follower(self._held.enter_context(held_path(path)))
-            case RunDirectoryMoved(path=path, former=former):
+            case reports.RunDirectoryMoved(path=path, former=former):
                 self._show(f"{former}, the directory of the run, is now {path}: the run goes on there")
-            case EndAsked(by=by, limit_s=limit_s):
+            case reports.EndAsked(by=by, limit_s=limit_s):
                 self._show(describe_request(by, limit_s))
-            case KernelsChosen(kernels=kernels):
+            case reports.KernelsChosen(kernels=kernels):
                 self._show(", ".join(f"{name}: {value}" for name, value in kernels.items()))
-            case RanksReady(group=group) if group in self._absent:
+            case reports.RanksReady(group=group) if group in self._absent:
                 self._absent.discard(group)  # each node of the group reports it
                 self._show(f"group {group} is up again and waits for the end of a step")
-            case StepCommitted():
+            case reports.StepCommitted():
                 self._committed(event)
-            case GroupRejoined(member=member, step=step):
+            case reports.GroupRejoined(member=member, step=step):
                 self._show_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
             case RestartRecord():
                 self._wiped_out_at = self._reported = None
-            case CheckpointRejected(reason=reason):
+            case reports.CheckpointRejected(reason=reason):
                 self._show(f"checkpoint rejected: {reason}; trying the one before")
-            case MetricsLost(reason=reason):
+            case reports.MetricsLost(reason=reason):
                 self._show(f"{reason}; metrics.jsonl has all of them, and training goes on")
-            case RecordsHeld() | RecordsLost():
+            case reports.RecordsHeld() | reports.RecordsLost():
                 self._show(self._describe_records(event))
-            case GroupLost(record=record, traceback=text):
+            case reports.GroupLost(record=record, traceback=text):
                 self._absent.add(record.group)
                 self._show_unrecorded(text_of_loss(record, is_known=False))
                 if text:
                     self._show(f"group {record.group} rank {record.rank} raised:\n{text.rstrip()}")
             case CulpritRecord() as record:
                 self._show_unrecorded(text_of_culprit(record))
-            case EventCommandFailed(reason=reason):
+            case reports.EventCommandFailed(reason=reason):
                 self._show(f"{reason}; training goes on")
-            case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
+            case reports.StoreAwaited() | reports.StoreAway() | reports.StoreBack() | reports.StoreMeasured():
                 self._show_store(event)
-            case RunPaused(step=step, shards=shards) if shards != self._awaited:
+            case reports.RunPaused(step=step, shards=shards) if shards != self._awaited:
                 self._awaited = shards  # each group reports it
                 if shards:
                     self._show_unrecorded(text_of_pause(step, shards))
-            case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
+            case reports.RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
                 self._wiped_out_at = step  # each group reports it
                 self._show(f"wiped out after {step} committed steps: {reason}")
 
-    def _describe_records(self, event: RecordsHeld | RecordsLost) -> str:
-        if isinstance(event, RecordsLost):
+    def _describe_records(self, event: reports.RecordsHeld | reports.RecordsLost) -> str:
+        if isinstance(event, reports.RecordsLost):
             files = and_others(event.paths[0], len(event.paths) - 1)
             return (
                 f"the last {format_bytes(event.num_bytes)} of {files} are lost: {event.reason}; the proof and the "
@@ -185,25 +163,27 @@ class RunProgress:
             f"in memory, and are lost if there is no room when the run ends: make room there. Training goes on"
         )
 
-    def _show_store(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
+    def _show_store(
+        self, event: reports.StoreAwaited | reports.StoreAway | reports.StoreBack | reports.StoreMeasured
+    ) -> None:
         match event:
-            case StoreAwaited(endpoints=endpoints, reason=reason, limit_s=limit_s):
+            case reports.StoreAwaited(endpoints=endpoints, reason=reason, limit_s=limit_s):
                 self._show(
                     f"warning: etcd at {', '.join(endpoints)} (control.endpoints) does not answer: {reason}; it is "
                     f"awaited at the end of the start, for control.store_timeout_s={limit_s:g} s at most"
                 )
-            case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node reports it
+            case reports.StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node reports it
                 self._is_store_away = True
                 self._show(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
-            case StoreBack(away_s=away_s) if self._is_store_away:
+            case reports.StoreBack(away_s=away_s) if self._is_store_away:
                 self._is_store_away = False
                 self._show(f"the control store answers again after {away_s:.1f} s")
-            case StoreMeasured(shortage=shortage):
+            case reports.StoreMeasured(shortage=shortage):
                 if shortage and not self._is_store_short:
                     self._show(f"warning: {shortage}")
                 self._is_store_short = bool(shortage)
 
-    def _committed(self, event: StepCommitted) -> None:
+    def _committed(self, event: reports.StepCommitted) -> None:
         newest, now_s = self._follower.run_state.newest, time.time()
         if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
             self._reported = event.step, now_s

@@ -15,6 +15,7 @@ from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.printing import message
 from spare_megatron.config.object_stores import refusal_of_address
+from spare_megatron.formats.quantities import format_steps
 from spare_megatron.machine import interrupts
 
 if TYPE_CHECKING:
@@ -145,6 +146,6 @@ def plan_of(config: "RunConfig") -> str:
         named.append(f"and {len(faults) - _MOST_FAULTS} more")
     lanes = f" in {layout.data_parallel} lanes" if layout.data_parallel > 1 else ""
     ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}{lanes}"
-    return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
+    return f"{config.name}, {format_steps(config.train.steps)} in {layout.num_groups} groups of {ranks}" + (
         f"; faults to inject: {'; '.join(named)}" if named else ""
     )

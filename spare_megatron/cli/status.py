@@ -15,7 +15,7 @@ from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.quantities import format_duration
+from spare_megatron.formats.quantities import format_duration, format_steps
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
@@ -234,6 +234,6 @@ def _describe(run: Mapping[str, Any]) -> str:
     loss = "none" if run["final_loss"] is None else f"{run['final_loss']:.4f}"
     reason = f": {run['outcome_reason']}" if outcome not in ("going on", "finished") else ""
     return (
-        f"{outcome}, {run['steps_committed']} steps committed, loss {loss}, groups lost {run['groups_lost']}, "
+        f"{outcome}, {format_steps(run['steps_committed'])} committed, loss {loss}, groups lost {run['groups_lost']}, "
         f"rejoined {run['groups_rejoined']}{reason}"
     )

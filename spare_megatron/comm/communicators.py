@@ -177,10 +177,9 @@ class CrossGroupCommunicator:
         return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
 
     def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
-        """Starts to sum shares of a buffer for their recipients, and `extras` for all. Returns as `post` does.
-
-        Recipients are as in `BucketShare`; completion of `extras` proves that every member has posted the whole buffer.
-        Collective over: rank j of every member group, in the same order, with the same recipients.
+        """Starts to sum shares of a buffer for their recipients, as in `BucketShare`, and `extras` for all, whose
+        completion proves that every member has posted the whole buffer. Collective and returns as `post`, with the same
+        recipients.
         """
         index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
@@ -450,10 +449,9 @@ def _first_line(error: Exception) -> str:
 
 
 def report_incomplete(communicator: CrossGroupCommunicator, agreement: GroupAgreement, head: int) -> str:
-    """Reports in the store that this rank posts no more before entry `head`, so that no other rank waits for it.
-
-    Returns which resource this rank lacks, if that is why; else an empty string. `communicator.evidence` names the
-    failure, of a rank that waited for others in vain the first one that any of them has reported.
+    """Reports in the store that this rank posts no more before entry `head`, so that no other waits for it. Returns
+    which resource this rank lacks, if that is why. `communicator.evidence` becomes the failure, or the first that any
+    rank has reported.
     """
     lacking = _lacking(communicator.error)
     if lacking:

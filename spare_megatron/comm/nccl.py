@@ -58,10 +58,8 @@ class NoLongerWanted(RuntimeError):
 
 
 def share_gpu(slot: int) -> None:
-    """Lets this rank share its GPU with ranks of other `slot`s; call it before the first communicator.
-
-    NCCL refuses two ranks of one host on a device, so each slot poses as a host of its own, and slots exchange data
-    over sockets. NCCL_MULTI_RANK_GPU_ENABLE would need NCCL 2.30; torch 2.11 to 2.13 bring 2.28 and 2.29.
+    """Lets this rank share its GPU with other `slot`s; call it before the first communicator. NCCL refuses two ranks of
+    one host on a device, so each slot poses as a host of its own; a setting for that needs NCCL 2.30.
     """
     os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{slot}"
 
@@ -81,11 +79,9 @@ def connect(
     timeout: timedelta,
     is_wanted: Callable[[], bool],
 ) -> Any:
-    """Returns a NCCL backend, to be warmed up (`comm.warm_up`); makes `device` current on the calling thread.
-
-    The members meet at `store`, under names never used before, within `timeout` (also the limit of each sum); then
-    `is_wanted` is checked. Collective over: all members. Raises NoLongerWanted if `is_wanted` returned False,
-    RuntimeError if a member did not come in time or is gone.
+    """Returns a NCCL backend, to be warmed up (`comm.warm_up`); makes `device` current. The members meet at `store`,
+    under names never used before, within `timeout`. Collective over: all members. NoLongerWanted: `is_wanted` is False
+    then. RuntimeError: a member is late or gone.
     """
     meet(store, size, timeout)
     if not is_wanted():

@@ -65,10 +65,9 @@ class SumWatch:
 
 
 class WaitWatch:
-    """Calls `on_waiting` while the device waits for other members, every `pause_s`; ends a sum after `timeout_s`.
-
-    A device waits for others if the oldest sum in flight is not complete, but all work given to it before is done. The
-    sums of a rank that hangs complete, as the others post theirs; so this tells it from those that it keeps waiting.
+    """Calls `on_waiting` every `pause_s` while the device waits for other members: the oldest sum in flight is not
+    complete, but all work before it is. Ends a sum after `timeout_s`. The sums of a rank that hangs complete, which
+    tells it from those that it keeps waiting.
     """
 
     def __init__(

@@ -151,10 +151,9 @@ class Exchange:
         self._is_polled = is_polled
 
     def post(self, transfer: Transfer, shares: Sequence[BucketShare], extras: torch.Tensor, first_tag: int) -> None:
-        """Starts to sum the shares for their recipients, and `extras` for all members.
-
-        Each share has its own tag, equal on all members: buffers may complete in different orders. NCCL's stream keeps
-        the order, so all is posted at once; with gloo a sum is forwarded once it is here.
+        """Starts to sum the shares for their recipients, and `extras` for all members, each with a tag equal on all:
+        buffers may complete in different orders. NCCL's stream keeps the order; with gloo a sum is forwarded once it is
+        here.
         """
         transfer.works = self._sums(shares, extras)
         if self._is_polled:

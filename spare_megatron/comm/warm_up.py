@@ -1,7 +1,5 @@
-"""The calls after which a NCCL communicator has connected all that sums use.
-
-NCCL connects an algorithm, and a pair of members, in the call that first uses it; made while members are lost, that
-call would block. It chooses by the function and the number of bytes, hence sizes that double up to the largest.
+"""The calls after which a NCCL communicator has connected all that sums use. It connects an algorithm, by function and
+number of bytes, and a pair of members in the first call; while members are lost, that would block.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -26,6 +26,7 @@ from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
 from spare_megatron.machine.network import network_of
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process import reports
 from spare_megatron.process.processes import (
     Child,
     await_exit,
@@ -37,31 +38,6 @@ from spare_megatron.process.processes import (
     start_hub,
     start_store,
     why_ended,
-)
-from spare_megatron.process.reports import (
-    DriverOrder,
-    EndAsked,
-    EndEarly,
-    FaultWanted,
-    GoOn,
-    GroupLost,
-    GroupRejoined,
-    LeftNodeGone,
-    MachineMoved,
-    NodeEnded,
-    NodeMeasured,
-    NodeMissing,
-    NodeReport,
-    RankRaised,
-    RanksReady,
-    RanksStarted,
-    RunEvent,
-    RunStopped,
-    Starting,
-    StepCommitted,
-    StoreGone,
-    StoreMeasured,
-    next_report,
 )
 from spare_megatron.process.specs import NodeSpec, RankMain
 from spare_megatron.slow_machines.culprits import Culprits
@@ -112,7 +88,7 @@ class Driver:
         run_dir: Path,
         faults: tuple[Fault, ...],
         journal: JournalWriter,
-        on_event: Callable[[RunEvent], None],
+        on_event: Callable[[reports.RunEvent], None],
         rank_main: RankMain,
         launcher: Launcher | None = None,
         takes_requests: bool = False,
@@ -128,7 +104,7 @@ class Driver:
         self._launcher = launcher
         self._context = fork_server()
         self._nodes: dict[int, Child] = {}
-        self._ended: dict[int, NodeEnded] = {}
+        self._ended: dict[int, reports.NodeEnded] = {}
         self._start: Start | None = None  # set by the first loss before training begins
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
@@ -144,7 +120,7 @@ class Driver:
         self._has_raised = False
         self._is_halted = False
         self._has_begun = False
-        self._asked: EndAsked | None = None
+        self._asked: reports.EndAsked | None = None
         self._limit_at_s: float | None = None  # at which all processes end
         self._is_cut_off = False
         self._store_failure = ""
@@ -162,7 +138,7 @@ class Driver:
         store: Child | None = None
         spec: StoreSpec | None = None
         try:
-            self._on_event(Starting(what="control store"))
+            self._on_event(reports.Starting(what="control store"))
             if self._config.cluster.isolate_nodes:
                 hub = start_hub(self._context, interrupts.wait)
             store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
@@ -176,7 +152,7 @@ class Driver:
             self._watch(store)
             end = self._end_record()
         except _GraceOver:
-            end = self._stopped(self._not_in_time)
+            end = self._stopped(self._not_in_time + self._saved_state())
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
@@ -207,7 +183,9 @@ class Driver:
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel
         self._on_event(
-            Starting(what=f"{layout.num_home_groups * layout.ranks_per_group} ranks in {layout.num_home_groups} groups")
+            reports.Starting(
+                what=f"{layout.num_home_groups * layout.ranks_per_group} ranks in {layout.num_home_groups} groups"
+            )
         )
         if self._launcher is not None and layout.num_nodes > 1:
             refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
@@ -244,7 +222,7 @@ class Driver:
             if self._interrupts.request is not None:
                 self._on_end_asked(self._interrupts.request.name, self._config.control.end_grace_s)
             for pipe in [item for item in ready if item in pipes]:
-                report = next_report(pipe)
+                report = reports.next_report(pipe)
                 if report is None:
                     del pipes[pipe]
                 else:
@@ -278,7 +256,7 @@ class Driver:
     def _node_ended(self, node: int) -> None:
         """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""
         child = self._nodes[node]
-        while child.reports.poll() and (report := next_report(child.reports)) is not None:
+        while child.reports.poll() and (report := reports.next_report(child.reports)) is not None:
             self._handle(report, node)
         child.process.join()
         code = child.process.exitcode or 0
@@ -295,63 +273,65 @@ class Driver:
         if not self._has_begun:
             for record in fence_node(self._store, self._config.parallel, node, cause):
                 self._journal.write(record)
-                self._handle(GroupLost(record=record), node)
+                self._handle(reports.GroupLost(record=record), node)
 
     def _on_named(self, culprit: Culprit, step_s: float) -> None:
         if self._config.spare.replace_slow and len(self._nodes) > 1:
             self._ladder.consider(culprit, step_s, self._absent_groups, time.monotonic())
 
-    def _handle(self, report: NodeReport, sender: int) -> None:
+    def _handle(self, report: reports.NodeReport, sender: int) -> None:
         """Handles a report of a machine, which reports the place that it holds as its node."""
         match report:
-            case RanksStarted(pids=pids):
+            case reports.RanksStarted(pids=pids):
                 self._pids[sender] = list(pids.values())
                 if self._asked is not None:
                     self._order(sender, self._end_early())
-            case MachineMoved(node=node):
+            case reports.MachineMoved(node=node):
                 self._machines = {place: one for place, one in self._machines.items() if one != sender}
                 self._machines[node] = sender
-            case FaultWanted():
+            case reports.FaultWanted():
                 HANDLERS[report.fault.kind](self, report, sender)
                 return
-            case LeftNodeGone(members=members):
+            case reports.LeftNodeGone(members=members):
                 self._last_lost |= dict(members)  # its supervisor is not waited for
                 return
-            case NodeMeasured():
+            case reports.NodeMeasured():
                 self._culprits.add(report)
                 return
-            case NodeMissing(node=node, cause=cause):
+            case reports.NodeMissing(node=node, cause=cause):
                 self._lose_node(node, cause)
                 return
-            case GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation):
+            case (
+                reports.GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation)
+            ):
                 self._last_rejoined[GroupId(group)] = incarnation
                 self._ladder.on_admission(report.step)
                 self._stop_reason = ""
                 if isinstance(report, RestartRecord):
                     self._num_steps = report.step
-            case StoreGone(reason=reason):
+            case reports.StoreGone(reason=reason):
                 self._without_store.add(sender)
                 if self._are_lost(set(self._nodes) - self._without_store):
                     self._give_store_up(reason)
-            case RanksReady(group=group):
+            case reports.RanksReady(group=group):
                 # A group that came back before the others were ready waits for them.
                 self._has_begun = self._has_begun or group not in self._absent_groups
                 if self._has_begun and self._takes_requests:
                     self._interrupts.take_requests()
-            case EndAsked(by=by, limit_s=limit_s):
+            case reports.EndAsked(by=by, limit_s=limit_s):
                 self._on_end_asked(by, limit_s)
                 return
-            case StepCommitted(update=UpdateRecord(step=step, step_s=step_s)):
+            case reports.StepCommitted(update=UpdateRecord(step=step, step_s=step_s)):
                 self._num_steps = max(self._num_steps, step + 1)
                 self._ladder.on_step(step, step_s)
-            case RunStopped(reason=reason):
+            case reports.RunStopped(reason=reason):
                 self._stop_reason = reason
-            case RankRaised():
+            case reports.RankRaised():
                 self._has_raised = True
-            case NodeEnded(is_cut_off=is_cut_off):
+            case reports.NodeEnded(is_cut_off=is_cut_off):
                 self._ended[sender] = report
                 self._is_cut_off |= is_cut_off
-            case GroupLost(record=record):
+            case reports.GroupLost(record=record):
                 self._require_start(report)
                 group = GroupId(record.group)
                 if record.incarnation <= self._last_lost.get(group, -1) and not record.is_given_up:
@@ -360,7 +340,7 @@ class Driver:
                 self._last_cause = record.cause
         self._on_event(report)
 
-    def _require_start(self, lost: GroupLost) -> None:
+    def _require_start(self, lost: reports.GroupLost) -> None:
         """Raises RunFailed if training has not begun, and cannot without the groups that are lost so far."""
         if self._has_begun:
             return
@@ -390,13 +370,13 @@ class Driver:
         with contextlib.suppress(StoreLost):  # supervisors judge an outage
             space = etcd_space(spec)
             text = shortage(space, self._config.train.steps - self._num_steps)
-            self._on_event(StoreMeasured(space=space, shortage=text))
+            self._on_event(reports.StoreMeasured(space=space, shortage=text))
 
-    def stop_node(self, wanted: FaultWanted, node: int) -> None:
-        go_on = partial(self._order, node, GoOn(wanted=wanted))
+    def stop_node(self, wanted: reports.FaultWanted, node: int) -> None:
+        go_on = partial(self._order, node, reports.GoOn(wanted=wanted))
         self._suspend([self._nodes[node].pid, *self._pids[node]], wanted.fault.seconds, go_on)
 
-    def strike_store(self, wanted: FaultWanted, node: int) -> None:
+    def strike_store(self, wanted: reports.FaultWanted, node: int) -> None:
         fault = wanted.fault
         if self._store_process is None:
             raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
@@ -404,7 +384,7 @@ class Driver:
             self._store_process.process.kill()
         else:
             self._suspend([self._store_process.pid], fault.seconds, None)
-        self._order(node, GoOn(wanted=wanted))
+        self._order(node, reports.GoOn(wanted=wanted))
 
     def _suspend(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
         _signal(pids, signal.SIGSTOP)
@@ -426,7 +406,7 @@ class Driver:
         is_limited = limit_s is not None and self._limit_at_s is None
         if self._asked is not None and not is_limited:
             return
-        self._asked = EndAsked(by=by, limit_s=limit_s)
+        self._asked = reports.EndAsked(by=by, limit_s=limit_s)
         if limit_s is not None:
             self._limit_at_s = time.monotonic() + limit_s
             self._timers.after(limit_s, self._end_at_once)
@@ -434,14 +414,14 @@ class Driver:
             self._order(node, self._end_early())
         self._on_event(self._asked)
 
-    def _end_early(self) -> EndEarly:
+    def _end_early(self) -> reports.EndEarly:
         at_s = self._limit_at_s
-        return EndEarly(limit_s=None if at_s is None else max(0.0, at_s - time.monotonic()))
+        return reports.EndEarly(limit_s=None if at_s is None else max(0.0, at_s - time.monotonic()))
 
     def _end_at_once(self) -> None:
         raise _GraceOver
 
-    def _order(self, node: int, order: DriverOrder) -> None:
+    def _order(self, node: int, order: reports.DriverOrder) -> None:
         with contextlib.suppress(OSError):  # the node is lost
             self._nodes[node].reports.send(order)
 
@@ -507,7 +487,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-HANDLERS: dict[str, Callable[[Driver, FaultWanted, int], None]] = {
+HANDLERS: dict[str, Callable[[Driver, reports.FaultWanted, int], None]] = {
     "stop_node": Driver.stop_node,
     "stop_store": Driver.strike_store,
     "kill_store": Driver.strike_store,

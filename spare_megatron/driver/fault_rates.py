@@ -16,17 +16,8 @@ from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
 from spare_megatron.core.machines.places import Places
 from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.driver.fault_trace import least_passes
+from spare_megatron.faults import points
 from spare_megatron.faults.kinds import KINDS, Kind
-from spare_megatron.faults.points import (
-    PHASES_BETWEEN_STEPS,
-    PHASES_OF_A_BUCKET,
-    PHASES_OF_A_MICROBATCH,
-    PHASES_OF_AN_EVALUATION,
-    PHASES_WITH_SLICES,
-    Fault,
-    FaultKind,
-    FaultPoint,
-)
 from spare_megatron.stacking.layout import GroupId, PlaceId
 from spare_megatron.stacking.placement import Placement
 
@@ -57,12 +48,12 @@ effect on a run is most similar, an assumption of this project.
 """
 
 
-def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
+def kind_weights(config: RunConfig) -> dict[points.FaultKind, float]:
     """Probability of each kind, summing to 1. With `faults.mix=llama3` the kinds allowed here share a cause equally.
     ValueError: none is left.
     """
     listed = config.faults.kinds or survivable_kinds(config)
-    weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
+    weights: dict[points.FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
     if config.faults.mix == "listed":
         for kind in listed:
             weights[kind] += 1.0
@@ -129,23 +120,25 @@ _STREAM = 1  # separate from the stream of the trace
 _FACTORS = (1.5, 4.0)
 """Between these the factor of a slow fault is drawn."""
 
-_NEVER_DRAWN = PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES | PHASES_OF_A_BUCKET
-_PHASES = tuple(phase for phase in FaultPoint if phase not in _NEVER_DRAWN)
+_NEVER_DRAWN = (
+    points.PHASES_BETWEEN_STEPS | points.PHASES_OF_AN_EVALUATION | points.PHASES_WITH_SLICES | points.PHASES_OF_A_BUCKET
+)
+_PHASES = tuple(phase for phase in points.FaultPoint if phase not in _NEVER_DRAWN)
 
-_PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
+_PHASES_WITH_SLICES = (*_PHASES, points.FaultPoint.BEFORE_GATHER)
 """Without IN_GATHER, which is not reached if another group is lost in the same gather."""
 
-_PHASES_OF_A_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
+_PHASES_OF_A_RECOVERY = (points.FaultPoint.PATCH, points.FaultPoint.REBUILD)
 
 _NUM_MANTISSA_BITS = 23
 """A flip of a higher bit of a parameter may give every group that gathers it gradients that are not finite."""
 
 _BEFORE_THE_SUM = (
-    FaultPoint.FORWARD,
-    FaultPoint.SEND,
-    FaultPoint.RECEIVE,
-    FaultPoint.BACKWARD,
-    FaultPoint.BEFORE_REDUCE,
+    points.FaultPoint.FORWARD,
+    points.FaultPoint.SEND,
+    points.FaultPoint.RECEIVE,
+    points.FaultPoint.BACKWARD,
+    points.FaultPoint.BEFORE_REDUCE,
 )
 """A group lost here is not in the sum, so others recompute its microbatches in the same step."""
 
@@ -159,8 +152,8 @@ _HARMLESS_INTERVALS = 0.5
 class _Draw:
     """A fault whose groups are not chosen yet."""
 
-    kind: FaultKind
-    phase: FaultPoint
+    kind: points.FaultKind
+    phase: points.FaultPoint
     seconds: float | None
     seconds_else: float | None
     """Duration to use where a lasting fault is not allowed; None if it does not last or cannot pass."""
@@ -201,7 +194,7 @@ class _Machines:
         self._places = Places(config.parallel)
         self._empty: set[PlaceId] = set()
 
-    def made_whole_without(self, fault: Fault) -> list[GroupId]:
+    def made_whole_without(self, fault: points.Fault) -> list[GroupId]:
         """The groups that come back once this fault has taken the machine of its place."""
         broken = self._broken() | {fault.group}
         self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
@@ -262,7 +255,7 @@ class _Condition:
             return False
         return bool(left) and (self.has_last_resort or not self.placement.uncovered(left))
 
-    def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int, fault: Fault) -> None:
+    def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int, fault: points.Fault) -> None:
         until = step + self.recovery_steps
         for group in groups:
             self.hit_until[group] = until
@@ -289,7 +282,7 @@ class _Condition:
         return min((change for change in changes if change > step), default=math.inf)
 
 
-def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
+def draw_faults(config: RunConfig) -> tuple[points.Fault, ...]:
     """The random faults of a run, by step. The last `faults.recovery_steps` are spared: there they may be found too
     late.
     """
@@ -309,7 +302,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)
-    drawn: list[Fault] = []
+    drawn: list[points.Fault] = []
     waiting: list[tuple[_Draw, np.random.Generator]] = []
     for gap, rng in _gaps(config):
         at += gap
@@ -348,7 +341,7 @@ def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
         yield mean * share, np.random.default_rng([faults.seed, _STREAM, index])
 
 
-def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Generator) -> _Draw:
+def _draw(config: RunConfig, weights: dict[points.FaultKind, float], rng: np.random.Generator) -> _Draw:
     faults = config.faults
     kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
     row = KINDS[kind]
@@ -356,15 +349,18 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
     passes_after_s = None if row.duration == "lasts" else float(faults.max_seconds * (1.0 - rng.random()))
     seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
-    unreachable: set[FaultPoint] = (
-        set() if config.layout.pipeline_parallel > 1 else {FaultPoint.SEND, FaultPoint.RECEIVE}
+    unreachable: set[points.FaultPoint] = (
+        set() if config.layout.pipeline_parallel > 1 else {points.FaultPoint.SEND, points.FaultPoint.RECEIVE}
     )
     if not any(KINDS[other].is_sure_to_cost for other in weights):
         unreachable.update(_PHASES_OF_A_RECOVERY)
     is_stacked = config.optimizer.sharding == "stacked"
     anywhere = _PHASES_WITH_SLICES if is_stacked else _PHASES
     if row.phases:
-        unreachable |= set(FaultPoint).difference(row.phases) | {FaultPoint.SEND, FaultPoint.RECEIVE}
+        unreachable |= set(points.FaultPoint).difference(row.phases) | {
+            points.FaultPoint.SEND,
+            points.FaultPoint.RECEIVE,
+        }
     phases = [phase for phase in anywhere if phase not in unreachable]
     num_bits = _NUM_MANTISSA_BITS if is_stacked and row.corrupts_state else bits_of(config, kind)
     return _Draw(
@@ -379,7 +375,7 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
     )
 
 
-def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
+def _may_cost(config: RunConfig, kind: points.FaultKind, seconds: float | None) -> bool:
     costs = KINDS[kind].costs
     if costs in ("nothing", "departure"):
         return costs == "departure"
@@ -390,7 +386,7 @@ def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool
 
 def _place(
     config: RunConfig, condition: _Condition, draw: _Draw, step: int, end: int, rng: np.random.Generator
-) -> list[Fault]:
+) -> list[points.Fault]:
     """The fault in each group it hits, at the first step in [step, end) that allows it; empty if there is none."""
     struck_by = {GroupId(aim): _groups_of(config, draw, GroupId(aim)) for aim in range(config.layout.num_groups)}
     targets = frozenset(struck_by.values())
@@ -423,9 +419,9 @@ def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[Grou
     return frozenset({group})
 
 
-def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> Fault:
-    num_times = least_passes(config, step) if draw.phase in PHASES_OF_A_MICROBATCH else 1
-    return Fault(
+def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> points.Fault:
+    num_times = least_passes(config, step) if draw.phase in points.PHASES_OF_A_MICROBATCH else 1
+    return points.Fault(
         step=step,
         group=group,
         rank=int(rng.integers(config.parallel.ranks_per_group)),

@@ -27,17 +27,8 @@ from spare_megatron.observe.metrics import (
     Value,
     WandbSink,
 )
+from spare_megatron.process import reports
 from spare_megatron.process.processes import report_held
-from spare_megatron.process.reports import (
-    EvaluationDecided,
-    GroupLost,
-    GroupRejoined,
-    MetricsLost,
-    RecordsHeld,
-    RunPaused,
-    StepCommitted,
-    StoreMeasured,
-)
 from spare_megatron.stacking.layout import GroupId, Member
 
 _QUIET_STEPS = 101
@@ -46,8 +37,7 @@ _QUIET_STEPS = 101
 
 class LiveGoodput:
     """Running sums of useful time and of losses, by the names of `journal.state.goodput`; they add up to the time
-    passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, to reclassify steps that a restart
-    discards.
+    passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, for restarts that discard it.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:
@@ -61,14 +51,9 @@ class LiveGoodput:
         self._sum_s = 0.0
         self._sums_s: dict[str, float] = {}
 
-    def on_loss(self) -> None:
-        self._met.add("fence")
-
-    def on_pause(self) -> None:
-        self._met.add("resume")
-
-    def on_evaluation(self) -> None:
-        self._met.add("evaluated")
+    def on_entry(self, name: str) -> None:
+        """An entry of the log, by its name, which may be the cause of lost time."""
+        self._met.add(name)
 
     def on_rejoin(self) -> None:
         self._has_newcomers = True
@@ -108,7 +93,6 @@ class LiveGoodput:
 
     @property
     def lost_s(self) -> Mapping[str, float]:
-        """Seconds lost, by cause."""
         return self._sums_s
 
     def _add(self, name: str, spent_s: float) -> None:
@@ -122,7 +106,7 @@ _NOT_UPLOADED = ("slurm", "control", "watch")
 def open_sinks(
     config: RunConfig,
     run_dir: Path,
-    on_event: Callable[[MetricsLost | RecordsHeld], None],
+    on_event: Callable[[reports.MetricsLost | reports.RecordsHeld], None],
     on_step: OnStep | None = None,
     *,
     rest_s: float = REST_S,
@@ -131,7 +115,7 @@ def open_sinks(
     metrics = config.metrics
 
     def failed(reason: str) -> None:
-        on_event(MetricsLost(reason=reason))
+        on_event(reports.MetricsLost(reason=reason))
 
     def open_wandb() -> MetricsSink:
         uploaded = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_UPLOADED}
@@ -182,14 +166,14 @@ class Telemetry:
         match event:
             case CheckpointRecord() as record:
                 self._write(_of_checkpoint(record))
-            case GroupLost(record=record):
+            case reports.GroupLost(record=record):
                 lost = Member(GroupId(record.group), record.incarnation)
                 self._absent.add(lost.group)
                 self._lost.add(lost)  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
-                    self._goodput.on_loss()
+                    self._goodput.on_entry("fence")
                 self._counts["fault/groups_lost"] = len(self._lost)
-            case GroupRejoined(member=member):
+            case reports.GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
@@ -199,17 +183,17 @@ class Telemetry:
                     self._counts["fault/restarts"] += 1
                     self._goodput.on_restart(self._next_step - step)
                 self._next_step = min(step, self._next_step)
-            case RunPaused(shards=shards) if shards:
-                self._goodput.on_pause()
-            case StoreMeasured(space=space):
+            case reports.RunPaused(shards=shards) if shards:
+                self._goodput.on_entry("resume")
+            case reports.StoreMeasured(space=space):
                 self._store = {"spare/store_bytes": space.used_bytes}
                 if space.limit_bytes is not None:
                     self._store["spare/store_limit_bytes"] = space.limit_bytes
-            case EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
+            case reports.EvaluationDecided(attempt=attempt) if attempt > self._evaluated_by:
                 self._evaluated_by = attempt
-                self._goodput.on_evaluation()
+                self._goodput.on_entry("evaluated")
                 self._write(_of_evaluation(event))
-            case StepCommitted(step=step):
+            case reports.StepCommitted(step=step):
                 self._keep_recoveries(event.recoveries)
                 if step >= self._next_step:
                     self._next_step = step + 1
@@ -226,7 +210,7 @@ class Telemetry:
         for sink in self._sinks:
             sink.write(values)
 
-    def _of_step(self, event: StepCommitted) -> dict[str, Value]:
+    def _of_step(self, event: reports.StepCommitted) -> dict[str, Value]:
         update = event.update
         values: dict[str, Value] = {
             "train/loss": update.loss,
@@ -290,7 +274,7 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
     return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
 
 
-def _of_evaluation(event: EvaluationDecided) -> dict[str, Value]:
+def _of_evaluation(event: reports.EvaluationDecided) -> dict[str, Value]:
     return {
         "step": event.step - 1,  # the last step before it
         "eval/loss": event.loss,

@@ -56,6 +56,11 @@ def format_large(count: float) -> str:
     return _scaled(count, _COUNTS, "")
 
 
+def format_steps(count: int) -> str:
+    """Formats a number of steps, as in 'after 1 step' and '0 steps'."""
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 def format_count(count: float) -> str:
     """Formats an estimated count with few digits.
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spare_megatron.formats.quantities import format_bytes, format_duration
+from spare_megatron.formats.quantities import format_bytes, format_duration, format_steps
 from spare_megatron.journal import records
 from spare_megatron.journal.losses import losses_of
 
@@ -78,11 +78,11 @@ def texts_of_record(record: records.Record) -> Iterator[str]:
             figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
             end = f"; {record.reason}" if record.reason else ""
             yield (
-                f"checkpoint after {record.step} steps saved: {figures}, {format_duration(record.stall_s)} of it "
-                f"without training{end}"
+                f"checkpoint after {format_steps(record.step)} saved: {figures}, {format_duration(record.stall_s)} of "
+                f"it without training{end}"
             )
         case records.CheckpointRecord():
-            what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
+            what = f"checkpoint after {format_steps(record.step)} {record.outcome}: {record.reason}"
             yield f"{what}; the earlier ones are untouched, and training goes on"
         case records.DisputeRecord(outcome="saved"):
             yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
@@ -218,10 +218,10 @@ def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
             return f"training resumes with step {step}: {groups_named(taken_in)} back"
         case {"entry": "evaluated", "step": step}:
             losses = [f"{name} loss {loss:.4f}" for name, loss in losses_of(entry.get("sums", ())).items()]
-            return f"evaluated after {step} steps: {', '.join(losses)}"
+            return f"evaluated after {format_steps(step)}: {', '.join(losses)}"
         case {"entry": "restart", "step": step}:
             source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
-            where = f"{source} after {step} steps" if step else "the beginning"
+            where = f"{source} after {format_steps(step)}" if step else "the beginning"
             return f"training starts again from {where}"
         case {"entry": "halt", "reason": reason}:
             return f"halted: {reason}"

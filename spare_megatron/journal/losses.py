@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spare_megatron.formats.quantities import format_steps
+
 FRACTION_BITS = 32
 """Losses are sums in multiples of 2^-32 nats."""
 
@@ -44,7 +46,7 @@ def last_losses(entries: Mapping[int, Mapping[str, Any]]) -> LastLosses:
 def text_of_evaluation(last: Mapping[str, float | None]) -> str:
     """A set's last evaluation for people."""
     loss = last["loss"]
-    return f"{'not finite' if loss is None else f'{loss:.4f}'} after {last['step']} steps"
+    return f"{'not finite' if loss is None else f'{loss:.4f}'} after {format_steps(int(last['step'] or 0))}"
 
 
 def losses_of_entry(entry: Mapping[str, Any]) -> LastLosses:

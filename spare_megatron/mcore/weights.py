@@ -102,8 +102,6 @@ class StoredWeights:
 
 
 class _BoxPlanner(DefaultLoadPlanner):
-    """Reads the parts of one box."""
-
     def __init__(self, into: Tensor) -> None:
         super().__init__()
         self._into = into

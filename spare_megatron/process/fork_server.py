@@ -1,9 +1,6 @@
-"""Preloaded first in the fork server, before all that its children share.
-
-The kernel kills the server when the process that started it ends. A running server notices that by itself; a stopped
-one does not, and its children only die with it. The garbage collector would examine the objects that are imported
-several times: it is off until a child begins, which exempts them. The digest of the code is computed once for all. An
-exception in an import ends the server with one line, as the driver has none of its own for it.
+"""Preloaded first in the fork server, before all that its children share. The kernel kills the server when its starter
+ends, as a stopped one would not notice. The garbage collector is off until a child begins, which exempts what is
+imported. The code's digest is computed once. An exception in an import ends the server with one line.
 """
 
 import ctypes

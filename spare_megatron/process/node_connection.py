@@ -59,7 +59,6 @@ class Listener:
         return connection
 
     def close(self) -> None:
-        """Stops listening and removes the file."""
         self._socket.close()
         self._file.unlink(missing_ok=True)
 

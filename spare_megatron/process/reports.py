@@ -11,15 +11,7 @@ from spare_megatron.core.machines.places import QuarantineCause
 from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.store_space import StoreSpace
-from spare_megatron.journal.records import (
-    CheckpointRecord,
-    CulpritRecord,
-    ExaminationRecord,
-    LossRecord,
-    RecoveryRecord,
-    RestartRecord,
-    UpdateRecord,
-)
+from spare_megatron.journal import records
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, ShardId
 
 RankKey = tuple[GroupId, int]
@@ -50,7 +42,7 @@ class ExitCode(IntEnum):
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
-# Each rank sends a RestartRecord as it sends GroupRejoined. A CheckpointRecord comes from the leader alone.
+# Each rank sends a records.RestartRecord as it sends GroupRejoined. A CheckpointRecord comes from the leader alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +84,7 @@ class RunPaused:
 class StepCommitted:
     """A step is committed and applied; sent by a group's first rank on every node, forwarded by its leader's node."""
 
-    update: UpdateRecord
+    update: records.UpdateRecord
     num_alive: int
     split_s: Mapping[Operation, float]
     """Seconds of the rank's main thread by operation, since its last report."""
@@ -102,7 +94,7 @@ class StepCommitted:
     """Number of the set of groups that took part."""
     num_recomputed: int
     """Microbatches that all groups have computed again for losses in the step: `num_patched` of its recovery."""
-    recoveries: tuple[RecoveryRecord, ...]
+    recoveries: tuple[records.RecoveryRecord, ...]
     """Recoveries of the group that ended since its last report."""
     is_last: bool = False
     """The run ends with this step."""
@@ -187,10 +179,10 @@ RankReport = (
     | GroupRejoined
     | RestartAwaited
     | RunPaused
-    | RestartRecord
+    | records.RestartRecord
     | StepCommitted
     | EvaluationDecided
-    | CheckpointRecord
+    | records.CheckpointRecord
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -258,7 +250,7 @@ class GroupLost:
     `error`: the exception behind it if other groups may meet the same, else empty. The rest is of `RankRaised`.
     """
 
-    record: LossRecord
+    record: records.LossRecord
     traceback: str = ""
     error: str = ""
     concerns_all: bool = False
@@ -348,7 +340,7 @@ NodeReport = (
     | RanksStarted
     | MachineMoved
     | MachineQuarantined
-    | ExaminationRecord
+    | records.ExaminationRecord
     | NodeMeasured
     | LeftNodeGone
     | NodeMissing
@@ -439,7 +431,7 @@ RunEvent = (
     | CheckpointRejected
     | MetricsLost
     | EventCommandFailed
-    | CulpritRecord
+    | records.CulpritRecord
     | StoreMeasured
     | StoreAwaited
 )

@@ -39,13 +39,18 @@ _LITTLE_MEMORY_BYTES = 64 * 2**20
 def process_limits() -> ProcessLimits:
     """The limits of this process, which those that it starts inherit."""
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     return ProcessLimits(
         open_files=open_files,
         open_files_most=open_files_most,
-        address_space_bytes=None if address_space == resource.RLIM_INFINITY else address_space,
+        address_space_bytes=_limit_of(resource.RLIMIT_AS),
+        file_bytes=_limit_of(resource.RLIMIT_FSIZE),
         temp_folder=tempfile.gettempdir(),
     )
+
+
+def _limit_of(kind: int) -> int | None:
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def shortage_in(error: BaseException) -> str:

@@ -33,10 +33,9 @@ class SnapshotServerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
-    """Asks for memory for the snapshot of an attempt; of earlier ones of the position only `previous` must stay.
-    `num_bytes`: the parts to be kept here. The server answers with why it refuses, or an empty text and a memory
-    descriptor for each part; after the rank's `COPIED`, with the SHA-256 of each. A rank that leaves before that has
-    made no snapshot.
+    """Asks for memory for these parts of an attempt's snapshot; of earlier ones only `previous` must stay. Answered by
+    a refusal, or an empty text and a memory descriptor for each part; after the rank's `COPIED`, by the SHA-256 of
+    each.
     """
 
     position: int
@@ -66,13 +65,8 @@ class HeldWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSnapshots:
-    """The answer to `HeldWanted`.
-
-    Attributes:
-        held: Copies of all but state partitions whose bytes are intact.
-        partitions: Copies of state partitions whose bytes are intact.
-        damaged: Attempts of the other copies, which the server has dropped.
-        server: Address for a `piece_client.PieceClient`, which asks by the name of a part, with the attempt as step.
+    """The answer to `HeldWanted`: intact copies of all but state partitions (`held`) and of `partitions`, attempts of
+    the others (`damaged`), and the `server` for a `piece_client.PieceClient`, with the attempt as step.
     """
 
     held: tuple[Held, ...]

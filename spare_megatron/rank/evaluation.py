@@ -1,6 +1,5 @@
 """One rank's part in deciding an evaluation: its group's vote carries the sums, and the log has the result."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import EvaluationRecord, digest_of_work
+from spare_megatron.rank.rank_reports import by_shard
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.voting import plain_vote
@@ -44,14 +44,11 @@ def _settle(ctx: RankContext) -> tuple[SetSum, ...]:
 
 
 def _write(ctx: RankContext, action: AttemptEvaluation, sums: tuple[SetSum, ...]) -> None:
-    microbatches: dict[str, list[int]] = defaultdict(list)
-    for item in ctx.progress.now.computed:
-        microbatches[str(item.shard)].append(item.index)
     record = EvaluationRecord(
         group=ctx.member.group,
         step=action.step,
         attempt=action.attempt,
-        microbatches=dict(microbatches),
+        microbatches=by_shard(ctx.progress.now.computed),
         sums=[list(one) for one in sums],
         incarnation=ctx.member.incarnation,
     )

@@ -1,6 +1,6 @@
 """Saves and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
 from spare_megatron.core.log.entries import SaveEnd
@@ -75,10 +75,13 @@ class GroupSaves:
             self._snapshotter.await_copy(step)
 
     def finish(self) -> None:
-        """Waits until nothing is written or copied any more, within the time limits of both."""
+        """Waits until nothing is written or copied any more, within the time limits of both. Saves alone what cannot be
+        saved otherwise because the store is lost.
+        """
         if self._snapshotter is not None:
             self._snapshotter.finish()
-        self._saver.finish()
+        if (unsaved := self._saver.finish()) is not None:
+            save_alone(self._ctx, replace(unsaved, member=self._ctx.member))
         if self._dispute_saver is not None:
             self._dispute_saver.finish()
 

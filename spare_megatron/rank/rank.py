@@ -12,7 +12,7 @@ import torch
 from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.core.controller.controller import Controller
-from spare_megatron.core.log.actions import Action, AwaitHosts, DrainGroups, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.log.actions import Action, DrainGroups, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.log.events import RunStarted
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.checkpoint_policy import emergency_save
@@ -32,7 +32,6 @@ from spare_megatron.process.reports import (
     RankRaised,
     RanksReady,
     RestartAwaited,
-    RunPaused,
     RunStopped,
 )
 from spare_megatron.process.specs import RankSpec
@@ -153,7 +152,10 @@ class _Rank:
     def _rejoin(self, parts: Assembly) -> deque[Action] | Stop:
         """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         rejoin = Rejoin(
-            parts.ctx, restart_loader=parts.components.loader, announced=self._report_waiting, paused=self._report_pause
+            parts.ctx,
+            restart_loader=parts.components.loader,
+            announced=self._report_waiting,
+            paused=parts.components.reports.send_pause,
         )
         first = rejoin.run()
         self._progress.num_restarts = self._controller.num_restarts
@@ -163,11 +165,6 @@ class _Rank:
         self._report_ready()
         if is_wiped_out and self._is_first_on_node:
             self._reports.send(RestartAwaited(group=self._spec.group))
-
-    def _report_pause(self, pause: AwaitHosts | None) -> None:
-        if self._is_first_on_node:
-            shards = () if pause is None else pause.shards
-            self._reports.send(RunPaused(group=self._spec.group, step=self._controller.step, shards=shards))
 
     def _report_ready(self) -> None:
         if self._is_first_on_node:

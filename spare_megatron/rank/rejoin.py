@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
-    AwaitHosts,
     LoadCheckpoint,
     RefuseCheckpoint,
     StopWipeOut,
@@ -21,6 +20,7 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.restart_search import RestartSearch
+from spare_megatron.stacking.layout import ShardId
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.voting.agreement import Fenced
 from spare_megatron.voting.log_follower import Stop
@@ -30,7 +30,9 @@ _TURN_S = 2.0
 
 
 class Rejoin:
-    """One rank's part in its group's return. `announced` gets whether it waits for a restart, `paused` its pauses."""
+    """One rank's part in its group's return. `announced` gets whether the group waits for a restart, `paused` the step
+    of a pause and the shards that it waits for, none when training goes on.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Rejoin:
         *,
         restart_loader: RestartLoader,
         announced: Callable[[bool], None],
-        paused: Callable[[AwaitHosts | None], None],
+        paused: Callable[[int, tuple[ShardId, ...]], None],
     ) -> None:
         self._ctx = ctx
         self._restart_loader = restart_loader
@@ -63,7 +65,7 @@ class Rejoin:
             is_paused = controller.pause is not None
             if self._is_paused != is_paused and agreement.is_at_end(controller.head):  # earlier pauses are over
                 self._is_paused = is_paused
-                self._paused(controller.pause)
+                self._paused(controller.step, () if controller.pause is None else controller.pause.shards)
             # In turns, so that the other ranks never wait long for the leader, which may have much to read.
             while is_wiped_out and agreement.is_at_end(controller.head):
                 if agreement.is_leader:

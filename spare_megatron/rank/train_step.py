@@ -7,7 +7,7 @@ retry, upon which the controller has them compute the dead group's microbatches 
 """
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from spare_megatron.journal.records import ContributionRecord, EntryRecord, dige
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
-from spare_megatron.rank.rank_reports import RankReports
+from spare_megatron.rank.rank_reports import RankReports, by_shard
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.stacking.plans import Microbatch, StepPlan
@@ -367,16 +367,13 @@ def _abstain(ctx: RankContext, action: actions.AttemptReduce) -> Sequence[Event]
 
 
 def _write_contribution(ctx: RankContext, action: actions.AttemptReduce, computed: Sequence[Microbatch]) -> None:
-    microbatches: dict[str, list[int]] = defaultdict(list)
-    for item in computed:
-        microbatches[str(item.shard)].append(item.index)
     record = ContributionRecord(
         group=ctx.member.group,
         step=action.step,
         attempt=action.attempt,
         epoch=action.epoch,
         members=[int(member) for member in action.members],
-        microbatches=dict(microbatches),
+        microbatches=by_shard(computed),
         incarnation=ctx.member.incarnation,
         kept=list(action.kept),
     )
@@ -384,7 +381,6 @@ def _write_contribution(ctx: RankContext, action: actions.AttemptReduce, compute
 
 
 def _wrong_sums(opinion: GroupOpinion) -> str:
-    """Which sums contradict their checksums."""
     found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
     return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)
 

@@ -13,16 +13,8 @@ from statistics import median
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.places import Places, Quarantine
 from spare_megatron.core.machines.reforming import can_reform
+from spare_megatron.core.slow_machines import slow_machine_policy as policy
 from spare_megatron.core.slow_machines.culprit import Cause, Culprit
-from spare_megatron.core.slow_machines.slow_machine_policy import (
-    ADMISSION_INTERVALS,
-    ADMISSION_STEPS,
-    Decision,
-    Replacement,
-    Rule,
-    Situation,
-    decide,
-)
 from spare_megatron.journal.event_texts import text_of_culprit
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LadderRecord
@@ -50,7 +42,7 @@ class _Named:
     since_step: int
     excesses_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REPORTS))
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REPORTS))
-    rule: Rule | None = None
+    rule: policy.Rule | None = None
 
 
 class Ladder:
@@ -117,7 +109,7 @@ class Ladder:
         leaving = members.intersection(self._layout.groups_on(held.place))
         replacement, group = self._replacement(store, places, held.place, members, asked)
         drained_at_s = self._drained_at_s.get(culprit.machine % self._layout.num_nodes)
-        situation = Situation(
+        situation = policy.Situation(
             machine=culprit.machine,
             cause=culprit.cause,
             excess_s=median(named.excesses_s),
@@ -133,7 +125,7 @@ class Ladder:
             since_drain_s=None if drained_at_s is None else now_s - drained_at_s,
             under_way=bool(places.quarantines),
         )
-        decision = decide(situation)
+        decision = policy.decide(situation)
         self._note(named, situation, decision)
         if decision.rule != "drain":
             return
@@ -145,7 +137,7 @@ class Ladder:
         if assigned is not None:
             self._journal.write(assigned.record(self._layout))
 
-    def _note(self, named: _Named, situation: Situation, decision: Decision) -> None:
+    def _note(self, named: _Named, situation: policy.Situation, decision: policy.Decision) -> None:
         """Journals the decision, if the rule is another one than before."""
         if decision.rule == named.rule:
             return
@@ -155,7 +147,7 @@ class Ladder:
 
     def _assumed_s(self, named: _Named) -> float:
         interval_s = self._config.control.heartbeat_interval_s
-        return max(ADMISSION_INTERVALS * interval_s, ADMISSION_STEPS * median(named.steps_s))
+        return max(policy.ADMISSION_INTERVALS * interval_s, policy.ADMISSION_STEPS * median(named.steps_s))
 
     def _mended_ratio(self, culprit: Culprit, num_members: int, num_slow: int) -> float:
         spare = self._config.spare
@@ -176,7 +168,7 @@ class Ladder:
         place: PlaceId,
         members: frozenset[GroupId],
         asked: frozenset[GroupId],
-    ) -> tuple[Replacement, GroupId | None]:
+    ) -> tuple[policy.Replacement, GroupId | None]:
         """What takes the part of the machine in this place, and the further group to ask for, if that is it."""
         layout = self._layout
         further = sorted(group for group in layout.further_groups & asked if place not in layout.nodes_of(group))

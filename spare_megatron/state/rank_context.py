@@ -26,8 +26,6 @@ from spare_megatron.voting.voting import Voting
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """The step or evaluation under way."""
-
     step: int
     started_s: float
     """Monotonic time."""

@@ -95,10 +95,9 @@ class EtcdGateway:
         return EtcdGateway(self._spec, self._session)
 
     def call(self, path: str, body: Mapping[str, Any]) -> EtcdMessage:
-        """Sends a request; returns the answer of the first member that gives one.
-
-        Raises StoreRefused (credentials, permissions), StoreLacks (a lease that does not exist), StoreFull (no writes
-        any more), or StoreLost if no member answered within `timeout_s` of the spec, or one from an older state.
+        """Sends a request; returns the answer of the first member that gives one. Raises StoreRefused (credentials),
+        StoreLacks (a lease that does not exist), StoreFull, or StoreLost if none answered in time, or one from an older
+        state.
         """
         began_s, revision = time.monotonic(), self._session.revision
         while True:
@@ -135,10 +134,9 @@ class EtcdGateway:
     def stream(
         self, path: str, body: Mapping[str, Any], try_s: float
     ) -> Iterator[tuple[socket.socket, Iterator[EtcdMessage]]]:
-        """Opens a stream to one member within `try_s`; yields its socket and an iterator over its messages.
-
-        Shutting the socket down from another thread ends the iteration. Raises OSError or http.client.HTTPException if
-        the member does not answer (the next stream asks another), StoreRefused if the credentials do not suffice.
+        """Opens a stream to one member within `try_s`; yields its socket, whose shutdown ends the iteration, and its
+        messages. OSError, http.client.HTTPException: the member does not answer. StoreRefused: insufficient
+        credentials.
         """
         try:
             if self._spec.credentials is not None and not self._session.token:

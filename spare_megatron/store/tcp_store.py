@@ -59,8 +59,8 @@ _GIVE_UP_MS = 15 * 60 * 1000
 
 
 def _retransmit_often(connection: socket.socket) -> None:
-    """Bounds the wait after an outage of the network: by default TCP doubles its intervals, so that it waits as long
-    again as the outage took. Also for the connections that a listening socket accepts; no effect before Linux 6.15.
+    """Bounds the wait after an outage of the network, which TCP doubles, also of accepted connections; from Linux 6.15
+    on.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMISSION_MS)
@@ -133,10 +133,8 @@ class TcpControlStore:
         return client
 
     def renew_if_back(self) -> None:
-        """Repeats the request that another thread waits for, on a new connection, if the server takes one now.
-
-        After an outage of the network the kernel may send again only when as much time has passed again. Waits for
-        little; to be called while no answer comes.
+        """Repeats the request that another thread waits for on a new connection, if the server takes one now: the
+        kernel may send again only much later. Waits for little.
         """
         if self._is_renewing:
             return

@@ -13,17 +13,9 @@ from typing import NoReturn, Protocol
 from spare_megatron.core.machines.group_starts import restart_delay_s
 from spare_megatron.formats.output import real_paths
 from spare_megatron.machine import end_signal
+from spare_megatron.process import reports
 from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
-from spare_megatron.process.reports import (
-    DriverOrder,
-    LastReportAcknowledged,
-    NodeEnded,
-    NodeMissing,
-    NodeReport,
-    RanksReady,
-    StopProcess,
-)
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
 
@@ -99,7 +91,7 @@ class _RemoteSupervisor:
                     return
                 if not self._has_begun:
                     cause = self._why_missing(has_connected=supervisor is not None)
-                    self._report(NodeMissing(node=self._spec.node, cause=cause))
+                    self._report(reports.NodeMissing(node=self._spec.node, cause=cause))
                 self._end_step()
                 if not self._launcher.replaces:
                     sys.exit(1)
@@ -184,14 +176,14 @@ class _RemoteSupervisor:
                         report = supervisor.recv()
                     except (EOFError, OSError):
                         return False
-                    self._has_begun = self._has_begun or isinstance(report, RanksReady)
+                    self._has_begun = self._has_begun or isinstance(report, reports.RanksReady)
                     self._report(report)
-                    if isinstance(report, NodeEnded):
+                    if isinstance(report, reports.NodeEnded):
                         with contextlib.suppress(OSError):
-                            supervisor.send(LastReportAcknowledged())
+                            supervisor.send(reports.LastReportAcknowledged())
                         return True
 
-    def _report(self, report: NodeReport) -> None:
+    def _report(self, report: reports.NodeReport) -> None:
         try:
             self._driver.send(report)
         except OSError:
@@ -204,13 +196,13 @@ class _RemoteSupervisor:
 
     def _relay_order(self, supervisor: Connection | None) -> None:
         try:
-            order: DriverOrder = self._driver.recv()
+            order: reports.DriverOrder = self._driver.recv()
         except (EOFError, OSError):
             self._leave()
         if supervisor is not None:
             with contextlib.suppress(OSError):
                 supervisor.send(order)
-        if isinstance(order, StopProcess):
+        if isinstance(order, reports.StopProcess):
             raise _Over
 
     def _end_step(self, grace_s: float = 0.0) -> None:

@@ -14,32 +14,9 @@ from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RestartRecor
 from spare_megatron.machine.gpus import ClockReader
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process import reports
 from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.rank_probe import CUT_OFF
-from spare_megatron.process.reports import (
-    EndAsked,
-    EndEarly,
-    EvaluationDecided,
-    ExitCode,
-    FaultStruck,
-    FaultWanted,
-    GoOn,
-    GroupLost,
-    GroupRejoined,
-    LeftNodeGone,
-    MachineMoved,
-    MachineQuarantined,
-    NodeEnded,
-    RankKey,
-    RankRaised,
-    RankReport,
-    RanksReady,
-    RanksStarted,
-    RestartAwaited,
-    RunPaused,
-    StepCommitted,
-    StoreGone,
-)
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
@@ -47,6 +24,7 @@ from spare_megatron.slow_machines.measurements import Measurements
 from spare_megatron.slow_machines.quarantine import Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
+from spare_megatron.supervisor import store_link
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.end_requests import EndRequests
 from spare_megatron.supervisor.node_faults import NodeFaults
@@ -59,23 +37,11 @@ from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import end_without_driver, stopped, write_end
 from spare_megatron.supervisor.span_files import Timeline
-from spare_megatron.supervisor.store_link import (
-    FenceWanted,
-    FenceWritten,
-    HasLeft,
-    LinkEvent,
-    LinkLost,
-    LogStopped,
-    NodeReplaced,
-    NodeSilent,
-    PlaceChanged,
-    QuarantineChanged,
-    StoreLink,
-    StoreWatch,
-)
 from spare_megatron.voting.log_follower import controller_setup
 
-_OF_THE_LEADER = StepCommitted | EvaluationDecided | GroupRejoined | RestartRecord | RunPaused
+_OF_THE_LEADER = (
+    reports.StepCommitted | reports.EvaluationDecided | reports.GroupRejoined | RestartRecord | reports.RunPaused
+)
 """Reports of which only those of the leader, rank 0, are forwarded."""
 _SAVING_S = 60.0
 """Time that ranks have to save their state once the control store is given up."""
@@ -90,7 +56,7 @@ class _Failed(Exception):
 class _Moved(Exception):
     """The machine has another place from now on."""
 
-    def __init__(self, change: PlaceChanged) -> None:
+    def __init__(self, change: store_link.PlaceChanged) -> None:
         self.change = change
 
 
@@ -127,26 +93,10 @@ class Supervisor:
         self._num_without_store = 0  # groups whose ranks have lost it, before the link has
         self._is_following = False  # whether the link follows the log, as no rank here does
         self._timers = Timers()
-        self.end_requests = EndRequests(
-            self._timers,
-            self._control.end_grace_s,
-            ask_ranks=self._ranks.ask_to_end,
-            cut_off=self._cut_off,
-            end_at_once=self._end_at_once,
-            report=driver.report,
-        )
+        self.end_requests = self._make_end_requests()
         self.budget = budget or RestartBudget(spec.config.spare.rejoins, self._interval_s)
         self.budget.hold(self._ranks.groups)
-        self._restarts = GroupRestarts(
-            budget=self.budget,
-            restarts_all=spec.config.checkpoint.max_restarts > 0,
-            whole_groups=self._ranks.whole_groups,
-            # Of a node that is taken over the last lives are not known yet: the fence of each decides.
-            further_groups=frozenset() if spec.incarnation else self._ranks.further_groups,
-            timers=self._timers,
-            wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
-            start=self._start_again,
-        )
+        self._restarts = self._make_restarts()
         layout = spec.config.parallel
         self._restarts.on_asked(layout.further_groups)
         self._has_given_up = False  # its place
@@ -161,7 +111,40 @@ class Supervisor:
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
-        self._link = StoreLink(
+        self._link = self._make_link(machine, outbox)
+        notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
+        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
+        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
+        self._store_watch = store_link.StoreWatch(
+            spec.node, self._link, self._interval_s, self._control.store_timeout_s
+        )
+
+    def _make_end_requests(self) -> EndRequests:
+        return EndRequests(
+            self._timers,
+            self._control.end_grace_s,
+            ask_ranks=self._ranks.ask_to_end,
+            cut_off=self._cut_off,
+            end_at_once=self._end_at_once,
+            report=self._driver.report,
+        )
+
+    def _make_restarts(self) -> GroupRestarts:
+        return GroupRestarts(
+            budget=self.budget,
+            restarts_all=self._spec.config.checkpoint.max_restarts > 0,
+            whole_groups=self._ranks.whole_groups,
+            # Of a node that is taken over the last lives are not known yet: the fence of each decides.
+            further_groups=frozenset() if self._spec.incarnation else self._ranks.further_groups,
+            timers=self._timers,
+            wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
+            start=self._start_again,
+        )
+
+    def _make_link(self, machine: MachineId, outbox: Connection) -> store_link.StoreLink:
+        spec, layout = self._spec, self._spec.config.parallel
+        reforms = spec.config.spare.rejoins and can_reform(layout)
+        return store_link.StoreLink(
             node=spec.node,
             layout=layout,
             interval_s=self._interval_s,
@@ -169,16 +152,10 @@ class Supervisor:
             outbox=outbox,
             incarnation=spec.incarnation,
             machine=machine,
-            reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out)
-            if spec.config.spare.rejoins and can_reform(layout)
-            else None,
+            reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out) if reforms else None,
         )
-        notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
-        self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
-        self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
-        self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
-    def run(self) -> str | PlaceChanged:
+    def run(self) -> str | store_link.PlaceChanged:
         """Supervises until no rank is left. Returns why the run cannot go on, if so, or the machine's other place."""
         try:
             if self._taken is not None:
@@ -188,7 +165,7 @@ class Supervisor:
                 self._take_over(self._taken)
             else:
                 self._ranks.start_all()
-                self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+                self._driver.report(reports.RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
             self._requests.start()
             self._watch()
@@ -202,8 +179,9 @@ class Supervisor:
 
     def _cut_off(self) -> None:
         """Has the ranks save their state alone, unless the last step is committed and the store there to save it."""
-        is_being_saved = self._is_last_committed and not self._store_watch.is_away
-        if not (is_being_saved or self._store_failure):
+        if self._is_last_committed and not self._store_watch.is_away:
+            self._timers.after(self._interval_s, self._cut_off)  # it may go away
+        elif not self._store_failure:
             self._is_cut_off, self._restarts.is_over = True, True
             self._store_failure = CUT_OFF
             self._ranks.ask_to_end(at_once=True)
@@ -233,7 +211,9 @@ class Supervisor:
             with contextlib.suppress(_Moved):
                 self._handle_link_events()
         self._close_files()
-        ended = NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure, is_cut_off=self._is_cut_off)
+        ended = reports.NodeEnded(
+            node=self._spec.node, exits=self._ranks.exits, failure=failure, is_cut_off=self._is_cut_off
+        )
         self._driver.close(ended)
         if self._driver.is_there or (failure and not self._is_cut_off):
             return False
@@ -283,33 +263,33 @@ class Supervisor:
     def _receive_report(self, pipe: Connection) -> bool:
         """Handles one report of a rank. Returns False when its pipe has ended."""
         try:
-            report: RankReport = pipe.recv()
+            report: reports.RankReport = pipe.recv()
         except (EOFError, OSError):  # OSError: the rank was killed in the middle of a report
             return False
         match report:
-            case StepCommitted(head=head, is_last=is_last):
+            case reports.StepCommitted(head=head, is_last=is_last):
                 self._head_hint = self._link.head = max(self._head_hint, head)
                 self._is_last_committed |= is_last
-            case RankRaised(group=group, rank=rank):
+            case reports.RankRaised(group=group, rank=rank):
                 self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), report.code))
-            case RanksReady(group=group):
+            case reports.RanksReady(group=group):
                 self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.start_watching(group)
-            case GroupRejoined(member=(group, _)) | RestartRecord(group=group):
+            case reports.GroupRejoined(member=(group, _)) | RestartRecord(group=group):
                 self._restarts.on_admitted(GroupId(group))
-            case RestartAwaited():
+            case reports.RestartAwaited():
                 self._restarts.on_wipe_out()
                 return True
-            case RunPaused(shards=shards):
+            case reports.RunPaused(shards=shards):
                 (self._restarts.on_pause if shards else self._restarts.on_resume)()
-            case FaultStruck(fault=fault):
+            case reports.FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
                 self._examiner.note_fault(fault)
                 return True
-            case FaultWanted():
+            case reports.FaultWanted():
                 self._faults.inflict(report)
                 return True
         if isinstance(report, _OF_THE_LEADER) and self._ranks.pipes[pipe][1] > 0:
@@ -328,12 +308,12 @@ class Supervisor:
 
     def _handle_order(self) -> None:
         match self._driver.next_order():
-            case GoOn(wanted=wanted):
+            case reports.GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
-            case EndEarly(limit_s=limit_s):
-                self.end_requests.on_asked(EndAsked(by="the driver", limit_s=limit_s))
+            case reports.EndEarly(limit_s=limit_s):
+                self.end_requests.on_asked(reports.EndAsked(by="the driver", limit_s=limit_s))
 
-    def _on_rank_exit(self, key: RankKey) -> None:
+    def _on_rank_exit(self, key: reports.RankKey) -> None:
         group, rank = key
         code = self._ranks.exits[key]
         self._rank_watch.stop_watching(key)
@@ -363,7 +343,7 @@ class Supervisor:
         self._num_without_store -= 1
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
         if is_present and not self._store_failure:
-            self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
+            self._lose(member.group, rank, *cause_of_end(reports.ExitCode.STORE_LOST))
 
     def _receive_all_reports(self, group: GroupId) -> None:
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
@@ -417,7 +397,7 @@ class Supervisor:
         if self._store_failure:
             return
         self._store_failure, self._restarts.is_over = reason, True
-        self._driver.report(StoreGone(node=self._spec.node, reason=reason))
+        self._driver.report(reports.StoreGone(node=self._spec.node, reason=reason))
         self._timers.after(_SAVING_S, self._stop_saving)
 
     def _stop_saving(self) -> None:
@@ -428,7 +408,7 @@ class Supervisor:
     def _take_over(self, taken: PlaceTaken) -> None:
         """Fences the groups of the place's former supervisor, so that they start again under this one."""
         self._journal.write(taken.by.record(self._spec.config.parallel))
-        self._driver.report(MachineMoved(machine=taken.holding.machine, node=self._spec.node))
+        self._driver.report(reports.MachineMoved(machine=taken.holding.machine, node=self._spec.node))
         self._restarts.has_begun = True
         for group in sorted(self._ranks.foreign):
             self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
@@ -442,7 +422,7 @@ class Supervisor:
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
         member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
-        wanted = FenceWanted(
+        wanted = store_link.FenceWanted(
             group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
         )
         self._link.fence(wanted)
@@ -450,17 +430,17 @@ class Supervisor:
 
     def _handle_link_events(self) -> None:
         while self._inbox.poll():
-            event: LinkEvent = self._inbox.recv()
+            event: store_link.LinkEvent = self._inbox.recv()
             match event:
-                case FenceWritten(wanted=wanted, member=member, entry_index=index):
+                case store_link.FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._on_fence_written(wanted, member, index)
-                case NodeSilent(node=node, cause=cause, members=members, left=left):
+                case store_link.NodeSilent(node=node, cause=cause, members=members, left=left):
                     self._lose_members(members, f"node {node}: {cause}")
                     if left:
                         groups = groups_named([member.group for member in left])
                         say(f"node {node}: {cause}; {groups} had left the run, which loses nothing")
-                        self._driver.report(LeftNodeGone(node=node, members=left))
-                case HasLeft(member=member):
+                        self._driver.report(reports.LeftNodeGone(node=node, members=left))
+                case store_link.HasLeft(member=member):
                     self._num_fences_wanted -= 1
                     self._ranks.adopt(member)
                     self._lost.add(member.group)
@@ -473,7 +453,7 @@ class Supervisor:
                         self._restarts.on_missed(member.group)
                 case PartsReady(member=member):
                     self._restarts.start(member.group)
-                case LogStopped(stop=stop):
+                case store_link.LogStopped(stop=stop):
                     if isinstance(stop, AwaitHosts):
                         self._restarts.on_pause()
                     elif isinstance(stop, StopWipeOut) and not stop.is_final:
@@ -482,21 +462,21 @@ class Supervisor:
                         self._end_with_the_run()
                 case Assigned():
                     self._journal.write(event.record(self._spec.config.parallel))
-                case QuarantineChanged():
+                case store_link.QuarantineChanged():
                     self._on_quarantine(event)
                 case ExaminationWanted():
                     self._examiner.start(event)
                 case Examined(record=record):
                     self._journal.write(record)
                     self._driver.report(record)
-                case PlaceChanged() if not self._has_given_up:
+                case store_link.PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
-                case NodeReplaced() | PlaceChanged():
+                case store_link.NodeReplaced() | store_link.PlaceChanged():
                     raise Stopped
-                case LinkLost(reason=reason):
+                case store_link.LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
-    def _on_quarantine(self, change: QuarantineChanged) -> None:
+    def _on_quarantine(self, change: store_link.QuarantineChanged) -> None:
         """Starts no group while this machine is in quarantine, and asks groups to leave that a slow machine is in."""
         self._slow_groups = change.slow_groups
         self._ranks.ask_to_leave(self._asked | self._slow_groups)
@@ -507,7 +487,7 @@ class Supervisor:
         if change.by is not None:
             self._journal.write(change.by.record(self._spec.config.parallel))
         self._driver.report(
-            MachineQuarantined(machine=change.own.machine, cause=change.own.cause, reason=change.own.reason)
+            reports.MachineQuarantined(machine=change.own.machine, cause=change.own.cause, reason=change.own.reason)
         )
 
     def _lose_members(self, members: tuple[Member, ...], cause: str) -> None:
@@ -522,7 +502,7 @@ class Supervisor:
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
-    def _on_fence_written(self, wanted: FenceWanted, member: Member, index: int) -> None:
+    def _on_fence_written(self, wanted: store_link.FenceWanted, member: Member, index: int) -> None:
         """Journals and reports a loss that is now in the log, and schedules the group's restart."""
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
@@ -547,9 +527,11 @@ class Supervisor:
         self._journal.write(record)
         raised = self._raised.pop(group, wanted.rank)
         text, concerns_all = ("", False) if raised is None else (raised.traceback, raised.concerns_all)
-        self._driver.report(GroupLost(record=record, traceback=text, error=wanted.error, concerns_all=concerns_all))
+        self._driver.report(
+            reports.GroupLost(record=record, traceback=text, error=wanted.error, concerns_all=concerns_all)
+        )
 
-    def _has_ended(self, wanted: FenceWanted) -> bool:
+    def _has_ended(self, wanted: store_link.FenceWanted) -> bool:
         """Whether the loss began on this machine, as far as it knows."""
         is_here = (wanted.group, wanted.rank) in self._ranks.of(wanted.group) and wanted.cause != LOST_A_PEER
         return is_here or wanted.group in self._ranks.whole_groups
@@ -567,7 +549,7 @@ class Supervisor:
         )
         self._link.publish_incarnation(member)
         self._is_following = False
-        self._driver.report(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._driver.report(reports.RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 
     def _give_up_if_not_ready(self, member: Member) -> None:

@@ -1,8 +1,7 @@
-"""A group's votes on attempts and its part in the log: it casts, reads the votes of all, appends and reads entries.
-
-A relay casts its block's votes with one write and passes the next log entry back. A group that hears nothing in time
-casts its vote and reads the log itself: a lost relay costs at most FALLBACK_INTERVALS heartbeat intervals, once. After
-a loss only groups that cast votes read them (`core.log.relays.Reliance` says why that suffices).
+"""A group's votes on attempts and its part in the log: it casts, reads the votes of all, appends and reads entries. A
+relay casts its block's votes with one write and passes the next entry back; a lost relay costs at most
+FALLBACK_INTERVALS heartbeat intervals, once. After a loss only groups that cast votes read them
+(`core.log.relays.Reliance`).
 """
 
 import time
@@ -11,14 +10,7 @@ from dataclasses import dataclass
 
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.core.controller.decision import fence_silent_voters
-from spare_megatron.core.log.actions import (
-    AppendEntry,
-    AttemptEvaluation,
-    AttemptFinish,
-    AttemptReduce,
-    AwaitHosts,
-    ReadVotes,
-)
+from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.core.log.events import HostsRead, VotesRead
 from spare_megatron.core.log.relays import BlockVotes, Reliance
@@ -47,7 +39,7 @@ _POLL_S = 0.05
 _POLL_S_PER_GROUP = 0.001
 """Every leader reads the announcements of all absent groups."""
 
-Attempt = AttemptReduce | AttemptEvaluation | AttemptFinish
+Attempt = actions.AttemptReduce | actions.AttemptEvaluation | actions.AttemptFinish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +133,13 @@ class Voting:
             self._write(record)
             with self._probe.during(Operation.VOTE):
                 found.append(self.vote(action.attempt, vote, action.voters))
-        if isinstance(action, AttemptReduce):
+        if isinstance(action, actions.AttemptReduce):
             self._probe(FaultPoint.AFTER_VOTE)
         with self._probe.during(Operation.VOTE):
             found.append(self.confirm())
         return [votes for votes in found if votes is not None]
 
-    def read_votes(self, action: ReadVotes) -> list[VotesRead]:
+    def read_votes(self, action: actions.ReadVotes) -> list[VotesRead]:
         """The votes so far on a leader that is to read them. None if its relay reads them, or if a vote is missing: the
         group that casts it reads them all.
         """
@@ -158,7 +150,7 @@ class Voting:
                 return []
             return [self.agreement.read_votes(action.attempt, action.voters)]
 
-    def append(self, action: AppendEntry) -> None:
+    def append(self, action: actions.AppendEntry) -> None:
         if self.agreement.is_leader:
             with self._probe.during(Operation.VOTE):
                 self.agreement.append(action.index, action.entry)
@@ -172,7 +164,7 @@ class Voting:
         self._reported = ()
         return True
 
-    def poll_hosts(self, action: AwaitHosts) -> HostsRead:
+    def poll_hosts(self, action: actions.AwaitHosts) -> HostsRead:
         """Leader: waits, some seconds at most, for the next log entry or for a further group that waits."""
         end_s = time.monotonic() + _TURN_S
         interval_s = max(_POLL_S, _POLL_S_PER_GROUP * len(action.voters))

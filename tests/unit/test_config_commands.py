@@ -75,7 +75,9 @@ def test_every_preset_is_shown_and_checked_with_data_that_are_elsewhere(preset: 
 
 
 def test_nodes_that_the_default_layout_does_not_fill_are_shown_with_one_that_does() -> None:
-    assert CliRunner().invoke(app, ["config", "show", CLUSTER_ONLY]).exit_code == 2
+    refused = CliRunner().invoke(app, ["config", "show", CLUSTER_ONLY])
+    assert refused.exit_code == 2
+    assert "a preset of a cluster: add the groups that fill it, as --set layout.num_groups=8" in refused.output
     run("config", "show", CLUSTER_ONLY, "--set", "layout.num_groups=8")
 
 

@@ -166,7 +166,7 @@ def test_a_machine_in_quarantine_ends_with_the_run(tmp_path: Path, monkeypatch: 
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a supervisor gives to its threads."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(supervisor, "StoreLink", lambda **parts: found.update(parts))
+    monkeypatch.setattr(supervisor.store_link, "StoreLink", lambda **parts: found.update(parts))
     monkeypatch.setattr(supervisor, "RequestWatch", lambda *parts: found.update(requests=parts))
     return found
 

@@ -41,6 +41,7 @@ def config_of(num_groups: int = 4, pipeline: int = 1, launcher: str = "local", s
             replace(ENOUGH, address_space_bytes=GIB),
             "1 GiB of address space, and a rank needs 2.75 GiB; raise it by `u",
         ),
+        (replace(ENOUGH, file_bytes=20 << 10), "files of 20.5 kB, and a run needs 1.09 GB; raise it by `ulimit -f unl"),
         (replace(ENOUGH, temp_folder="/" + "t" * 75), "has 76 bytes, and a socket in it may have 75: set TMPDIR"),
     ],
 )

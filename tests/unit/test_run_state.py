@@ -447,7 +447,7 @@ def test_checkpoints_that_no_group_could_use_are_shown_once_for_each_restart() -
     shown_lines = [event.text for event in run_state.events_since(0)]
     assert (
         shown_lines.count("step 2: damaged")
-        == shown_lines.count("training starts again from the checkpoint after 1 steps")
+        == shown_lines.count("training starts again from the checkpoint after 1 step")
         == 2
     )
 

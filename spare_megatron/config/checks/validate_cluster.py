@@ -14,6 +14,7 @@ from spare_megatron.config.checks.requirements import (
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.reforming import places_per_group
 from spare_megatron.faults.kinds import KINDS
+from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.formats.store_space import gib
 from spare_megatron.stacking.layout import GroupId
 
@@ -28,6 +29,8 @@ _FILES_PER_RANK = 5
 """Of a supervisor for each of its ranks, which later ones inherit; of the embedded store for each of all ranks."""
 _ADDRESS_SPACE_BYTES = 7 * 2**28
 """Of a rank on CPUs beside its model: its libraries, and the stacks and memory pools of its threads."""
+_FILE_BYTES = 2**24
+"""Of the longest file beside those of the model's state, such as a journal's."""
 _LONGEST_SOCKET_PATH = 107
 _SOCKET_IN_FOLDER = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """What Python adds to its temporary folder for the socket of a fork server."""
@@ -42,6 +45,8 @@ class ProcessLimits:
     """Value to which the limit of open files can be raised."""
     address_space_bytes: int | None = None
     """None if there is no limit, or it is not known."""
+    file_bytes: int | None = None
+    """The longest file that may be written; None as above."""
     temp_folder: str = ""
     """Where Python puts temporary files."""
 
@@ -62,6 +67,12 @@ def limit_problems(config: RunConfig, limits: ProcessLimits, rank_bytes: int = 0
         yield (
             f"a process may use {gib(limits.address_space_bytes)} of address space, and a rank needs {gib(needed)}; "
             f"raise it by `ulimit -v {needed >> 10}`, or `ulimit -v unlimited`"
+        )
+    needed = _FILE_BYTES + rank_bytes
+    if limits.file_bytes is not None and limits.file_bytes < needed:
+        yield (
+            f"a process may write files of {format_bytes(limits.file_bytes)}, and a run needs {format_bytes(needed)}; "
+            f"raise it by `ulimit -f unlimited`"
         )
     path = len(limits.temp_folder.encode(errors="surrogateescape")) + _SOCKET_IN_FOLDER
     if path > _LONGEST_SOCKET_PATH:

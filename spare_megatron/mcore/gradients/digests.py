@@ -99,7 +99,6 @@ def _aligned(data: Tensor) -> Tensor:
 
 @cache
 def multipliers_on(device: torch.device) -> Tensor:
-    """Two rows of odd numbers."""
     odd = pseudo_random(1, 2 * BLOCK_WORDS) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)
 

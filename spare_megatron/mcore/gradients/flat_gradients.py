@@ -97,7 +97,6 @@ class ScatterRange:
 
     @property
     def own(self) -> range:
-        """This rank's own strip."""
         return self.strip(self.lane)
 
 

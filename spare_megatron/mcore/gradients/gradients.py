@@ -401,10 +401,8 @@ class FloatSums(GradientSums):
 
 
 class FixedPointSums(GradientSums):
-    """Integer sums, each gradient of each microbatch rounded once; bitwise independent of where and when it is
-    computed.
-
-    A hook catches each microbatch's gradient before Megatron adds it to its buffer.
+    """Integer sums, each gradient of each microbatch rounded once, by a hook before Megatron adds it to its buffer:
+    bitwise independent of where and when it is computed.
     """
 
     def __init__(

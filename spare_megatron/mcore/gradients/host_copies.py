@@ -1,7 +1,5 @@
-"""Copies between a device and host memory, through pinned buffers where the device is a GPU.
-
-Every way uses two buffers and a stream of its own: while one buffer is filled, the other is emptied. Copies of pageable
-memory would wait for all GPU work issued before them, and keep other threads from the GPU.
+"""Copies between a device and host memory, on a GPU through two pinned buffers and a stream of its own each: copies of
+pageable memory would wait for all GPU work issued before, and keep other threads from the GPU.
 """
 
 import threading
@@ -167,7 +165,6 @@ class PieceWriter:
         return memoryview(self._room[:num_bytes].numpy())
 
     def write(self, piece: Piece) -> None:
-        """Writes what is in the room."""
         targets = self._content.within(piece)
         if not isinstance(self._room, Tensor):
             self._room.empty(targets)

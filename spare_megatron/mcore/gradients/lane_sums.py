@@ -1,7 +1,5 @@
-"""Sums of a rank's flat space over the lanes of its group, in place: each lane gets the sums of its own strips.
-
-After a computation own strips hold the group's sums. Before the next one of the step everything else is zeroed, so that
-the sum over lanes then is what was there plus what was added.
+"""Sums of a rank's flat space over the lanes of its group, in place: each lane gets the sums of its own strips. Before
+a further computation of the step everything else is zeroed, so that what was there is summed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +28,6 @@ class LaneSums:
         self._pending: tuple[int, _StripSum | None] | None = None
 
     def reset(self) -> None:
-        """All local sums are zero."""
         self._is_summed = False
 
     def start(self, num_kept: int, num_kept_by_all: int) -> None:

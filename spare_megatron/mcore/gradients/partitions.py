@@ -39,7 +39,6 @@ class Fragment:
 
     @property
     def values(self) -> Tensor:
-        """The elements, in the model's precision."""
         return self.parameter.detach().view(-1)[self.start : self.stop]
 
     @property
@@ -54,8 +53,6 @@ class Fragment:
 
 
 class Span(NamedTuple):
-    """A range of one flat parameter."""
-
     parameter: torch.nn.Parameter
     start: int
     stop: int

@@ -1,6 +1,5 @@
-"""Adam divided over the lanes of a group: a rank has the state of its own strips and updates them (ZeRO-1).
-
-Rajbhandari et al., arXiv 1910.02054. Every group has all of the state, unlike stacked state, which has the same parts.
+"""Adam divided over the lanes of a group (ZeRO-1, arXiv 1910.02054): a rank has the state of its own strips and updates
+them. Every group has all of the state, unlike stacked state, which has the same parts.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""Adam over fragments of parameters: its state is that of the state partitions held here, and only they are updated.
-
-State: two fp32 moments and, in bf16 models, fp32 main parameters. The rates of a fragment are those of its parameter.
+"""Adam over fragments of parameters: its state is that of the state partitions held here, and only they are updated:
+two fp32 moments and, in bf16 models, fp32 main parameters.
 """
 
 import threading
@@ -113,7 +112,6 @@ class FragmentAdam:
         return {int(number): self._hosted[number].state for number in sorted(self.hosted) if number in self._hosted}
 
     def fragments(self) -> Iterator[Fragment]:
-        """All fragments that are updated here."""
         yield from (updated.fragment for updated in self._updated)
 
     def kept_values(self) -> Iterator[Tensor]:

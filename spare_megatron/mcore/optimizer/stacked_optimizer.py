@@ -1,7 +1,5 @@
-"""Adam with stacked state: each rank updates only the state partitions that its group hosts.
-
-Gradients are clipped by the norm over all partitions, so that all hosts compute the same bits. Other partitions'
-parameters are stale until gathered.
+"""Adam with stacked state: each rank updates only the state partitions that its group hosts, clipped by the norm over
+all, so that all hosts compute the same bits. Parameters of other partitions are stale until gathered.
 """
 
 import math

@@ -9,16 +9,8 @@ from pathlib import Path
 from spare_megatron.config.training.terms import step_of
 from spare_megatron.journal.event_texts import text_of_audited
 from spare_megatron.machine.lock import locked
+from spare_megatron.state.checkpoint import verification
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
-from spare_megatron.state.checkpoint.verification import (
-    DamagedCheckpoint,
-    audited_by_refusal,
-    glance,
-    mark_refused,
-    read_manifest,
-    refusal_of,
-    verify,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +29,18 @@ def audited_steps_in(checkpoints: Sequence[Path]) -> int | None:
         steps = _audited_steps_of(path)
         if steps is not None:
             found.append(steps)
-            if not refusal_of(path):
+            if not verification.refusal_of(path):
                 break
     return max(found, default=None)
 
 
 def _audited_steps_of(path: Path) -> int | None:
     """What a checkpoint says of the others; of a refused one what a run that went back has left."""
-    if refusal_of(path):
-        return audited_by_refusal(path)
+    if verification.refusal_of(path):
+        return verification.audited_by_refusal(path)
     try:
-        return read_manifest(path).audited_steps
-    except DamagedCheckpoint:
+        return verification.read_manifest(path).audited_steps
+    except verification.DamagedCheckpoint:
         return None
 
 
@@ -73,15 +65,15 @@ def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
     later: list[Path] = []
     for path in checkpoints:
         try:
-            found = verify(path) if step_of(path) <= steps else glance(path)
-        except DamagedCheckpoint:
+            found = verification.verify(path) if step_of(path) <= steps else verification.glance(path)
+        except verification.DamagedCheckpoint:
             continue
         if found.manifest.step > steps:
             later.append(path)
             continue
         reason = f"it is later: {text_of_audited(steps)}, and a run went back to {path.name}"
         for one in later:
-            mark_refused(one, reason, audited_steps=found.manifest.step)
+            verification.mark_refused(one, reason, audited_steps=found.manifest.step)
         return WentBack(path=path, audited_steps=steps, refused=later)
     raise ValueError(
         f"--restart-from=audited: {text_of_audited(steps)}, and no valid checkpoint in {folder} is of so few; leave "

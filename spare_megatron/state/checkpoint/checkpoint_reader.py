@@ -26,8 +26,6 @@ class _Found:
 
 
 class CheckpointReader:
-    """Verifies files on request, each once."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None

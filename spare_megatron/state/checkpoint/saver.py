@@ -41,11 +41,15 @@ from spare_megatron.state.checkpoint.verification import (
     verify_file,
 )
 from spare_megatron.state.rank_context import RankContext
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store
 
 T = TypeVar("T")
+
+_POLL_S = 0.5
+"""How often the end of a save that needs the store looks whether that is lost."""
 
 
 @dataclass(slots=True)
@@ -195,15 +199,33 @@ class Saver:
             self._copied.wait()
         self._save.stall_s += time.monotonic() - since_s
 
-    def finish(self) -> None:
-        """Waits until nothing is written any more, for `checkpoint.timeout_s` at most."""
+    def finish(self) -> SaveCheckpoint | None:
+        """Waits until nothing is written any more, for `checkpoint.timeout_s` at most. Returns the save of the present
+        state if that cannot end, or has failed, and the store is lost.
+        """
         if self._postponed is not None:
             save, self._postponed = self._postponed, None
             save.reason, save.started_s = "the parameters have not come together", time.monotonic()
             self._refuse(save)
         with self._ctx.probe.during(Operation.SAVE):
             under_way = [*self._refusing, *(writing for _, writing in self._under_way)]
-            wait(under_way, self._ctx.config.checkpoint.timeout_s)
+            end_s, is_over = time.monotonic() + self._ctx.config.checkpoint.timeout_s, False
+            while not is_over:
+                is_over = not wait(under_way, _POLL_S).not_done or time.monotonic() >= end_s
+                if (unsaved := self._unsaved()) is not None and self._is_store_lost():
+                    return unsaved
+        return None
+
+    def _unsaved(self) -> SaveCheckpoint | None:
+        ours = [save for save, _ in self._under_way if save.dispute is None and save.outcome != "saved"]
+        return next((save.action for save in ours if save.action.step == self._ctx.progress.num_steps), None)
+
+    def _is_store_lost(self) -> bool:
+        try:
+            self._ctx.store.get([keys.RUN_NAME])
+        except StoreLost:
+            return True
+        return False
 
     def take_finished(self) -> list[CheckpointRecord | DisputeRecord]:
         """The records of this group's saves that have ended since the last call."""

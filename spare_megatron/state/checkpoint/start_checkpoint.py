@@ -8,26 +8,9 @@ from pathlib import Path
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
 from spare_megatron.config.training.terms import differences, sequences_before, step_of, weights_differences
-from spare_megatron.state.checkpoint.checkpoint_folder import (
-    FOLDER,
-    WEIGHTS_ALONE,
-    Checkpoint,
-    Manifest,
-    all_checkpoints,
-    below,
-    checkpoints_at,
-    folder_of,
-    leftovers,
-)
+from spare_megatron.state.checkpoint import checkpoint_folder as folders
+from spare_megatron.state.checkpoint import verification
 from spare_megatron.state.checkpoint.emergency_checkpoint import is_emergency_checkpoint, misfits
-from spare_megatron.state.checkpoint.verification import (
-    DamagedCheckpoint,
-    Rejected,
-    candidate_of,
-    glance,
-    newest_valid,
-    verify,
-)
 
 _ID_BYTES = 4
 _IDENTITY_DIGITS = 16
@@ -39,28 +22,28 @@ _WHAT_TO_SET = (
 
 def resumed(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration that begins with the newest valid checkpoint of the folder, if it holds any checkpoint."""
-    if not all_checkpoints(folder):
+    if not folders.all_checkpoints(folder):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=str(folder)))
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """This training's valid checkpoint after all of its steps; None if the folder does not have it yet."""
-    if not any(step_of(path) >= config.train.steps for path in all_checkpoints(folder)):
+    if not any(step_of(path) >= config.train.steps for path in folders.all_checkpoints(folder)):
         return None  # decided by names: no file is read
-    found = newest_valid(folder).found
+    found = verification.newest_valid(folder).found
     if found is None or found.manifest.step < config.train.steps or differences(found.manifest.terms, config):
         return None
     return found.path
 
 
-def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
+def resolve_load(config: RunConfig, folder: Path, reject: Callable[[verification.Rejected], None]) -> RunConfig:
     """Resolves `checkpoint.load` to the one checkpoint that the run begins with, if set, and sets the run id.
 
     The run keeps that checkpoint's id unless `metrics.run_id` is set; without one it gets a new id. `reject` receives
     newer ones that are damaged or refused. Raises ValueError if none fits, or for `require_own_checkpoints`.
     """
-    rejected: list[Rejected] = []
+    rejected: list[verification.Rejected] = []
     first_step = 0
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=0))
     run_id = secrets.token_hex(_ID_BYTES)
@@ -93,7 +76,7 @@ def require_own_checkpoints(config: RunConfig, folder: Path, rejected: Iterable[
     """
     first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
     damaged = {path.absolute() for path in rejected}
-    found = [path for path in all_checkpoints(folder) if path.absolute() not in damaged]
+    found = [path for path in folders.all_checkpoints(folder) if path.absolute() not in damaged]
     choice = f"set checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
     if found and step_of(found[0]) > first_step:
         newest = step_of(found[0])
@@ -111,12 +94,12 @@ def require_own_checkpoints(config: RunConfig, folder: Path, rejected: Iterable[
 def _is_of_another(path: Path, config: RunConfig) -> bool:
     """Whether a checkpoint is of a training that this run does not continue; not if it is damaged or refused."""
     try:
-        return not is_emergency_checkpoint(path) and glance(path).manifest.run_id != config.metrics.run_id
-    except DamagedCheckpoint:
+        return not is_emergency_checkpoint(path) and verification.glance(path).manifest.run_id != config.metrics.run_id
+    except verification.DamagedCheckpoint:
         return False
 
 
-def _with_weights(config: RunConfig, rejected: list[Rejected]) -> RunConfig:
+def _with_weights(config: RunConfig, rejected: list[verification.Rejected]) -> RunConfig:
     """The configuration with `checkpoint.load_weights` and their identity resolved. Raises ValueError."""
     settings = config.checkpoint
     found = find_weights(Path(settings.load_weights), rejected, "checkpoint.load_weights")
@@ -137,19 +120,19 @@ def check_weights(config: CheckpointConfig) -> None:
     """Raises ValueError unless the resolved `load_weights` is still the checkpoint that the run began with."""
     if config.load_weights:
         try:
-            identity = weights_identity(glance(Path(config.load_weights)).manifest)
-        except DamagedCheckpoint as error:
+            identity = weights_identity(verification.glance(Path(config.load_weights)).manifest)
+        except verification.DamagedCheckpoint as error:
             raise ValueError(f"checkpoint.load_weights={config.load_weights} cannot be used: {error}") from error
         if identity != config.weights_identity:
             raise ValueError(f"checkpoint.load_weights={config.load_weights} is no longer {config.weights_identity}")
 
 
-def weights_identity(manifest: Manifest) -> str:
+def weights_identity(manifest: folders.Manifest) -> str:
     """Identifies a checkpoint by its manifest, which has the SHA-256 of all files."""
-    return candidate_of(manifest).digest[:_IDENTITY_DIGITS]
+    return verification.candidate_of(manifest).digest[:_IDENTITY_DIGITS]
 
 
-def find_weights(path: Path, rejected: list[Rejected], setting: str) -> Checkpoint:
+def find_weights(path: Path, rejected: list[verification.Rejected], setting: str) -> folders.Checkpoint:
     """The checkpoint at the path, or the newest valid one below, whose weights any layout can read; else ValueError."""
     found = _find(path, rejected, setting)
     if is_emergency_checkpoint(found.path):
@@ -157,26 +140,26 @@ def find_weights(path: Path, rejected: list[Rejected], setting: str) -> Checkpoi
     return found
 
 
-def checkpoint_of_run(path: Path) -> tuple[Checkpoint, RunConfig]:
+def checkpoint_of_run(path: Path) -> tuple[folders.Checkpoint, RunConfig]:
     """A run's newest valid checkpoint, or the one at the path, with the run's configuration. Raises ValueError."""
-    is_checkpoint = path.is_dir() and checkpoints_at(path) == [path]
+    is_checkpoint = path.is_dir() and folders.checkpoints_at(path) == [path]
     run_dir = path.absolute().parents[1] if is_checkpoint else path
     try:
         config = load_run_config(run_dir / "config.toml").config
     except ConfigError as error:
         raise ValueError(f"{path} is no run's directory, nor a checkpoint in one: {error}") from error
-    return find_weights(path if is_checkpoint else folder_of(config.checkpoint, path), [], "checkpoint"), config
+    return find_weights(path if is_checkpoint else folders.folder_of(config.checkpoint, path), [], "checkpoint"), config
 
 
-def _find(path: Path, rejected: list[Rejected], setting: str = "checkpoint.load") -> Checkpoint:
+def _find(path: Path, rejected: list[verification.Rejected], setting: str = "checkpoint.load") -> folders.Checkpoint:
     if not path.is_dir():
         raise ValueError(f"{setting}={path}: there is no such directory; {_WHAT_TO_SET}")
     if _is_named_as_checkpoint(path):
         try:
-            return verify(path)
-        except DamagedCheckpoint as error:
+            return verification.verify(path)
+        except verification.DamagedCheckpoint as error:
             raise ValueError(f"{setting}={path} cannot be used: {error}; choose an earlier one") from error
-    search = newest_valid(below(path))
+    search = verification.newest_valid(folders.below(path))
     rejected.extend(search.rejected)
     if search.found is None and search.rejected:
         reasons = "; ".join(item.reason for item in search.rejected)
@@ -196,9 +179,9 @@ def _is_named_as_checkpoint(path: Path) -> bool:
 
 def _what_is_missing(path: Path) -> str:
     """What was looked for in a folder without any checkpoint, and where one may be instead."""
-    folder = below(path)
-    looked_for = f"no step-NNNNNNNN in {folder}" + ("" if folder != path else f", and no {FOLDER} below it")
-    left = ", but unfinished saves, which nothing can use" if leftovers(path) else ""
+    folder = folders.below(path)
+    looked_for = f"no step-NNNNNNNN in {folder}" + ("" if folder != path else f", and no {folders.FOLDER} below it")
+    left = ", but unfinished saves, which nothing can use" if folders.leftovers(path) else ""
     try:
         own = load_run_config(path / "config.toml").config.checkpoint.folder
     except ConfigError:  # of no run, or of one that another version wrote
@@ -207,9 +190,9 @@ def _what_is_missing(path: Path) -> str:
     return f"holds no checkpoint: there is {looked_for}{left}; {instead}"
 
 
-def _check(config: RunConfig, checkpoint: Checkpoint) -> None:
+def _check(config: RunConfig, checkpoint: folders.Checkpoint) -> None:
     manifest, where = checkpoint.manifest, f"checkpoint.load={checkpoint.path}"
-    if manifest.optimizer["sharding"] == WEIGHTS_ALONE:
+    if manifest.optimizer["sharding"] == folders.WEIGHTS_ALONE:
         raise ValueError(
             f"{where} has weights alone; set checkpoint.load_weights to it, and checkpoint.load to nothing"
         )

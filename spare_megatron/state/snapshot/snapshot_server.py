@@ -1,7 +1,4 @@
-"""The snapshot server of a node: a process that holds snapshots of its ranks' states and outlives the ranks.
-
-Ranks copy their state to its shared memory, which the kernel frees with the last process that has it open.
-"""
+"""The snapshot server of a node: a process that holds snapshots in shared memory and outlives the ranks."""
 
 import contextlib
 import errno
@@ -246,7 +243,6 @@ class NodeSnapshotServer:
         self._child = start_child(self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name)
 
     def stop(self) -> None:
-        """Kills and reaps the process."""
         if self._child is not None:
             end_child(self._child)
             self._child = None

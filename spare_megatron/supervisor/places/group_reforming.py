@@ -1,8 +1,6 @@
-"""Has machines of broken groups take empty places of others, through the list of assignments in the control store.
-
-Any supervisor may write an entry, the lowest machine of a broken group does. An entry binds: a machine whose place is
-given to another, or that is given another place, ends the ranks that it has. The list also says which machines are in
-quarantine: their places are empty.
+"""Has machines of broken groups take empty places of others, through the list of assignments in the control store. The
+lowest machine of a broken group writes an entry, which binds: a machine that loses its place, or gets another, ends its
+ranks. The list also says which machines are in quarantine: their places are empty.
 """
 
 import time
@@ -186,7 +184,6 @@ class GroupReforming:
         return {shard: self._placement.hosts[shard] for shard in self._placement.uncovered(alive)}
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
-        """`empty_places` of these groups."""
         return empty_places(store, places, [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)])
 
     def _is_lowest(self, places: Places, groups: Sequence[GroupId], empty: Sequence[PlaceId]) -> bool:

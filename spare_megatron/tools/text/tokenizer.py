@@ -1,7 +1,7 @@
 """Tokenizers: bytes, a tokenizer.json of Hugging Face, a model of SentencePiece, and ranks of tiktoken.
 
 `read_tokenizer` reads the files once; what it returns can be sent to other processes, each of which builds its
-`Tokenizer` from it, so all of them use the same one. Text never becomes a special token.
+`Tokenizer` from it, so all of them use the same one. Text never becomes the token that ends documents.
 """
 
 import base64

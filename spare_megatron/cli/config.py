@@ -13,7 +13,6 @@ from spare_megatron.cli.preset import HELP, OverridesOption, load_without_proble
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
 from spare_megatron.cli.terms import explained
-from spare_megatron.config.loader import preset_file
 
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import Machine
@@ -121,6 +120,8 @@ def _endured_losses(config: "RunConfig") -> float:
 
 def _alone(preset: Path) -> str:
     """What a preset of a cluster lacks, if it is one that ships."""
+    from spare_megatron.config.loader import preset_file
+
     if preset_file(preset).parent.name != "cluster":
         return ""
     return f" alone, as {preset} is a preset of a cluster: add the groups that fill it, as --set layout.num_groups=8"

@@ -26,9 +26,9 @@ def test_on_gpus_plain_ranks_are_no_forks_of_a_server_that_may_have_used_one(
         raise Refused
 
     monkeypatch.setattr(bench_plain, "preflight", lambda _config: None)
-    monkeypatch.setattr(bench_plain, "fork_server", lambda: multiprocessing.get_context("forkserver"))
-    monkeypatch.setattr(bench_plain, "start_embedded_store", lambda *_arguments, **_options: (None, None))
-    monkeypatch.setattr(bench_plain, "start_child", start_child)
+    monkeypatch.setattr(bench_plain.processes, "fork_server", lambda: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(bench_plain.processes, "start_embedded_store", lambda *_arguments, **_options: (None, None))
+    monkeypatch.setattr(bench_plain.processes, "start_child", start_child)
     with pytest.raises(Refused):
         bench_plain.run_plain(RunConfig(cluster=ClusterConfig(device=device)))
     assert [type(context) for context in contexts] == [expected]

@@ -113,14 +113,14 @@ def is_right_rank(outcome: Outcome, layout: dict[str, int]) -> bool:
     stage = case.rank // num_tensor
     ranks = [case.rank] if case.kind == "weight_gradient" else list(range(stage * num_tensor, (stage + 1) * num_tensor))
     named = outcome.reason.rpartition("rank")[2].removeprefix("s").strip()
-    told = [int(rank) for rank in named.split(", ")] if named.replace(", ", "").isdigit() else []
-    return outcome.fenced == [case.group] and case.rank in told and set(told) <= set(ranks)
+    named_ranks = [int(rank) for rank in named.split(", ")] if named.replace(", ", "").isdigit() else []
+    return outcome.fenced == [case.group] and case.rank in named_ranks and set(named_ranks) <= set(ranks)
 
 
 def measure(config: RunConfig, num_pairs: int) -> tuple[list[float], float]:
     """Steps with an audit over steps without, by turns, and the digests' share of the steps from one audit to the next.
 
-    In processor time, which is that of a rank that waits for nobody.
+    In processor time, which is that of a rank that waits for no other.
     """
     trainer, m = GroupTrainer(config, CPU), config.spare.microbatches_per_shard
     own = [Microbatch(0, index) for index in range(m)]  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, word_of
+from spare_megatron.core.audits.audits import AuditPolicy, MicrobatchDigest, combined_digest
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
@@ -131,7 +131,7 @@ class Losses:
         return self._random.random() < 0.5
 
     def back(self, voters: Sequence[Member]) -> tuple[Member, ...]:
-        """Those of the lost groups that ask to be taken in now."""
+        """Those of the lost groups that ask to be admitted now."""
         away = {group: number for group, number in self._away.items() if Member(group, number) not in voters}
         members = {voter.group for voter in voters}
         return tuple(
@@ -213,7 +213,7 @@ class PlayedGroups:
         if isinstance(entry, Retry):
             played.num_disputes += len(entry.disputes)
         if isinstance(entry, Commit):
-            voted = Counter(word.microbatch for vote in votes.values() for word in vote.audits)
+            voted = Counter(item.microbatch for vote in votes.values() for item in vote.audits)
             played.num_compared += sum(number - 1 for number in voted.values())
         return list(followed)
 
@@ -251,12 +251,14 @@ class PlayedGroups:
     def _votes(self, controller: Controller, action: AttemptReduce) -> dict[GroupId, Vote]:
         votes = {}
         for group in controller.members:
-            words = tuple(
-                AuditWord(*microbatch, word_of(found), tuple(found) if microbatch in action.disputed else ())
+            digests = tuple(
+                MicrobatchDigest(
+                    *microbatch, combined_digest(found), tuple(found) if microbatch in action.disputed else ()
+                )
                 for (of, microbatch), found in sorted(self._boundaries.items(), key=lambda item: item[0])
                 if of == group
             )
-            votes[group] = Vote(is_complete=True, plan_digest=action.plan_digest, audits=words)
+            votes[group] = Vote(is_complete=True, plan_digest=action.plan_digest, audits=digests)
         return votes
 
 

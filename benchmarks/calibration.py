@@ -16,7 +16,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.tools.simulate.calibrate import calibrate
-from spare_megatron.tools.simulate.run_replay import Replay, replay
+from spare_megatron.tools.simulate.run_replay import RunReplay, replay
 from spare_megatron.tools.simulate.scenario import CostModel
 
 LEAST_STEPS = 5
@@ -33,7 +33,7 @@ def run_once(config_file: Path, overrides: list[str], seed: int, folder: Path) -
     return read_journal(folder)
 
 
-def errors_of(result: Replay) -> dict[str, list[float]]:
+def errors_of(result: RunReplay) -> dict[str, list[float]]:
     """Relative errors of the median step for each number of groups, and of the median recovery and join."""
     steps = [step.time.error for step in result.steps if step.num_steps >= LEAST_STEPS]
     found = {"steps": steps}

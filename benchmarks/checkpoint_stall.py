@@ -27,7 +27,7 @@ WAYS = {"synchronous": "checkpoint.asynchronous=false", "asynchronous": "checkpo
 
 
 def saves_of_a_run(config_file: Path, overrides: list[str], way: str) -> list[CheckpointRecord]:
-    """The saves before the last step: after it nobody trains on."""
+    """The saves before the last step: no group trains after it."""
     config = load_run_config(config_file, [*overrides, WAYS[way]]).config
     with tempfile.TemporaryDirectory() as scratch:
         start_run(config, Path(scratch) / "run", lambda _: None)

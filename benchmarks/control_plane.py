@@ -1,10 +1,10 @@
 """What agreement costs: votes, commits and an epoch change of many simulated groups, with each control store.
 
-Every group has connections of its own, and votes as soon as it has heard the last decision: all at once, which is the
+Every group has connections of its own, and votes as soon as it has read the last decision: all at once, which is the
 worst they can do. Those that vote by way of relays share event loops (`loops`), the relays are threads; then all groups
 are threads made of what a real leader is made of (`threads`). In an epoch change a group dies while all others are in a
-reduction, look at the log now and then, and see its loss nowhere else; then they vote against the sum, hear the retry,
-vote again and hear the commit. Clients and servers share this machine, and the time of its processors that each took is
+reduction, look at the log now and then, and see its loss nowhere else; then they vote against the sum, read the retry,
+vote again and read the commit. Clients and servers share this machine, and the time of its processors that each took is
 printed.
 """
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, default=0, help="kills of etcd's leader under one client, each in a new cluster"
     )
-    parser.add_argument("--log", type=int, default=0, help="entries of a log that somebody reads who has no part in it")
+    parser.add_argument("--log", type=int, default=0, help="entries of a log that a process outside the run reads")
     parser.add_argument("--kept", type=int, default=0, help="steps of a few groups, of which something is left")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """The groups of a benchmark that vote by way of relays, thousands in one event loop.
 
-They say and hear on the wire what a leader does; only the loop around it differs, and what is the same for all is
+They send and receive what a leader does; only the loop around it differs, and what is the same for all is
 encoded and decoded once. A thread for each would spend most of its time on switching to the next, and on a cluster
 every leader has a processor of its own. Whoever its relay does not
 vote for is a thread until the attempt is decided: it casts its vote itself and waits at the store.
@@ -19,7 +19,7 @@ from functools import lru_cache
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.formats.codec import encode, set_fields
-from spare_megatron.formats.frames import Address, Frame, Inbox, Kind, send_at_once
+from spare_megatron.formats.frames import Address, Frame, Inbox, VoteFrameKind, send_at_once
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store
@@ -47,7 +47,7 @@ class _Voter:
     inbox: Inbox
     is_complete: bool = True
     is_relayed: bool = False  # has voted, and waits for its relay
-    closed: int = -1  # the last attempt on which its relay has said that it does not vote for it
+    closed: int = -1  # the last attempt for which its relay has reported that it does not vote
     voted_at_s: float = 0.0
     decide_s: list[float] = field(default_factory=list)
 
@@ -58,19 +58,21 @@ class _Voter:
 
     def send(self) -> None:
         """Votes by way of its relay."""
-        frame = Frame(Kind.VOTE, self.leader.attempt, self.leader.member, _vote_text(self.is_complete).encode())
+        frame = Frame(
+            VoteFrameKind.VOTE, self.leader.attempt, self.leader.member, _vote_text(self.is_complete).encode()
+        )
         send_at_once(self.connection, frame.packed(self.token))
         self.is_relayed = True
 
-    def hear(self) -> bool:
-        """Takes in what has come; whether the attempt is decided."""
+    def receive(self) -> bool:
+        """Reads what has come; whether the attempt is decided."""
         is_decided = False
         for frame in self.inbox.receive(self.connection):
-            if frame.kind is Kind.CLOSED:
+            if frame.kind is VoteFrameKind.CLOSED:
                 self.closed = frame.number
             elif self.is_relayed and frame.number == self.leader.index:
                 # If it is a loss, its relay, which is not lost, reads the votes.
-                is_decided = self.leader.hear(_entry(str(frame.content, "utf-8")))
+                is_decided = self.leader.receive(_entry(str(frame.content, "utf-8")))
                 self.is_relayed = not is_decided
         return is_decided
 
@@ -79,7 +81,7 @@ class Crowd:
     """Groups of one process.
 
     Args:
-        spec: The store in which relays, which are up, have said where they are.
+        spec: The store in which relays, which are up, have written their addresses.
         members: None of them a relay.
         roster: Of all voters.
     """
@@ -100,10 +102,10 @@ class Crowd:
         self._pool = ThreadPoolExecutor(len(members))
 
     def commit(self, num_decisions: int) -> list[list[float]]:
-        """Votes on one attempt after the other, each group as soon as it has heard of the last decision.
+        """Votes on one attempt after the other, each group as soon as it has read the last decision.
 
         Returns:
-            Of each the seconds from each vote until it heard the decision.
+            Of each the seconds from each vote until it read the decision.
         """
         for voter in self._voters:
             self._vote(voter)
@@ -111,7 +113,7 @@ class Crowd:
         return [voter.decide_s for voter in self._voters]
 
     def change_epoch(self) -> list[EpochChange]:
-        """A loss in a reduction, which nobody sees elsewhere than in the log. Returns what each group has seen."""
+        """A loss in a reduction, which groups see in the log alone. Returns what each group has seen."""
         for voter in [voter for voter in self._voters if voter.leader.member == LOST]:
             self._selector.unregister(voter.connection)
             voter.connection.close()
@@ -122,7 +124,7 @@ class Crowd:
         return self._run(self._voters[0].leader.attempt + 2, asks)
 
     def _run(self, end: int, asks: list[tuple[float, int]]) -> list[EpochChange]:
-        """Goes on until all have heard the decision of the attempt before this one."""
+        """Goes on until all have read the decision of the attempt before this one."""
         seen: list[EpochChange] = []
         while len(seen) < len(self._voters):
             self._ask(asks)
@@ -161,7 +163,7 @@ class Crowd:
         self._waker.send(b"1")
 
     def _taken_back(self) -> list[_Voter]:
-        """One that has heard of the decision by itself."""
+        """One that has read the decision by itself."""
         self._woken.recv(1)
         voter, future = self._alone.get()
         future.result()
@@ -169,7 +171,7 @@ class Crowd:
 
     def _decided(self, voter: _Voter) -> list[_Voter]:
         """The group, if its relay has passed on the decision."""
-        if voter.hear():
+        if voter.receive():
             return [voter]
         if voter.is_relayed and voter.is_closed:
             voter.is_relayed = False

@@ -57,7 +57,7 @@ class Commits:
     """What some groups in one process have taken.
 
     Attributes:
-        decide_s: Of every group and decision, from its vote until it heard.
+        decide_s: Of every group and decision, from its vote until it read it.
         client_s: Processor time of the process from the first of the commits to the last.
         server_s: Processor time of the store meanwhile.
     """

@@ -54,7 +54,7 @@ class EpochChange:
 
     Attributes:
         known_at_s: It found the fence in the log.
-        ended_at_s: It heard of the next commit: after a vote against the sum, a retry, and another vote.
+        ended_at_s: It read the next commit: after a vote against the sum, a retry, and another vote.
         num_casts: How often it has cast votes.
         num_reads: How often it has read them.
     """
@@ -118,14 +118,14 @@ class Leader:
         self._known_at_s = 0.0
 
     def decide(self, *, is_complete: bool = True) -> float:
-        """One attempt: all who are left vote, one of the last writes the entry, all hear of it. Returns the seconds."""
+        """One attempt: all who are left vote, one of the last writes the entry, all read it. Returns the seconds."""
         began_s = time.monotonic()
         step = attempt = self.attempt
         entry = Commit(step=step, attempt=attempt) if is_complete else Retry(step=step, attempt=attempt)
         vote = vote_on(is_complete=is_complete)
         for votes in (self._voting.vote(self.attempt, vote, self._voters), self._voting.confirm()):
             self._write(entry, votes)
-        while not self.hear(self._voting.read_entry(self.index)):
+        while not self.receive(self._voting.read_entry(self.index)):
             read = ReadVotes(attempt=self.attempt, voters=self._voters, num_left=len(self._left))
             for found in self._voting.read_votes(read):
                 self._write(entry, found)
@@ -135,7 +135,7 @@ class Leader:
         if votes is not None and all(member.group in votes.votes for member in self._left):
             self._agreement.append(self.index, entry)
 
-    def hear(self, entry: Entry) -> bool:
+    def receive(self, entry: Entry) -> bool:
         """Goes on after the entry; whether that decides the attempt."""
         self.index += 1
         if isinstance(entry, Fence):
@@ -146,7 +146,7 @@ class Leader:
         return True
 
     def change_epoch(self) -> EpochChange:
-        """A loss in a reduction, which nobody sees elsewhere than in the log."""
+        """A loss in a reduction, which groups see in the log alone."""
         time.sleep(self.first_ask_s())
         while not self.sees_loss():
             time.sleep(ask_interval_s(len(self._roster.all)))

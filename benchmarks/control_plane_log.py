@@ -19,7 +19,7 @@ NUM_WRITERS = 16
 
 
 def measure_log(spec: StoreSpec, num_entries: int, servers: Sequence[int]) -> dict[str, object]:
-    """Fills a log with commits and reads it as whoever has no part in it, or comes back to it, does."""
+    """Fills a log with commits and reads it as a group that has no part in it, or comes back to it, does."""
     before_bytes = sum(psutil.Process(pid).memory_info().rss for pid in servers)
 
     def write(first: int) -> None:

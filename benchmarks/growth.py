@@ -106,7 +106,7 @@ def figures_of(journal: Journal, meter: Meter, steps: range) -> dict[str, float]
                 voted[step].append(line.at_s)
             case EntryRecord(entry={"entry": "commit", "step": int(step)}):
                 known[step].append(line.at_s)
-    # When the looks were, in steps: the driver hears of a step some time after it.
+    # When the looks were, in steps: the driver receives a step some time after it.
     ended_s = [max(known[step]) for step in sorted(known)]
     looked_at = np.interp([at_s for at_s, _ in meter.looks], ended_s, sorted(known))
     spent_s = meter.looks[1][1] - meter.looks[0][1]

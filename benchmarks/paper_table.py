@@ -29,7 +29,7 @@ from spare_megatron.machine.interrupts import INTERRUPTED
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.scenario_presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.tools.simulate.simulate_jobs import ResultFile, default_jobs, simulate_all
-from spare_megatron.tools.simulate.sweep import Estimate, Figures, cases_of, given_up, summarize
+from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures, cases_of, given_up, summarize
 from spare_megatron.tools.simulate.world import CAUSES
 
 SIZES = (200, 600, 1000)
@@ -111,7 +111,7 @@ def scenarios_of(row: Row, num_groups: int, num_steps: int) -> tuple[Scenario, .
     return tuple(load_scenario(f"paper_n{num_groups}", {**base, "redundancy": r}) for r in redundancies)
 
 
-def best_of(figures: Sequence[Figures]) -> Figures | None:
+def best_of(figures: Sequence[SweepFigures]) -> SweepFigures | None:
     return min(figures, key=lambda one: one.time_to_train_ratio.mean, default=None)
 
 

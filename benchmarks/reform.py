@@ -33,7 +33,7 @@ from spare_megatron.process.reports import GroupRejoined, RankKey, RanksStarted,
 from spare_megatron.stacking.layout import GroupId
 
 MOST_STEPS = 100_000
-SETTINGS = (  # a model whose ranks share two processors, and yet are heard within half a second
+SETTINGS = (  # a model whose ranks share two processors, and yet beat within half a second
     "spare.redundancy=3",
     "spare.microbatches_per_shard=2",
     "spare.rejoins=100",
@@ -81,7 +81,7 @@ class Scene:
         return ranks + [(GroupId(group), group % self.machines) for group in range(self.losses)]
 
     def num_returns(self, num_kills: int) -> int:
-        """Groups that have been taken in after so many kills: k machines that are lost cost k / machines groups."""
+        """Groups that have been admitted after so many kills: k machines that are lost cost k / machines groups."""
         num_lost = max(0, num_kills - self.rejoins)
         return min(num_kills, self.rejoins) + num_lost - math.ceil(num_lost / self.machines)
 

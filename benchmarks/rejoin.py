@@ -1,4 +1,4 @@
-"""How long a lost group stays away, with and without spares, and how long taking it in again stops the others.
+"""How long a lost group stays away, with and without spares, and how long its admission stops the others.
 
 With real SIGKILLs, in runs with and without spares in turn.
 """

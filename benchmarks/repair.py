@@ -1,4 +1,4 @@
-"""How long slices of the optimizer's state lack a host after a SIGKILL, beside their bytes over the bandwidth.
+"""How long partitions of the optimizer's state lack a host after a SIGKILL, beside their bytes over the bandwidth.
 
 Copies become hosts with the next commit, so that the second time is longer than the first by up to a step.
 """
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass(slots=True)
 class Killer:
-    """Kills the last group, and ends the run some steps after all slices have their hosts again."""
+    """Kills the last group, and ends the run some steps after all partitions have their hosts again."""
 
     run_dir: Path
     last_group: int

@@ -1,7 +1,7 @@
 """A bucket of gradients summed for everybody beside one whose parts are summed for their recipients, over gloo.
 
 One process for each group, in turn with one communicator. With as many parts as groups, a bucket is all gradients of a
-rank; with one part, it lies within a slice, whose owner is another group in each round.
+rank; with one part, it lies within a partition, whose owner is another group in each round.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--elements", type=int, default=1_000_000, help="gradients in the bucket, fp32")
-    parser.add_argument("--parts", type=int, default=1, help="slices that the bucket lies in")
+    parser.add_argument("--parts", type=int, default=1, help="partitions that the bucket lies in")
     parser.add_argument("--redundancy", type=int, default=2, help="recipients of each")
     parser.add_argument("--rounds", type=int, default=20, help="sums of each kind")
     parser.add_argument("--json", action="store_true")

@@ -73,7 +73,7 @@ def _began_s() -> float:
 
 @cache
 def _group() -> int:
-    """By the log that this process writes: a program is not told, since nothing that it computes may depend on it."""
+    """By the log that this process writes: a program cannot ask, since nothing that it computes may depend on it."""
     found = re.search(r"group-(\d+)", Path(os.readlink("/proc/self/fd/2")).name)
     assert found is not None, "the log of a rank is named after its group"
     return int(found[1])

@@ -1,12 +1,12 @@
 """What telemetry costs a step: every sink and the spans of all ranks, on and off in turn within one run.
 
 Pairs of steps with it and without it follow each other as on, off, off, on, so that what drifts is in both: the longer
-the blocks, the more of the machine's own moods is in a ratio. A step is told while the next one is computed, so it is
-told where that one is with telemetry. Sinks with threads of their own take steps in lots, which might fall into any
+the blocks, the more of the machine's own moods is in a ratio. A step is sent while the next one is computed, so it is
+sent where that one is with telemetry. Sinks with threads of their own take steps in lots, which might fall into any
 step; here they get a lot when two pairs of steps with telemetry begin: four steps, no more than they have in life where
-a step takes half a second. The processor time of a step that is told to all of them is measured apart, too. With
-`--hanging` there is one more sink, which never comes back from the first step that it is told.
-Also: what 100,000 steps leave in the memory of the process that tells them to the sinks.
+a step takes half a second. The processor time of a step that is reported to all of them is measured apart, too. With
+`--hanging` there is one more sink, which never comes back from the first step that it is given.
+Also: what 100,000 steps leave in the memory of the process that reports them to the sinks.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def is_on(step: int) -> bool:
 
 
 class _Gated:
-    """A sink that is told of a step where the next one is with telemetry; in lots, if it has a thread of its own."""
+    """A sink that is given a step where the next one is with telemetry; in lots, if it has a thread of its own."""
 
     def __init__(self, sink: MetricsSink) -> None:
         self._sink = sink
@@ -156,7 +156,7 @@ def _log_ratio(step_s: Mapping[int, float], first: int) -> float:
 
 
 def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
-    """Resident memory of a process that tells so many steps to every sink: after a tenth of them, and what came on top.
+    """Resident memory of a process that sends so many steps to every sink: after a tenth of them, and what came on top.
 
     It waits for the sinks after each lot, so that nothing is dropped. The processor time is that of all steps but the
     first tenth, of the sinks' own processes, too.
@@ -251,7 +251,7 @@ def main() -> None:
     print(f"sinks: {', '.join(result['sinks'])}")
     print(f"step with over without: {result['ratio']:.4f} +- {result['ratio_ci95']:.4f} ({result['rounds']} rounds)")
     if options.told_steps:
-        print(f"processor time of a step that is told: {result['told_processor_s'] * 1e3:.2f} ms")
+        print(f"processor time of a step that is reported: {result['told_processor_s'] * 1e3:.2f} ms")
         print(f"memory: {result['memory_bytes'] / 1e6:.0f} MB, and {result['memory_growth_bytes'] / 1e6:.1f} MB more")
 
 

@@ -1,7 +1,7 @@
 # Sourced by the launchers: leaves a complete virtual environment in $root/.venv and changes to $root.
 #
 # PYTHON chooses the interpreter. An environment is reused only when its stamp, written last, matches everything
-# it was made from; a half-made one has no stamp and is made again from nothing. One that somebody else made is kept.
+# it was made from; a half-made one has no stamp and is made again from nothing. One that was made otherwise is kept.
 
 torch_version="2.13.0"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

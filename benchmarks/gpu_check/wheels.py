@@ -53,7 +53,7 @@ def add_wheel_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_wheels(options: argparse.Namespace) -> int:
-    """Downloads the wheels and prints their size. CalledProcessError: pip failed, and has said why."""
+    """Downloads the wheels and prints their size. CalledProcessError: pip failed, and has reported why."""
     torch = f"torch=={options.torch}"
     if options.have:
         have = {_name(line) for line in options.have.read_text().split() if line[0].isalpha()} | {"torch"}

@@ -81,7 +81,7 @@ class Outcome:
     Attributes:
         params_sha256: Of the parameters at the end; empty if groups end with different ones.
         did: What it did or reported, in the order of the log; empty if nothing.
-        lost: The groups that were put out.
+        lost: The groups that were fenced.
         was_finite: Whether losses and local gradients were finite in all groups; unknown of ours.
     """
 

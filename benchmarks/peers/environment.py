@@ -21,7 +21,7 @@ def peer_python() -> Path:
     An environment without its stamp, written last, is half made and is made again.
 
     Raises:
-        RuntimeError: pip could not install something; its last words are in the text.
+        RuntimeError: pip could not install something; its last lines are in the text.
     """
     packages = [TORCHFT, NVRX, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]]
     made_from = "\n".join([sys.version, sys.executable, TORCH, *packages])

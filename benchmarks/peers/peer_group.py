@@ -157,7 +157,7 @@ class PeerGroup:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, kind: EventKind, step: int, num_microbatches: int = 0) -> None:
-        """Tells an event. It is stored when this returns, whatever becomes of the process."""
+        """Reports an event. It is stored when this returns, whatever becomes of the process."""
         event = Event(kind=kind, group=self.group, step=step, at_s=time.time(), num_microbatches=num_microbatches)
         os.write(self._events, (json.dumps(asdict(event)) + "\n").encode())
 

@@ -15,7 +15,7 @@ _TIMEOUT_S = 480.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchftTimes:
-    """When torchft gives somebody up.
+    """When torchft gives a group up.
 
     Attributes:
         heartbeat_s: Without a heartbeat for so long a group is dead to the Lighthouse.
@@ -38,7 +38,7 @@ class TorchftTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvrxTimes:
-    """When NVIDIA's resiliency extension looks for lost groups, and when it gives somebody up.
+    """When NVIDIA's resiliency extension looks for lost groups, and when it gives one up.
 
     Attributes:
         interval_s: Between two looks of every monitor, and how long it waits for further losses before a restart.
@@ -67,7 +67,7 @@ def run_peer(python: Path, config: RunConfig, peer: TorchftTimes | NvrxTimes, fo
     """Trains with a peer through the faults of the configuration, whose sample index is there already.
 
     Raises:
-        RuntimeError: A survivor did not come to the end; what its processes said last is in the text.
+        RuntimeError: A survivor did not come to the end; the last output of its processes is in the text.
     """
     run_peer_in_turn(python, {folder: config}, peer)
     return read_events(sorted(folder.glob("*.jsonl")))

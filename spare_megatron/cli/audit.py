@@ -65,8 +65,8 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
         if suspect.samples:
             say(f"  samples: {', '.join(suspect.samples)}")
     for found in history.mismatches:
-        said = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
-        say(f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {said}")
+        reported = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
+        say(f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {reported}")
         say(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
     for step, reason in history.saved.items():
         if reason:

@@ -123,7 +123,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
     if "writers" in manifest.optimizer:
         writers = ", ".join(map(str, manifest.optimizer["writers"]))
         optimizer += (
-            f": {manifest.optimizer['num_slices']} slices on {manifest.optimizer['redundancy']} groups each, "
+            f": {manifest.optimizer['num_slices']} partitions on {manifest.optimizer['redundancy']} groups each, "
             f"written by groups {writers}"
         )
     return [

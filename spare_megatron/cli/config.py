@@ -15,7 +15,7 @@ from spare_megatron.cli.running import this_machine
 from spare_megatron.cli.terms import explained
 
 if TYPE_CHECKING:
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
 
 
@@ -134,7 +134,7 @@ def _with_some_corpus(config: "RunConfig") -> "RunConfig":
     return dataclasses.replace(config, data=dataclasses.replace(config.data, corpus="any"))
 
 
-def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
+def _megatron_problems(config: "RunConfig", machine: "MachineResources") -> list[str]:
     """Why megatron-core would refuse the fields of `[megatron]`, which it alone knows."""
     if not config.megatron:
         return []
@@ -151,14 +151,14 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
     return []
 
 
-def fitting_machine(config: "RunConfig") -> "Machine":
+def fitting_machine(config: "RunConfig") -> "MachineResources":
     """A machine of which only the configuration itself can ask too much."""
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.program_file import judge_program
 
     num_ranks = config.parallel.num_ranks
     program, failure = judge_program(config.program)
-    return Machine(
+    return MachineResources(
         num_gpus=num_ranks,
         num_cores=num_ranks,
         has_corpus=True,

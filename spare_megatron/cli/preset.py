@@ -9,7 +9,7 @@ import typer
 from spare_megatron.formats.printable import printable
 
 if TYPE_CHECKING:
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
 
@@ -37,7 +37,7 @@ def one_preset(argument: Path | None, option: Path | None, command: str) -> Path
 def load_without_problems(
     path: Path | None,
     overrides: Sequence[str],
-    machine_of: Callable[["RunConfig"], "Machine"],
+    machine_of: Callable[["RunConfig"], "MachineResources"],
     *,
     cluster: Path | None = None,
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,

@@ -19,7 +19,7 @@ from spare_megatron.formats.quantities import format_steps
 from spare_megatron.machine import interrupts
 
 if TYPE_CHECKING:
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
@@ -55,7 +55,7 @@ def load_runnable(
     return resolved(config, machine)
 
 
-def this_machine(command: str, config: "RunConfig") -> "Machine":
+def this_machine(command: str, config: "RunConfig") -> "MachineResources":
     """What this machine offers the run, with the demo's corpus, which can be made."""
     from spare_megatron.driver.run import look_at_machine
 

@@ -19,7 +19,7 @@ from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.machine.interrupts import deferred
 
 if TYPE_CHECKING:
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.driver.slurm.slurm_commands import JobId
 
@@ -144,16 +144,16 @@ def _by_srun(config: "RunConfig") -> "RunConfig":
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
 
 
-def _cluster_for(config: "RunConfig") -> "Machine":
+def _cluster_for(config: "RunConfig") -> "MachineResources":
     """As much as it asks for; the corpus is seen from here."""
-    from spare_megatron.config.checks.validate import Machine
+    from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.program_file import judge_program
     from spare_megatron.config.training.corpus import judge_corpus
 
     corpus, failure = judge_corpus(config.data, lambda what: message("submit", what))
     program, program_failure = judge_program(config.program)
     num_ranks = max(0, config.parallel.num_ranks)
-    return Machine(
+    return MachineResources(
         num_gpus=num_ranks,
         num_cores=num_ranks * config.cluster.threads_per_rank,
         has_corpus=corpus is not None or is_to_be_made(config.data),

@@ -41,7 +41,7 @@ from spare_megatron.process.processes import (
 )
 from spare_megatron.process.specs import NodeSpec, RankMain
 from spare_megatron.slow_machines.culprits import Culprits
-from spare_megatron.slow_machines.slow_machine_drains import Ladder
+from spare_megatron.slow_machines.slow_machine_drains import SlowMachineDrains
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store import keys
@@ -113,7 +113,7 @@ class Driver:
         self._culprits = Culprits(
             journal, on_event, shares_processors=config.cluster.launcher == "local", on_named=self._on_named
         )
-        self._ladder = Ladder(config, run_dir, journal, lambda: self._store)
+        self._drains = SlowMachineDrains(config, run_dir, journal, lambda: self._store)
         self._timers = Timers()
         self._stop_reason = ""
         self._last_cause = ""
@@ -277,7 +277,7 @@ class Driver:
 
     def _on_named(self, culprit: Culprit, step_s: float) -> None:
         if self._config.spare.replace_slow and len(self._nodes) > 1:
-            self._ladder.consider(culprit, step_s, self._absent_groups, time.monotonic())
+            self._drains.consider(culprit, step_s, self._absent_groups, time.monotonic())
 
     def _handle(self, report: reports.NodeReport, sender: int) -> None:
         """Handles a report of a machine, which reports the place that it holds as its node."""
@@ -305,7 +305,7 @@ class Driver:
                 reports.GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation)
             ):
                 self._last_rejoined[GroupId(group)] = incarnation
-                self._ladder.on_admission(report.step)
+                self._drains.on_admission(report.step)
                 self._stop_reason = ""
                 if isinstance(report, RestartRecord):
                     self._num_steps = report.step
@@ -323,7 +323,7 @@ class Driver:
                 return
             case reports.StepCommitted(update=UpdateRecord(step=step, step_s=step_s)):
                 self._num_steps = max(self._num_steps, step + 1)
-                self._ladder.on_step(step, step_s)
+                self._drains.on_step(step, step_s)
             case reports.RunStopped(reason=reason):
                 self._stop_reason = reason
             case reports.RankRaised():

@@ -121,11 +121,14 @@ _FACTORS = (1.5, 4.0)
 """Between these the factor of a slow fault is drawn."""
 
 _NEVER_DRAWN = (
-    points.PHASES_BETWEEN_STEPS | points.PHASES_OF_AN_EVALUATION | points.PHASES_WITH_SLICES | points.PHASES_OF_A_BUCKET
+    points.PHASES_BETWEEN_STEPS
+    | points.PHASES_OF_AN_EVALUATION
+    | points.PHASES_WITH_PARTITIONS
+    | points.PHASES_OF_A_BUCKET
 )
 _PHASES = tuple(phase for phase in points.FaultPoint if phase not in _NEVER_DRAWN)
 
-_PHASES_WITH_SLICES = (*_PHASES, points.FaultPoint.BEFORE_GATHER)
+_PHASES_WITH_PARTITIONS = (*_PHASES, points.FaultPoint.BEFORE_GATHER)
 """Without IN_GATHER, which is not reached if another group is lost in the same gather."""
 
 _PHASES_OF_A_RECOVERY = (points.FaultPoint.PATCH, points.FaultPoint.REBUILD)
@@ -355,7 +358,7 @@ def _draw(config: RunConfig, weights: dict[points.FaultKind, float], rng: np.ran
     if not any(KINDS[other].is_sure_to_cost for other in weights):
         unreachable.update(_PHASES_OF_A_RECOVERY)
     is_stacked = config.optimizer.sharding == "stacked"
-    anywhere = _PHASES_WITH_SLICES if is_stacked else _PHASES
+    anywhere = _PHASES_WITH_PARTITIONS if is_stacked else _PHASES
     if row.phases:
         unreachable |= set(points.FaultPoint).difference(row.phases) | {
             points.FaultPoint.SEND,

@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spare_megatron.config.checks.validate import Machine, beyond_limits, on_device
+from spare_megatron.config.checks.validate import MachineResources, beyond_limits, on_device
 from spare_megatron.config.program_file import judge_program, resolved_program
 from spare_megatron.config.resolved import dump_run_config, write_with_exports
 from spare_megatron.config.schema import RunConfig
@@ -72,14 +72,14 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
     run_rank(spec, reports)
 
 
-def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> Machine:
+def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> MachineResources:
     """Collects what this machine offers a run. `on_read` is called with a description before a slow step."""
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     program, program_failure = judge_program(config.program)
     limits = process_limits()
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     fault_kinds = {fault.kind for fault in config.faults.trace}.union(config.faults.kinds)
-    return Machine(
+    return MachineResources(
         num_gpus=num_machines * len(visible_gpus()),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in map(shutil.which, ("ip", "bridge", "nsenter")),
@@ -156,7 +156,7 @@ def _held_directories(config: RunConfig, run_dir: Path, rejected: Sequence[Path]
         yield path
 
 
-def resolved(config: RunConfig, machine: Machine) -> RunConfig:
+def resolved(config: RunConfig, machine: MachineResources) -> RunConfig:
     """The configuration with this machine's device, the corpus and the program. ValueError: one cannot be used."""
     data = config.data
     if data.corpora or "datasets_provider" not in machine.program:

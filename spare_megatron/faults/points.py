@@ -111,7 +111,7 @@ PHASES_OF_AN_EVALUATION = frozenset(
 PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
 """The step at which they are reached is not known beforehand: such a fault strikes at or after its step."""
 
-PHASES_WITH_SLICES = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})
+PHASES_WITH_PARTITIONS = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})
 """Reached only with partitioned optimizer state."""
 
 PHASES_OF_A_BUCKET = frozenset({FaultPoint.STAGED, FaultPoint.SUMMED})

@@ -137,8 +137,8 @@ def _sum_of_parts(option: str, text: str, units: dict[str, float] | dict[str, in
     while found := _PART.match(rest, position):
         number, unit = found.groups()
         if unit not in units:
-            said = f"unknown unit {unit!r}" if unit else "no unit"
-            raise ValueError(f"{option} {text}: {said}; known units are {', '.join(units)}")
+            problem = f"unknown unit {unit!r}" if unit else "no unit"
+            raise ValueError(f"{option} {text}: {problem}; known units are {', '.join(units)}")
         total += float(number) * units[unit]
         position = found.end()
     if position == 0 or rest[position:].strip():

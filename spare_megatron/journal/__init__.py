@@ -1,1 +1,1 @@
-"""The journal of a run: records, their files, and the history that they tell. Start with `records`, then `fold`."""
+"""The journal of a run: records, their files, and the history that results. Start with `records`, then `fold`."""

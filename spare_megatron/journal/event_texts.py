@@ -57,7 +57,7 @@ def texts_of_record(record: records.Record) -> Iterator[str]:
         case records.CulpritRecord():
             yield text_of_culprit(record)
         case records.LadderRecord(rule="drain"):
-            yield text_of_ladder(record)
+            yield text_of_drain(record)
         case records.ExaminationRecord():
             yield text_of_examination(record)
         case records.RestartRecord():
@@ -128,7 +128,7 @@ def text_of_culprit(record: records.CulpritRecord) -> str:
     )
 
 
-def text_of_ladder(record: records.LadderRecord) -> str:
+def text_of_drain(record: records.LadderRecord) -> str:
     """Text of the decision to replace a machine that holds the run back."""
     by = {"group": "a further group", "machine": "a machine of a broken group"}.get(record.replacement)
     return (

@@ -21,7 +21,7 @@ def _spoil_tokens(trainer: GroupTrainer, bit: int | None) -> None:
 
 
 def _spoil_outputs(trainer: GroupTrainer, spoil: Callable[[Tensor], object], *, is_transient: bool = False) -> None:
-    """Spoils what the rank's last layer puts out: the next time, or from now on."""
+    """Spoils what the rank's last layer outputs: the next time, or from now on."""
     *_, layer = (m for chunk in trainer.chunks for m in chunk.module.modules() if isinstance(m, BaseTransformerLayer))
 
     def on_output(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:

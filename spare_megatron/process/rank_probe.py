@@ -21,11 +21,11 @@ CUT_OFF = "the run is to end, and its step has taken too long for that"
 class RankProbe:
     """The probe of one rank; a `mcore.model.probe.Probe`."""
 
-    def __init__(self, injector: Injector, beacon: HeartbeatWriter) -> None:
+    def __init__(self, injector: Injector, heartbeat: HeartbeatWriter) -> None:
         self._injector = injector
-        self._beacon = beacon
+        self._heartbeat = heartbeat
         if "slow" in injector.can_slow:
-            beacon.spans.passes.stretch = lambda seconds: injector.stretch("slow", seconds, beacon.progress)
+            heartbeat.spans.passes.stretch = lambda seconds: injector.stretch("slow", seconds, heartbeat.progress)
 
     @property
     def phases(self) -> frozenset[FaultPoint]:
@@ -33,7 +33,7 @@ class RankProbe:
 
     def __call__(self, phase: FaultPoint) -> None:
         """Injects faults. Raises StoreLost before a microbatch if the rank is to give the step up."""
-        if phase is FaultPoint.FORWARD and self._beacon.is_cut_off:
+        if phase is FaultPoint.FORWARD and self._heartbeat.is_cut_off:
             raise StoreLost(CUT_OFF)
         self._injector(phase)
 
@@ -42,7 +42,7 @@ class RankProbe:
 
     def begin_step(self, step: int) -> None:
         self._injector.step = step
-        self._beacon.begin_step(step)
+        self._heartbeat.begin_step(step)
 
     def between_steps(self, step: int, phase: FaultPoint) -> None:
         """Injects faults at a point between two steps, of which `step` is the next."""
@@ -50,13 +50,13 @@ class RankProbe:
         self._injector(phase)
 
     def progress(self) -> None:
-        self._beacon.progress()
+        self._heartbeat.progress()
 
     def wait_for_groups(self) -> None:
-        self._beacon.wait_for_groups()
+        self._heartbeat.wait_for_groups()
 
     def during(self, operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
-        pending = self._beacon.during(operation, in_backward=in_backward)
+        pending = self._heartbeat.during(operation, in_backward=in_backward)
         is_data = operation is Operation.STORAGE and "slow_data" in self._injector.can_slow
         return self._slow_data(pending) if is_data else pending
 
@@ -65,34 +65,34 @@ class RankProbe:
         with pending:
             began_s = time.monotonic()
             yield
-            self._injector.stretch("slow_data", time.monotonic() - began_s, self._beacon.progress)
+            self._injector.stretch("slow_data", time.monotonic() - began_s, self._heartbeat.progress)
 
     def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
-        return self._beacon.spans.forward(microbatch)
+        return self._heartbeat.spans.forward(microbatch)
 
     def backward(self, microbatch: Microbatch) -> None:
-        self._beacon.spans.backward(microbatch)
+        self._heartbeat.spans.backward(microbatch)
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         """Records a stage of the group's recovery from a loss, in seconds of the monotonic clock."""
-        self._beacon.spans.recovered(stage, began_s, ended_s)
+        self._heartbeat.spans.recovered(stage, began_s, ended_s)
 
     def show_spans(self, ranges: Ranges | None) -> None:
         """Reports the spans of the main thread to `ranges` too, from now on; None ends that. Between two spans."""
-        self._beacon.spans.ranges = ranges
+        self._heartbeat.spans.ranges = ranges
 
     def compute_s(self) -> float:
         """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
-        return self._beacon.spans.passes.total_s()
+        return self._heartbeat.spans.passes.total_s()
 
     def pace_s(self, num_chunks: int) -> float:
         """Seconds per microbatch of the step so far, single long passes cut; 0 without any. It waits as `compute_s`."""
-        passes = self._beacon.spans.passes
+        passes = self._heartbeat.spans.passes
         return passes.usual_s() * num_chunks / passes.num_forward if passes.num_forward else 0.0
 
     def end_step(self) -> dict[Operation, float]:
         """Ends a committed step. Returns as `take_split`."""
-        return self._beacon.end_step()
+        return self._heartbeat.end_step()
 
     def take_split(self) -> dict[Operation, float]:
-        return self._beacon.take_split()
+        return self._heartbeat.take_split()

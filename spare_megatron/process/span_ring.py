@@ -1,4 +1,4 @@
-"""A rank's spans, in memory shared with its supervisor, and the time of its passes, which alone tells a slow rank."""
+"""A rank's spans, in memory shared with its supervisor, and the time of its passes, which alone shows a slow rank."""
 
 import contextlib
 import ctypes

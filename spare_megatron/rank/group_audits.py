@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
-from spare_megatron.core.audits.audits import AuditWord, word_of
+from spare_megatron.core.audits.audits import MicrobatchDigest, combined_digest
 from spare_megatron.core.audits.suspects import MOST_NAMED
 from spare_megatron.core.log.actions import ComputeAudits
 from spare_megatron.journal.records import AuditRecord
@@ -12,7 +12,7 @@ from spare_megatron.state.rank_context import RankContext
 
 
 class GroupAudits:
-    """Carries out ComputeAudits, and makes the audit words of votes from the digests that the trainer has taken."""
+    """Carries out ComputeAudits, and makes the digests of votes from the digests that the trainer has taken."""
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
@@ -30,7 +30,7 @@ class GroupAudits:
         now.questioned |= {one.microbatch for one in action.disputes if one.is_suspicion} & set(asked)
         now.audited = [*now.audited, *(one for one in asked if one not in now.audited)]
 
-    def words(self, attempt: int, disputed: Sequence[Microbatch]) -> tuple[AuditWord, ...]:
+    def digests(self, attempt: int, disputed: Sequence[Microbatch]) -> tuple[MicrobatchDigest, ...]:
         """The group's digests of audited microbatches; those of disputed ones show what they are made of. Waits for the
         device. Collective over: all ranks of the group.
         """
@@ -39,29 +39,29 @@ class GroupAudits:
             return ()
         passes = self._ctx.trainer.passes
         of_ranks = self._ctx.agreement.gathered((passes.num_added, [passes.boundaries(one) for one in now.audited]))
-        words = []
+        digests = []
         for number, microbatch in enumerate(now.audited):
             boundaries = tuple(sorted(one for _, of_rank in of_ranks for one in of_rank[number]))
             shown = boundaries if microbatch in disputed else ()
-            words.append(AuditWord(*microbatch, word_of(boundaries), shown))
+            digests.append(MicrobatchDigest(*microbatch, combined_digest(boundaries), shown))
         record = AuditRecord(
             group=self._ctx.member.group,
             step=now.step,
             attempt=attempt,
-            digests=[[int(word.shard), word.index, f"{word.digest:016x}"] for word in words],
+            digests=[[int(item.shard), item.index, f"{item.digest:016x}"] for item in digests],
             num_added=sum(num_added for num_added, _ in of_ranks),
             num_planned=now.num_planned,
             incarnation=self._ctx.member.incarnation,
             boundaries=[
-                [int(word.shard), word.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
-                for word in words
-                for one in word.boundaries
+                [int(item.shard), item.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
+                for item in digests
+                for one in item.boundaries
             ],
         )
         self._ctx.write_if_leader(record)
-        return tuple(words)
+        return tuple(digests)
 
-    def losses(self, disputed: Sequence[Microbatch], *, has_suspects: bool) -> tuple[AuditWord, ...]:
+    def losses(self, disputed: Sequence[Microbatch], *, has_suspects: bool) -> tuple[MicrobatchDigest, ...]:
         """Likewise of losses: of suspects that it has counted, and of those it was asked about. Collective over: all
         ranks of the group, with the same arguments.
         """
@@ -73,15 +73,17 @@ class GroupAudits:
             (sorted(now.suspects), now.losses, self._ctx.trainer.audited_losses(), again)
         )
         suspects = sorted({one for units, *_ in of_ranks for one in units})[:MOST_NAMED]
-        words = [AuditWord(*one, _loss_word(one, (counted for _, counted, *_ in of_ranks))) for one in suspects]
+        digests = [
+            MicrobatchDigest(*one, _loss_digest(one, (counted for _, counted, *_ in of_ranks))) for one in suspects
+        ]
         for place, (one, _) in enumerate(again):
             boundaries = tuple(sorted(found for *_, of_rank in of_ranks for found in of_rank[place][1]))
-            digest = _loss_word(one, (audited for _, _, audited, _ in of_ranks))
-            words.append(AuditWord(*one, digest, boundaries if one in disputed else ()))
-        return tuple(words)
+            digest = _loss_digest(one, (audited for _, _, audited, _ in of_ranks))
+            digests.append(MicrobatchDigest(*one, digest, boundaries if one in disputed else ()))
+        return tuple(digests)
 
 
-def _loss_word(unit: Microbatch, of_ranks: Iterable[Mapping[Numbered, float]]) -> int:
+def _loss_digest(unit: Microbatch, of_ranks: Iterable[Mapping[Numbered, float]]) -> int:
     """The 64-bit digest of the losses of a unit of work, over all its microbatches."""
     values = sorted(
         (item.number, loss.hex()) for of_rank in of_ranks for item, loss in of_rank.items() if item.unit == unit

@@ -71,11 +71,11 @@ class _Rank:
         self._log = DecisionLog(self._store)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec))
+        self._heartbeat = HeartbeatWriter(spec.page, pass_times_on(spec))
         self._journal = JournalWriter(
-            spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
+            spec.run_dir, spec.name, writing=self._heartbeat.writing, on_held=report_held(reports.send)
         )
-        self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
+        self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._heartbeat)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
@@ -89,13 +89,13 @@ class _Rank:
         """Trains, and maps the ways in which a run can end for this rank to exit codes."""
         try:
             interval_s = self._spec.config.control.heartbeat_interval_s
-            self._beacon.start_beating(interval_s, on_cut_off=self._store.break_off)
+            self._heartbeat.start_beating(interval_s, on_cut_off=self._store.break_off)
             self._write_code()
             parts = self._parts = self._assemble()
             first = self._rejoin(parts) if self._spec.incarnation else self._start(parts)
             if isinstance(first, Stop):
                 return self._stopped(first)
-            with self._beacon.during(Operation.COMPUTE):
+            with self._heartbeat.during(Operation.COMPUTE):
                 parts.components.pending.extend(first)
                 return self._stopped(train(parts.ctx, parts.components))
         except JoinFailed as error:
@@ -117,7 +117,7 @@ class _Rank:
             return self._broken(error)
 
     def close(self) -> None:
-        self._beacon.leave()
+        self._heartbeat.leave()
         close_or_report(self._journal, self._reports.send)
 
     def _write_code(self) -> None:

@@ -31,14 +31,14 @@ class RestartSearch:
         self._since_s = self._searched_at_s = 0.0
         self._own = RestartState(member=ctx.member, candidates=())
         self._announced: RestartState | None = None
-        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
+        self._announcements: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
     def start(self) -> None:
         """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
         self._own = RestartState(member=self._ctx.member, candidates=())
         self._announced = None
-        self._heard = {}
+        self._announcements = {}
         self._search()
 
     def announce_snapshots(self, held: tuple[Held, ...], partitions: tuple[HeldPartition, ...]) -> None:
@@ -79,9 +79,9 @@ class RestartSearch:
         """The last announcement of every group, and for how long it has not changed."""
         now_s = time.monotonic()
         for item in self._ctx.agreement.waiting_to_restart(self._ctx.groups):
-            if item.member not in self._heard or self._heard[item.member][0] != item:
-                self._heard[item.member] = item, now_s
-        latest = {item.member.group: (item, since_s) for item, since_s in self._heard.values()}
+            if item.member not in self._announcements or self._announcements[item.member][0] != item:
+                self._announcements[item.member] = item, now_s
+        latest = {item.member.group: (item, since_s) for item, since_s in self._announcements.values()}
         return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
 
     def _search(self) -> None:

@@ -258,7 +258,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         now.opinion = opinion = ctx.agreement.settle(outcome)
     _raise_if_unsound(parts, opinion.finding)
     with ctx.probe.during(Operation.SETTLE):
-        audits = parts.audits.words(action.attempt, action.disputed)
+        audits = parts.audits.digests(action.attempt, action.disputed)
         losses = parts.audits.losses(action.disputed, has_suspects=opinion.has_suspects)
         failure = "" if opinion.is_complete else _first(ctx, lacking)
     vote = replace(

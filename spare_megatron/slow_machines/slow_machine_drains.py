@@ -45,7 +45,7 @@ class _Named:
     rule: policy.Rule | None = None
 
 
-class Ladder:
+class SlowMachineDrains:
     """The decisions of one run. `open_store` may take seconds; it is called once a machine may have to be drained."""
 
     def __init__(

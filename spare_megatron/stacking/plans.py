@@ -136,7 +136,7 @@ class StepPlan:
 def make_plan(
     step: int, epoch: int, work: Work, *, after: str = "", is_evaluation: bool = False, audits: tuple[Audit, ...] = ()
 ) -> StepPlan:
-    """A plan whose digest extends `after`: that of the plan that it patches, or what tells it from an earlier one."""
+    """A plan whose digest extends `after`: that of the plan that it patches, or what marks it off an earlier one."""
     kind = "evaluation|" if is_evaluation else ""
     audited = "".join(f"|{one.auditor}:{one.microbatch.shard}.{one.microbatch.index}" for one in audits)
     digest = hashlib.sha256(f"{kind}{after}|{step}|{epoch}|{work.digest}{audited}".encode()).hexdigest()[:16]

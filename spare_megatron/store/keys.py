@@ -13,7 +13,7 @@ RUN_NAME = "name"
 ALL_GROUPS_READY = "all_groups_ready"
 """Exists once every group is ready to train, or lost. Written by the last reporter; read by ranks, supervisors."""
 
-NUM_READY_REPORTS = "groups_told"
+NUM_READY_REPORTS = "num_ready_reports"
 """Counter of the reports of ready groups, repeated ones included. Counted and read by each reporter."""
 
 DATA_DIGEST = "data-digest"
@@ -26,13 +26,13 @@ PLAIN_WORLD = "plain"
 
 
 def ready(group: GroupId) -> str:
-    """Says that the group is ready or lost. Written by its leader, a supervisor or the driver; read by reporters."""
+    """Set when the group is ready or lost. Written by its leader, a supervisor or the driver; read by reporters."""
     return f"ready/{group}"
 
 
 def ready_report(group: GroupId, reporter: str) -> str:
     """One reporter's report that the group is ready or lost. Written by it; only counted, in `NUM_READY_REPORTS`."""
-    return f"told/{group}/{reporter}"
+    return f"ready_report/{group}/{reporter}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the log

@@ -14,7 +14,7 @@ from spare_megatron.process.reports import DriverOrder, EndEarly, GoOn, LastRepo
 _MOST_UNREAD = 20_000
 """Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
 
-_LAST_WORD_S = 60.0
+_LAST_REPORT_S = 60.0
 """How long a driver on another machine may take to acknowledge the node's last report."""
 
 
@@ -34,13 +34,13 @@ class DriverLink:
         is_needed: bool,
         listener: Callable[[NodeReport], None] = lambda _: None,
         most_unread: int = _MOST_UNREAD,
-        last_word_s: float = _LAST_WORD_S,
+        last_report_s: float = _LAST_REPORT_S,
     ) -> None:
         self._connection: Connection | None = connection
         self._is_needed = is_needed
         self.listener = listener
         self._unread: Queue[bytes | None] = Queue(most_unread)
-        self._last_word_s = last_word_s
+        self._last_report_s = last_report_s
         self._failure: OSError | None = None  # of the thread
         self._sender: Thread | None = None
 
@@ -81,24 +81,24 @@ class DriverLink:
 
     def close(self, last: NodeReport) -> None:
         """Sends the last report and waits until the driver has taken it: without limit for a needed driver, which may
-        be suspended; another one must acknowledge within `last_word_s`. Stopped: a needed driver is gone.
+        be suspended; another one must acknowledge within `last_report_s`. Stopped: a needed driver is gone.
         """
         self.report(last)
         if self._connection is None or self._sender is None:
             return
-        timeout_s = None if self._is_needed else self._last_word_s
+        timeout_s = None if self._is_needed else self._last_report_s
         with contextlib.suppress(Full):
             self._unread.put(None, timeout=timeout_s)
             self._sender.join(timeout_s)
         if self._sender.is_alive():
-            self._lose(TimeoutError(f"it has not read all reports within {self._last_word_s:g} s"))
+            self._lose(TimeoutError(f"it has not read all reports within {self._last_report_s:g} s"))
         elif self._failure is not None or not self._is_needed:
             self._await_receipt(self._connection)
 
     def _await_receipt(self, connection: Connection) -> None:
         """Waits for the acknowledgement, or the order to stop; otherwise the driver is gone."""
-        end_s = time.monotonic() + self._last_word_s
-        error: Exception = TimeoutError(f"it did not read the last report within {self._last_word_s:g} s")
+        end_s = time.monotonic() + self._last_report_s
+        error: Exception = TimeoutError(f"it did not read the last report within {self._last_report_s:g} s")
         try:
             while connection.poll(max(0.0, end_s - time.monotonic())):
                 if isinstance(connection.recv(), LastReportAcknowledged | StopProcess):

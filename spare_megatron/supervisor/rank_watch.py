@@ -119,9 +119,9 @@ class RankWatch:
         for (group, rank), cause in causes.items():
             if group not in known:
                 peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
-                culprit = rank if "heartbeat" in cause else first_to_stop(peers)
-                pulse = peers[culprit]
-                yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
+                stopped = rank if "heartbeat" in cause else first_to_stop(peers)
+                pulse = peers[stopped]
+                yield group, stopped, f"{cause} in {pulse.operation} of step {pulse.step}"
 
     def find_stopped(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
         """Yields likewise the groups with a process that a signal stops or ends; for every `STOP_POLL_S`."""

@@ -24,7 +24,7 @@ from spare_megatron.slow_machines.measurements import Measurements
 from spare_megatron.slow_machines.quarantine import Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
-from spare_megatron.supervisor import store_link
+from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.end_requests import EndRequests
 from spare_megatron.supervisor.node_faults import NodeFaults
@@ -56,7 +56,7 @@ class _Failed(Exception):
 class _Moved(Exception):
     """The machine has another place from now on."""
 
-    def __init__(self, change: store_link.PlaceChanged) -> None:
+    def __init__(self, change: store_watch.PlaceChanged) -> None:
         self.change = change
 
 
@@ -115,7 +115,7 @@ class Supervisor:
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
-        self._store_watch = store_link.StoreWatch(
+        self._store_watch = store_watch.StoreWatch(
             spec.node, self._link, self._interval_s, self._control.store_timeout_s
         )
 
@@ -141,10 +141,10 @@ class Supervisor:
             start=self._start_again,
         )
 
-    def _make_link(self, machine: MachineId, outbox: Connection) -> store_link.StoreLink:
+    def _make_link(self, machine: MachineId, outbox: Connection) -> store_watch.StoreLink:
         spec, layout = self._spec, self._spec.config.parallel
         reforms = spec.config.spare.rejoins and can_reform(layout)
-        return store_link.StoreLink(
+        return store_watch.StoreLink(
             node=spec.node,
             layout=layout,
             interval_s=self._interval_s,
@@ -155,7 +155,7 @@ class Supervisor:
             reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out) if reforms else None,
         )
 
-    def run(self) -> str | store_link.PlaceChanged:
+    def run(self) -> str | store_watch.PlaceChanged:
         """Supervises until no rank is left. Returns why the run cannot go on, if so, or the machine's other place."""
         try:
             if self._taken is not None:
@@ -422,7 +422,7 @@ class Supervisor:
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
         member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
-        wanted = store_link.FenceWanted(
+        wanted = store_watch.FenceWanted(
             group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
         )
         self._link.fence(wanted)
@@ -430,17 +430,17 @@ class Supervisor:
 
     def _handle_link_events(self) -> None:
         while self._inbox.poll():
-            event: store_link.LinkEvent = self._inbox.recv()
+            event: store_watch.LinkEvent = self._inbox.recv()
             match event:
-                case store_link.FenceWritten(wanted=wanted, member=member, entry_index=index):
+                case store_watch.FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._on_fence_written(wanted, member, index)
-                case store_link.NodeSilent(node=node, cause=cause, members=members, left=left):
+                case store_watch.NodeSilent(node=node, cause=cause, members=members, left=left):
                     self._lose_members(members, f"node {node}: {cause}")
                     if left:
                         groups = groups_named([member.group for member in left])
                         say(f"node {node}: {cause}; {groups} had left the run, which loses nothing")
                         self._driver.report(reports.LeftNodeGone(node=node, members=left))
-                case store_link.HasLeft(member=member):
+                case store_watch.HasLeft(member=member):
                     self._num_fences_wanted -= 1
                     self._ranks.adopt(member)
                     self._lost.add(member.group)
@@ -453,7 +453,7 @@ class Supervisor:
                         self._restarts.on_missed(member.group)
                 case PartsReady(member=member):
                     self._restarts.start(member.group)
-                case store_link.LogStopped(stop=stop):
+                case store_watch.LogStopped(stop=stop):
                     if isinstance(stop, AwaitHosts):
                         self._restarts.on_pause()
                     elif isinstance(stop, StopWipeOut) and not stop.is_final:
@@ -462,21 +462,21 @@ class Supervisor:
                         self._end_with_the_run()
                 case Assigned():
                     self._journal.write(event.record(self._spec.config.parallel))
-                case store_link.QuarantineChanged():
+                case store_watch.QuarantineChanged():
                     self._on_quarantine(event)
                 case ExaminationWanted():
                     self._examiner.start(event)
                 case Examined(record=record):
                     self._journal.write(record)
                     self._driver.report(record)
-                case store_link.PlaceChanged() if not self._has_given_up:
+                case store_watch.PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
-                case store_link.NodeReplaced() | store_link.PlaceChanged():
+                case store_watch.NodeReplaced() | store_watch.PlaceChanged():
                     raise Stopped
-                case store_link.LinkLost(reason=reason):
+                case store_watch.LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
-    def _on_quarantine(self, change: store_link.QuarantineChanged) -> None:
+    def _on_quarantine(self, change: store_watch.QuarantineChanged) -> None:
         """Starts no group while this machine is in quarantine, and asks groups to leave that a slow machine is in."""
         self._slow_groups = change.slow_groups
         self._ranks.ask_to_leave(self._asked | self._slow_groups)
@@ -502,7 +502,7 @@ class Supervisor:
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
-    def _on_fence_written(self, wanted: store_link.FenceWanted, member: Member, index: int) -> None:
+    def _on_fence_written(self, wanted: store_watch.FenceWanted, member: Member, index: int) -> None:
         """Journals and reports a loss that is now in the log, and schedules the group's restart."""
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
@@ -531,7 +531,7 @@ class Supervisor:
             reports.GroupLost(record=record, traceback=text, error=wanted.error, concerns_all=concerns_all)
         )
 
-    def _has_ended(self, wanted: store_link.FenceWanted) -> bool:
+    def _has_ended(self, wanted: store_watch.FenceWanted) -> bool:
         """Whether the loss began on this machine, as far as it knows."""
         is_here = (wanted.group, wanted.rank) in self._ranks.of(wanted.group) and wanted.cause != LOST_A_PEER
         return is_here or wanted.group in self._ranks.whole_groups

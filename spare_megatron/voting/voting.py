@@ -58,7 +58,7 @@ def plain_vote(action: Attempt, digests: Digests, *, lacks_params: bool) -> Vote
         plan_digest=action.plan_digest,
         params_digest=digests.params,
         lacks_params=lacks_params,
-        slice_digests=digests.partitions,
+        partition_digests=digests.partitions,
         state_digest=digests.state,
         copied_from=digests.copied_from,
     )

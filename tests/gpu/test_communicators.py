@@ -40,7 +40,7 @@ def test_a_missing_member_delays_no_other_and_leaves_no_threads_behind(text_corp
 
 
 def wait_in_vain(device: torch.device, config: RunConfig) -> tuple[float, str, Sequence[float], list[str]]:
-    """How long a rank waited for a communicator until the log moved on; what it said; a sum of its own afterwards; the
+    """How long a rank waited for a communicator until the log moved on; its message; a sum of its own afterwards; the
     threads of the first communicator that have not ended when its time was over."""
     server = listen("127.0.0.1", timedelta(seconds=PATIENCE_S))
     communicator = CrossGroupCommunicator(

@@ -89,13 +89,13 @@ def update(side: Side, step: int) -> tuple[float, float]:
 
 
 def update_both_ways(config: RunConfig, num_steps: int) -> list[tuple[tuple[float, float], tuple[float, float], float]]:
-    """Of each step what both updates said, and the largest difference between a parameter of both."""
+    """Of each step what both updates reported, and the largest difference between a parameter of both."""
     ours, theirs = both_sides(config)
     found = []
     for step in range(num_steps):
-        said = update(ours, step), update(theirs, step)
+        reported = update(ours, step), update(theirs, step)
         one, other = (torch.cat([values.flatten().float() for values in _parameters(side)]) for side in (ours, theirs))
-        found.append((*said, float((one - other).abs().max())))
+        found.append((*reported, float((one - other).abs().max())))
     return found
 
 

@@ -379,7 +379,7 @@ def _full_model(config: RunConfig, parameters: Arrays) -> torch.nn.Module:
 
 
 def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays]:
-    """The whole step 0 computed and applied: what the update said, values before, mean gradients, values after."""
+    """The whole step 0 computed and applied: what the update returned, values before, mean gradients, values after."""
     trainer = GroupTrainer(config, CPU)
     _whole_step(trainer, config)
     before = _values(trainer)

@@ -29,7 +29,7 @@ class TakenOver:
 
     Attributes:
         params: Digests of the donor's parameters before, of both right after, and of both some steps later.
-        later: What the last update said on both.
+        later: What the last update returned on both.
         states: All bytes of both, some steps later.
         num_bytes: Bytes taken over.
     """

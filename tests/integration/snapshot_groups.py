@@ -98,7 +98,7 @@ def owners(config: RunConfig) -> list[GroupId]:
 def take_late(
     snapshot_server: KeptHere, trainers: Sequence[GroupTrainer], config: RunConfig, step: int
 ) -> list[SnapshotRecord]:
-    """A step after which a snapshot is taken, of which groups hear before they have all parameters.
+    """A step after which a snapshot is taken, which groups read of before they have all parameters.
 
     The first group keeps all but partitions; each partition is kept by its owner.
     """

@@ -81,7 +81,7 @@ def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, Upd
     """Trains with stacked state and, beside it, with the whole state in one group that is given the same sums.
 
     Returns:
-        After every step this rank's parameters, what the update said, and the parameters with whole state. Those with
+        After every step this rank's parameters, what the update gave, and the parameters with whole state. Those with
         stacked state were the same bits in all groups, as was the state of every partition on its hosts.
     """
     trainers, hosts = build_groups(config), first_hosts(config).hosts

@@ -10,7 +10,7 @@ import torch
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.core.audits.audits import first_difference, word_of
+from spare_megatron.core.audits.audits import combined_digest, first_difference
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -65,8 +65,8 @@ def test_an_audit_has_the_digests_of_the_owner_and_is_in_no_sum(
         assert is_ready, "all buckets are complete once the last counted microbatch is"
     here, there, again = ([ranks[place] for ranks in of_ranks] for place in (2, 3, 4))
     for microbatch in here[0]:
-        words = {word_of(one for rank in found for one in rank[microbatch]) for found in (here, there, again)}
-        assert len(words) == 1
+        digests = {combined_digest(one for rank in found for one in rank[microbatch]) for found in (here, there, again)}
+        assert len(digests) == 1
         one = [boundary for rank in here for boundary in rank[microbatch]]
         assert all(len({b.digest for b in rank[microbatch]}) >= len(rank[microbatch]) - 1 for rank in here)
         num_ranks = len(of_ranks) // (layout.get("data_parallel", 1) // row_size_of(layout))

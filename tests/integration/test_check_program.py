@@ -137,7 +137,7 @@ def test_a_clean_program_breaks_no_rule(observed: Mapping[str, list[dict[str, An
 
 
 def test_a_mask_that_is_asked_for_is_read_and_there(observed: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Masks were dropped without a word, and missing keys were an error of the program."""
+    """Masks were dropped silently, and missing keys were an error of the program."""
     (found,) = findings_of(observed["a mask that it leaves out"])
     assert (found.rule, found.where) == ("mask", "forward_step")
     assert found.what.startswith('forward_step does not read batch["loss_mask"] (data.eod_mask_loss=true)')

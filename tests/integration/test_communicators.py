@@ -140,7 +140,7 @@ def test_a_build_that_fails_at_once_ends_the_wait_of_its_rank_with_the_error_and
     assert not short.communicator.connect(lambda: False)
     assert (short.communicator.error, short.communicator.evidence) == (NO_FILES, f"rebuild: {NO_FILES}")
     other.communicator.start_build(1, [GroupId(0), GroupId(1)])
-    assert not other.communicator.connect(lambda: True), "it is told by way of the log"
+    assert not other.communicator.connect(lambda: True), "it learns that from the log"
     assert other.communicator.find_error() is None
     short.communicator._store = works
     for rank in (short, other):

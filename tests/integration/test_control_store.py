@@ -58,7 +58,7 @@ def store(spec: StoreSpec) -> ControlStore:
     return open_store(spec)
 
 
-def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore) -> None:
+def test_only_the_first_of_two_writers_of_an_entry_counts(store: ControlStore) -> None:
     log = DecisionLog(store)
     assert not log.has(0)
     assert log.append(0, "first") == "first"
@@ -68,17 +68,17 @@ def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore)
 
 
 def test_all_writers_of_one_entry_read_the_same_text(spec: StoreSpec) -> None:
-    heard: list[str] = []
+    read: list[str] = []
     start = threading.Barrier(8)
 
     def write(number: int) -> None:
         log = DecisionLog(open_store(spec))
         start.wait(60)
-        heard.extend(log.append(index, f"{index} by {number}") for index in range(20))
+        read.extend(log.append(index, f"{index} by {number}") for index in range(20))
 
     at_once(write, 8)
-    assert len(heard) == 8 * 20
-    assert len(set(heard)) == 20
+    assert len(read) == 8 * 20
+    assert len(set(read)) == 20
 
 
 def test_an_entry_that_is_not_written_in_time_is_a_timeout(store: ControlStore) -> None:

@@ -142,7 +142,7 @@ def test_a_vote_that_is_cast_twice_counts_once(etcd_cluster: EtcdCluster) -> Non
 
 
 def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluster) -> None:
-    """Every third answer is lost; each writer hears of every entry what all others hear, and every vote counts."""
+    """Every third answer is lost; each writer reads of every entry what all others read, and every vote counts."""
     generator, lock = random.Random(7), threading.Lock()
 
     def loses() -> bool:
@@ -159,8 +159,8 @@ def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluste
             return entries
 
         with ThreadPoolExecutor(6) as pool:
-            heard = list(pool.map(write, range(6), timeout=100))
-        assert all(entries == heard[0] for entries in heard)
+            read = list(pool.map(write, range(6), timeout=100))
+        assert all(entries == read[0] for entries in read)
         assert DecisionLog(EtcdControlStore(spec)).cast(0, Member(6), {Member(6): "ok"}) == 7
         assert proxy.num_lost > 20
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
@@ -167,7 +167,7 @@ def test_what_megatron_refuses_is_one_line_that_names_what_was_set(monkeypatch: 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device: str) -> None:
-    """They trained without such layers, and nothing was said."""
+    """They trained without such layers, and nothing was reported."""
     model = ModelConfig(transformer_impl="local", sliding_window=8)
     for fields in ({"window_attn_skip_freq": 2}, {"softmax_type": "learnable"}):
         config = RunConfig(model=model, megatron=fields)
@@ -224,7 +224,7 @@ def test_fields_that_say_which_model_it_is_have_megatrons_defaults() -> None:
 def test_the_fp8_recipe_that_is_refused_is_megatrons_default() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     assert defaults["fp8_recipe"] == "delayed"
-    found = problems(with_megatron(fp8="hybrid"), Machine(num_gpus=8, num_cores=8, has_corpus=True))
+    found = problems(with_megatron(fp8="hybrid"), MachineResources(num_gpus=8, num_cores=8, has_corpus=True))
     assert any("megatron.fp8_recipe=delayed, the default" in text for text in found)
 
 

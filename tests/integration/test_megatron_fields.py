@@ -11,7 +11,7 @@ import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from spare_megatron.config import megatron_fields
-from spare_megatron.config.checks.validate import Machine, problems, warnings
+from spare_megatron.config.checks.validate import MachineResources, problems, warnings
 from spare_megatron.config.megatron_fields import (
     COUNTED_WITH,
     FIXED_IN_MEGATRON,
@@ -32,7 +32,7 @@ from tests.integration.mcore_group import CPU, run_group
 
 FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig) if field.init}
 LISTS: Sequence[Mapping[str, Any]] = (OURS_IN_MEGATRON_WORDS, FIXED_IN_MEGATRON, REFUSED, HONOURED, IGNORED)
-MACHINE = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+MACHINE = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
 
 
 def default_of(name: str) -> Any:

@@ -158,7 +158,7 @@ def test_an_outage_costs_the_connections_to_the_store_little_more_than_itself() 
     try:
         assert staying.reports.recv() == "up"
         assert leaving.reports.recv() == "cut"
-        here.put("written meanwhile", "and not heard of")
+        here.put("written meanwhile", "and not noticed")
         assert not here.exists("in")
         found = leaving.reports.recv()
     finally:

@@ -269,7 +269,7 @@ class Rank:
         self.parts: Any = SimpleNamespace(
             sums=self.buckets,
             digests=SimpleNamespace(for_vote=Digests),
-            audits=SimpleNamespace(words=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
+            audits=SimpleNamespace(digests=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
             loss_watch=LossWatch(),
             reports=SimpleNamespace(
                 clock=SimpleNamespace(on_reduced=lambda _ready_at_s: None),

@@ -147,12 +147,12 @@ def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_i
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """And named, with its machine: in the journal, the report, and to the user's command."""
-    num_steps, told = 80, tmp_path / "told"
+    num_steps, events_file = 80, tmp_path / "events"
     config = faulty(text_corpus, [at(FaultPoint.FORWARD, "slow", factor=8.0, step=0, rank=1)], num_nodes=4)
     config = dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, steps=num_steps),
-        watch=WatchConfig(on_event=("/bin/sh", "-c", f"cat >> {told}")),
+        watch=WatchConfig(on_event=("/bin/sh", "-c", f"cat >> {events_file}")),
     )
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
@@ -161,7 +161,7 @@ def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_i
     assert history.paces.ratio.shape == (num_steps, 4, 2)
     culprit = history.culprits[0]
     assert (culprit.machine, culprit.cause, culprit.of_group, culprit.rank) == (1, "compute", 1, 1)
-    events = [json.loads(f"{{{text}") for text in told.read_text().split("{")[1:]]
+    events = [json.loads(f"{{{text}") for text in events_file.read_text().split("{")[1:]]
     assert [event["event"] for event in (events[0], events[-1])] == ["culprit", "end"]
     assert (events[0]["machine"], events[-1]["outcome"]) == (1, "finished")
     slowest = find_slowest(history.paces.ratio)
@@ -181,7 +181,7 @@ def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_pa
 
 
 def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tmp_path: Path) -> None:
-    """Its node hears of the group's start, and of its steps, from the first of the group's ranks that it has.
+    """Its node receives the group's start, and of its steps, from the first of the group's ranks that it has.
 
     The last step ends only when a node without a leader has written down what its rank did around the loss.
     """

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS = 10
 AWAITED = (4, 8)
-"""The steps at whose ends the first and the second group that is lost are taken in."""
+"""The steps at whose ends the first and the second group that is lost are admitted."""
 
 
 def test_a_group_comes_back_after_the_loss_of_a_rank_and_of_a_whole_node_and_changes_no_bit(

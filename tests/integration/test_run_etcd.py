@@ -99,7 +99,7 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
 def test_training_pauses_while_etcd_has_no_quorum_and_no_group_is_lost(
     own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Two of three members stand still, from the first step that the driver hears of, until the run has noticed."""
+    """Two of three members stand still, from the first step that the driver receives, until the run has noticed."""
     paused: list[int] = []
 
     def pause_two(event: RunEvent) -> None:
@@ -111,7 +111,7 @@ def test_training_pauses_while_etcd_has_no_quorum_and_no_group_is_lost(
             for member in paused:
                 own_cluster.resume(member)
 
-    # More than are committed before the driver hears of the first, however late it does.
+    # More than are committed before the driver receives the first, however late it does.
     config = with_etcd(alert_config(text_corpus, LayoutConfig(num_groups=3), steps=30), own_cluster)
     run = complete_run(config, tmp_path / "run", on_event=pause_two)
     assert paused

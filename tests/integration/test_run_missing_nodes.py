@@ -1,4 +1,4 @@
-"""Nodes that are broken from the start: training begins without them, and takes them in when they come."""
+"""Nodes that are broken from the start: training begins without them, and admits them when they come."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -86,7 +86,7 @@ def test_a_node_of_a_divided_group_whose_supervisor_cannot_start_costs_that_grou
     assert_begun_without(run, 1, cause)
 
 
-def test_a_node_that_comes_after_it_was_left_out_is_taken_in(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_node_that_comes_after_it_was_left_out_is_admitted(text_corpus: Path, tmp_path: Path) -> None:
     config = config_of(text_corpus, LayoutConfig(num_groups=3), num_nodes=3, rejoins=1)
     late = Member(GroupId(2), 1)
     run = complete_run(

@@ -34,7 +34,7 @@ TRACE = (
 )
 """The losses of the example, in earlier steps."""
 CALL = """
-heard = []
+received = []
 summary = pretrain(
     {config!r},
     model_provider=model_provider,
@@ -43,30 +43,30 @@ summary = pretrain(
     loss_terms=loss_terms,
     overrides=["faults.trace=[]", "train.params_check_every_steps=1", "train.steps={steps}"],
     run_dir={run_dir!r},
-    on_step=lambda metrics, is_new: heard.append((metrics["step"], is_new, metrics["train/correct"])),
+    on_step=lambda metrics, is_new: received.append((metrics["step"], is_new, metrics["train/correct"])),
 )
 import json
-print(json.dumps([summary.outcome, summary.verdict, heard]))
+print(json.dumps([summary.outcome, summary.verdict, received]))
 """
 
 
 def run_without_losses(folder: Path) -> tuple[Run, list[tuple[int, bool, float]]]:
-    """A run by a script without a guard, and what its hook heard."""
+    """A run by a script without a guard, and what its hook received."""
     program = (EXAMPLE / "program.py").read_text()
     script, run_dir = folder / "script.py", folder / "calm"
     call = CALL.format(config=str(EXAMPLE / "config.toml"), run_dir=str(run_dir), steps=STEPS)
     script.write_text(program[: program.index("if __name__")] + call)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    outcome, verdict, heard = json.loads(done.stdout.splitlines()[-1])
+    outcome, verdict, received = json.loads(done.stdout.splitlines()[-1])
     assert (outcome, verdict) == ("finished", "valid")
     config = load_run_config(run_dir / "config.toml").config
     assert config.program.file == str(script)
-    return read_run(config, run_dir, ()), [tuple(one) for one in heard]
+    return read_run(config, run_dir, ()), [tuple(one) for one in received]
 
 
 def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) -> None:
-    calm, heard = run_without_losses(tmp_path)
+    calm, received = run_without_losses(tmp_path)
     own = [f"program.file={EXAMPLE / 'program.py'}", "train.params_check_every_steps=1", f"train.steps={STEPS}", TRACE]
     hit = complete_run(load_run_config(EXAMPLE / "config.toml", own).config, tmp_path / "hit")
     assert_masked(hit)
@@ -80,7 +80,7 @@ def test_a_program_through_two_losses_ends_bitwise_as_without(tmp_path: Path) ->
     assert terms[STEPS - 1]["correct"] > terms[0]["correct"]
     lines = [json.loads(line) for line in (hit.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["train/correct"]) for line in lines] == [(s, terms[s]["correct"]) for s in range(STEPS)]
-    assert heard == [(step, True, terms[step]["correct"]) for step in range(STEPS)]
+    assert received == [(step, True, terms[step]["correct"]) for step in range(STEPS)]
     assert len(load_run_config(hit.run_dir / "config.toml").config.program.sha256) == 64
 
 

@@ -40,7 +40,7 @@ def test_a_group_whose_schedule_leaves_out_a_microbatch_is_lost_and_nothing_is_m
 def test_an_unreadable_microbatch_stops_the_run_before_it_costs_every_group(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    """The stage that does not raise loses its peer, and must not be heard first: it knows of no reason."""
+    """The stage that does not raise loses its peer, and must not report first: it knows of no reason."""
     summary = start_run(tiny_config(text_corpus, layout), tmp_path / "run", lambda _: None, rank_main=unreadable)
     assert summary.outcome == "halted"
     assert "two groups raised the same" in summary.outcome_reason

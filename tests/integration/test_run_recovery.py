@@ -53,7 +53,7 @@ def test_the_last_to_vote_may_die_before_it_writes_the_commit(text_corpus: Path,
 def test_a_loss_in_the_first_step_is_masked_though_other_groups_are_not_known_to_be_ready(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """A fast group can be lost in step 0 before the supervisor has heard from a slow one that it is ready."""
+    """A fast group can be lost in step 0 before a slow one has reported to the supervisor that it is ready."""
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[kill(FaultPoint.FORWARD, 0, 1)])
     watch = Watch(dump_steps=frozenset(range(4)), late_groups=frozenset({0, 2}))
     run = complete_run(config, tmp_path / "run", watch)

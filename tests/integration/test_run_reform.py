@@ -44,7 +44,7 @@ STEPS = 12
 HEARTBEAT_S = 1.5
 """A lost machine is found by its heartbeat; on a busy one that of others is late, which cost all groups and the end."""
 RE_FORMED = (6, Member(GroupId(0), 1))
-"""The step at whose end the re-formed group is taken in."""
+"""The step at whose end the re-formed group is admitted."""
 COME_BACK = (9, Member(GroupId(1), 1))
 """Likewise the group that machines come back for."""
 
@@ -128,7 +128,7 @@ class LateForks(Forks):
 def test_machines_that_come_back_to_taken_places_take_those_that_were_left(
     config: RunConfig, plain: Run, tmp_path: Path
 ) -> None:
-    """Supervisors as on other machines. Those of the lost ones come once the re-formed group has been taken in."""
+    """Supervisors as on other machines. Those of the lost ones come once the re-formed group has been admitted."""
     launcher = LateForks(may_come=tmp_path / "may_come")
 
     def on_event(event: RunEvent) -> None:

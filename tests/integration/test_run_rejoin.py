@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 STEPS = 12
 AWAITED = 6
-"""The step at whose end the group that was lost is taken in: all wait until it is up again."""
+"""The step at whose end the group that was lost is admitted: all wait until it is up again."""
 WATCH = Watch(awaited=frozenset({(AWAITED, Member(GroupId(1), 1))}))
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 
 STEPS = 8
 AWAITED = 4
-"""The step at whose end the group that was lost first is taken in."""
+"""The step at whose end the group that was lost first is admitted."""
 LOSS = kill(FaultPoint.FORWARD, 2, 1)
 THREE, FOUR = LayoutConfig(num_groups=3), LayoutConfig(num_groups=4)
 AWAY_S = 10 * HEARTBEAT_S
@@ -64,7 +64,7 @@ def groups_at_the_end(run: Run) -> set[int]:
 def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
-    """Its next incarnation is taken in, and does not meet the fault again."""
+    """Its next incarnation is admitted, and does not meet the fault again."""
     faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 1)]
     config = alert_config(text_corpus, THREE, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
@@ -78,7 +78,7 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
 def test_a_newcomer_goes_on_with_another_group_where_its_donor_stops_during_the_transfer(
     text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
 ) -> None:
-    """It was lost with its donor, and its next incarnation was taken in with the donor's."""
+    """It was lost with its donor, and its next incarnation was admitted with the donor's."""
     faults = [LOSS, strike("stop", FaultPoint.JOIN, 2, 0)]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
     whole = fault_free(config)

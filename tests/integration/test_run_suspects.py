@@ -36,7 +36,7 @@ def finished(corpus: Path, run_dir: Path, *spoiled: Spoiled, every_steps: int) -
 def test_suspects_are_computed_again_and_only_those_of_wrong_groups_cost_a_group(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Unusual data stay, and the step keeps its sum; whoever has counted a wrong loss is put out before the commit."""
+    """Unusual data stay, and the step keeps its sum; a group with a wrong loss is fenced before the commit."""
     calm = finished(text_corpus, tmp_path / "calm", UNUSUAL, every_steps=0)
     assert [entry["entry"] for entry in entries_of(calm.journal)] == ["commit"] * (LEAST_STEPS + 4)
     [suspect] = calm.journal.of(SuspicionRecord)

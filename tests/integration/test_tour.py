@@ -107,9 +107,9 @@ def test_figures_that_are_not_what_they_have_to_be_fail(wrong: dict[str, Any], r
         tour.judge(GOOD | wrong)
 
 
-@pytest.mark.parametrize(("code", "said"), [(7, "error: this command ended with 7: spare"), (130, "interrupted")])
+@pytest.mark.parametrize(("code", "message"), [(7, "error: this command ended with 7: spare"), (130, "interrupted")])
 def test_a_command_that_fails_ends_the_tour_with_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, message: str
 ) -> None:
     stub = tmp_path / "spare"
     stub.write_text(f"#!/bin/sh\nexit {code}\n")
@@ -117,6 +117,6 @@ def test_a_command_that_fails_ends_the_tour_with_its_code(
     monkeypatch.setattr(tour, "spare_command", lambda: stub)
     monkeypatch.setattr(sys, "argv", ["tour", "--folder", str(tmp_path / "made"), "--json", str(tmp_path / "json")])
     assert tour.main() == code
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"[tour] {said}")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"[tour] {message}")
     assert (tmp_path / "json").read_text() == ""
     assert (tmp_path / "made/prose.jsonl").exists()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from spare_megatron.core.log.relays import BlockVotes
-from spare_megatron.formats.frames import Frame, Kind
+from spare_megatron.formats.frames import Frame, VoteFrameKind
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.voting.relay_link import RETRY_ATTEMPTS, RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
@@ -73,7 +73,7 @@ def test_a_relay_without_descriptors_left_waits_no_longer_than_it_may(relay: Vot
         assert collected(relay, 1, SHORT_S) == {FIRST}
 
 
-def test_a_relay_has_the_votes_of_its_block_and_the_block_hears_of_the_entry(relay: VoteRelay) -> None:
+def test_a_relay_has_the_votes_of_its_block_and_the_block_gets_the_entry(relay: VoteRelay) -> None:
     links = [link_to(relay, member) for member in (SECOND, THIRD)]
     for attempt in range(3):
         for link in links:
@@ -202,7 +202,7 @@ def test_a_leader_that_learns_late_that_the_relay_does_not_vote_for_it_keeps_the
 
 
 def test_entries_come_only_to_those_whose_votes_the_relay_has_taken(relay: VoteRelay) -> None:
-    """A leader that hears one relies on it."""
+    """A leader that receives one relies on it."""
     second, third = link_to(relay, SECOND), link_to(relay, THIRD, SHORT_S)
     for link in (second, third):
         assert link.send(FIRST, 0, "vote", 0)
@@ -247,14 +247,14 @@ def test_a_rank_with_many_descriptors_votes_like_any_other(relay: VoteRelay) -> 
 @pytest.mark.parametrize(
     "data",
     [
-        Frame(Kind.VOTE, 0, (1, 0), b"forged").packed("00" * 32),
+        Frame(VoteFrameKind.VOTE, 0, (1, 0), b"forged").packed("00" * 32),
         struct.pack("!BqqqI", 0, 0, 1, 0, 2**31) + b"x" * 100,
         struct.pack("!BqqqI", 77, 0, 1, 0, 0) + b"x" * 100,
         b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n" * 10,
     ],
     ids=["without the secret", "endless", "of no kind", "of another program"],
 )
-def test_a_stranger_is_not_heard(relay: VoteRelay, data: bytes) -> None:
+def test_a_stranger_is_ignored(relay: VoteRelay, data: bytes) -> None:
     with socket.create_connection((relay.address.host, relay.address.port), timeout=LONG_S) as stranger:
         stranger.sendall(data)
         assert collected(relay, 0, SHORT_S) == {FIRST}
@@ -266,7 +266,7 @@ def test_a_stranger_is_not_heard(relay: VoteRelay, data: bytes) -> None:
 
 
 def test_a_damaged_vote_is_not_counted(relay: VoteRelay) -> None:
-    data = bytearray(Frame(Kind.VOTE, 0, (1, 0), b"yes").packed(relay.address.token))
+    data = bytearray(Frame(VoteFrameKind.VOTE, 0, (1, 0), b"yes").packed(relay.address.token))
     data[-1] ^= 1
     with socket.create_connection((relay.address.host, relay.address.port), timeout=LONG_S) as member:
         member.sendall(bytes(data))

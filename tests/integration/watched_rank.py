@@ -66,9 +66,9 @@ class Watch:
         in_second_attempt: Moments that count only from the second attempt of their step on.
         unfinished_reduces: Moments inside a reduction at which it cannot be complete anywhere: one other group comes
             to it only when the log has moved on.
-        awaited: Steps at whose end members are taken in: before, these do not ask for it, and all who take part
+        awaited: Steps at whose end members are admitted: before, these do not ask for it, and all who take part
             enter the reduction only when they have.
-        awaited_first: Likewise, where which of these members is there to be taken in depends on the order of losses:
+        awaited_first: Likewise, where which of these members is there to be admitted depends on the order of losses:
             the first one is waited for.
         leaving: Steps and groups that are asked to leave: their votes of the step are the first to say so, and are cast
             only once they are asked.
@@ -219,7 +219,7 @@ def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
     while not set(one_of) & set(log.waiting([member.group for member in one_of])):
         if time.monotonic() > end_s:
-            raise TimeoutError(f"none of {one_of} waits to be taken in")
+            raise TimeoutError(f"none of {one_of} waits to be admitted")
         time.sleep(_POLL_S)
 
 

@@ -131,21 +131,21 @@ def _group_of(leader_pid: int) -> list[psutil.Process]:
     return found
 
 
-def _problem_of(code: int | None, said: str, left: list[psutil.Process]) -> str:
-    lines = said.splitlines()
+def _problem_of(code: int | None, output: str, left: list[psutil.Process]) -> str:
+    lines = output.splitlines()
     if code is None:
-        return f"it did not end within {END_TIMEOUT_S:g} s: {said}"
+        return f"it did not end within {END_TIMEOUT_S:g} s: {output}"
     if code != 130:
-        return f"exit code {code}: {said}"
+        return f"exit code {code}: {output}"
     if len(lines) != 1 or not lines[0].startswith(("spare: interrupted", "spare train: interrupted")):
-        return f"not one clean line: {said}"
+        return f"not one clean line: {output}"
     return f"left behind: {left}" if left else ""
 
 
 def _problem_of_stopped(folder: Path, left: list[psutil.Process]) -> str:
-    said, summary = (folder / "stderr").read_text(), json.loads((folder / "run/summary.json").read_text())
-    if said or summary["outcome"] != "stopped" or summary["verdict"] != "valid":
-        return f"not ended in order: {said}, {summary}"
+    output, summary = (folder / "stderr").read_text(), json.loads((folder / "run/summary.json").read_text())
+    if output or summary["outcome"] != "stopped" or summary["verdict"] != "valid":
+        return f"not ended in order: {output}, {summary}"
     if not (folder / f"run/checkpoints/step-{summary['steps_committed']:08d}").is_dir():
         return "its last state is not saved"
     return f"left behind: {left}" if left else ""

@@ -13,7 +13,7 @@ from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
-    PHASES_WITH_SLICES,
+    PHASES_WITH_PARTITIONS,
     FaultKind,
     FaultPoint,
 )
@@ -35,7 +35,7 @@ known.
 PHASES_OF_EVERY_STEP = tuple(
     phase
     for phase in FaultPoint
-    if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_SLICES
+    if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_OF_AN_EVALUATION | PHASES_WITH_PARTITIONS
     and phase not in PHASES_OF_A_BUCKET
 )
 """Phases that some rank of every group reaches in every step; those of single buckets lie around `in_reduce`."""
@@ -74,7 +74,7 @@ class Moment:
     @property
     def is_stacked(self) -> bool:
         """Whether the optimizer state is cut into partitions."""
-        return self.phase in PHASES_WITH_SLICES
+        return self.phase in PHASES_WITH_PARTITIONS
 
     def __str__(self) -> str:
         return f"{self.phase}-again" if self.is_again else str(self.phase)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from random import Random
 
-from spare_megatron.core.audits.audits import AuditWord
+from spare_megatron.core.audits.audits import MicrobatchDigest
 from spare_megatron.core.log.entries import Entry, Retry
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.plans import Microbatch, StepPlan
@@ -73,8 +73,8 @@ class AuditDigests:
             self._way = ""
         return error
 
-    def words(self) -> tuple[AuditWord, ...]:
-        return tuple(AuditWord(*microbatch, digest) for microbatch, digest in sorted(self._digests.items()))
+    def digests(self) -> tuple[MicrobatchDigest, ...]:
+        return tuple(MicrobatchDigest(*microbatch, digest) for microbatch, digest in sorted(self._digests.items()))
 
 
 class AuditObserver:
@@ -88,9 +88,9 @@ class AuditObserver:
         """A process votes; `params` are the right ones, None if it has others itself."""
         if is_wrong:
             self.wrong.add(process)
-        for word in () if is_wrong or params is None else vote.audits:
-            if word.digest != digest_of(params, step, word.microbatch):
-                raise Violation(f"{process} votes with a digest of {word.microbatch} that is none of step {step}")
+        for item in () if is_wrong or params is None else vote.audits:
+            if item.digest != digest_of(params, step, item.microbatch):
+                raise Violation(f"{process} votes with a digest of {item.microbatch} that is none of step {step}")
 
     def committed(self, writer: str, votes: Mapping[tuple[int, int], Vote]) -> None:
         if differ(votes.values()):
@@ -98,7 +98,7 @@ class AuditObserver:
 
     def outvoted(self, process: str, writer: str, corrupted: set[str]) -> None:
         if process not in self.wrong | corrupted:
-            raise Violation(f"{writer} puts out {process}, which computes right")
+            raise Violation(f"{writer} fences {process}, which computes right")
 
     def asked(self, writer: str, entry: Retry, members: set[int]) -> None:
         for dispute in entry.disputes:
@@ -107,7 +107,7 @@ class AuditObserver:
                 raise Violation(f"{writer} asks {dispute.asked} about a microbatch that only {able} can compute")
 
     def halted(self, writer: str, entries: Iterable[Entry], members: set[tuple[int, int]]) -> None:
-        """Nobody could tell who is right: no two members that can compute a disputed microbatch are."""
+        """It cannot be decided which group is right: no two members that can compute a disputed microbatch are."""
         *_, last = (entry for entry in entries if isinstance(entry, Retry))
         right = {group for group, number in members if f"{group}.{number}" not in self.wrong}
         for dispute in last.disputes:
@@ -119,8 +119,8 @@ class AuditObserver:
 
 def differ(votes: Iterable[Vote]) -> bool:
     """Whether two of them have other digests of one microbatch."""
-    words = {(word.microbatch, word.digest) for vote in votes for word in vote.audits}
-    return len(words) > len({microbatch for microbatch, _ in words})
+    digests = {(item.microbatch, item.digest) for vote in votes for item in vote.audits}
+    return len(digests) > len({microbatch for microbatch, _ in digests})
 
 
 class CountsAudits(AuditDigests):

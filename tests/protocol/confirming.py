@@ -19,9 +19,9 @@ def has_majority(digests: Mapping[Voter, str], members: Collection[Voter]) -> bo
 def is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
     """Whether these votes leave open if the state that one of them reports is right."""
     reported: dict[int, list[PartitionDigest]] = {}
-    for digest in (digest for vote in votes for digest in vote.slice_digests):
+    for digest in (digest for vote in votes for digest in vote.partition_digests):
         reported.setdefault(digest.partition, []).append(digest)
-    for digest in own.slice_digests:
+    for digest in own.partition_digests:
         of_partition = reported[digest.partition]
         num_right = sum(one.is_proven and one.value == digest.value for one in of_partition)
         if len({one.value for one in of_partition}) > 1 and 2 * num_right <= min(len(of_partition), most_hosts):

@@ -499,7 +499,7 @@ class Group:
             num_complete=num_complete,
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
-            slice_digests=() if self.held is None else self.held.digests(is_compared=is_compared),
+            partition_digests=() if self.held is None else self.held.digests(is_compared=is_compared),
             state_digest=(spoiled or "right") if is_compared and self.held is None else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
@@ -507,8 +507,8 @@ class Group:
             leaves=self.leaves and isinstance(action, AttemptReduce),
             failure="" if is_complete else self._links.failure,
             has_wrong_sum=has_wrong_sum,
-            audits=self.audits.words() if is_audited else (),
-            losses=self.audits.losses.words() if is_audited else (),
+            audits=self.audits.digests() if is_audited else (),
+            losses=self.audits.losses.digests() if is_audited else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

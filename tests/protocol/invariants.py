@@ -131,7 +131,7 @@ class Invariants:
         self._found_wrong: frozenset[Incarnation] = frozenset()  # sums of the attempt before
         self._shortages = ShortageObserver()
         self._is_halted = False
-        self._is_finished = not partitions.exist  # the log has said that the run can end
+        self._is_finished = not partitions.exist  # the log has decided that the run can end
         self.counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------------------- the log
@@ -227,7 +227,7 @@ class Invariants:
         incarnation = incarnation_of(process)
         is_wrong = process in self._corrupted or self._is_unconfirmed(incarnation)
         if not is_wrong and not self._receives_wrong_sums(incarnation):
-            raise Violation(f"{writer} puts out {process}, whose parameters are right")
+            raise Violation(f"{writer} fences {process}, whose parameters are right")
         self._is_discarded = True
         self.counts["discard"] += 1
 
@@ -242,7 +242,7 @@ class Invariants:
     def _is_unconfirmed(self, incarnation: Incarnation) -> bool:
         """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
         own = self._votes[incarnation, self.attempt]
-        reported = [own.params_digest, own.state_digest, *(digest.value for digest in own.slice_digests)]
+        reported = [own.params_digest, own.state_digest, *(digest.value for digest in own.partition_digests)]
         votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
         of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == incarnation]
         of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != incarnation]
@@ -266,13 +266,13 @@ class Invariants:
         votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
         params = {incarnation: vote.params_digest for incarnation, vote in votes.items() if vote.params_digest}
         states: dict[Incarnation, str] = {}
-        words: set[tuple[int, str]] = set()
+        digests: set[tuple[int, str]] = set()
         for incarnation, vote in sorted(votes.items(), key=lambda item: item[0] not in self.members):
             # What was copied confirms nothing but its donor's.
-            word = (incarnation[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
-            if vote.state_digest and word not in words:
+            digest = (incarnation[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
+            if vote.state_digest and digest not in digests:
                 states[incarnation] = vote.state_digest
-                words.add(word)
+                digests.add(digest)
         is_reported = any(vote.state_digest for vote in votes.values())
         is_known = has_majority(params, self.members) and (not is_reported or has_majority(states, self.members))
         # With state partitions the majority may have a wrong value from its owner.
@@ -431,12 +431,12 @@ class Invariants:
         self.counts["evaluation after a loss"] += isinstance(entry, Evaluated) and self.members != self._began_with
 
     def _compared(self, entry: Entry, writer: str) -> bool:
-        """Whether no sum of the attempt may stay, by what all who voted said of their state."""
+        """Whether no sum of the attempt may stay, by what all voters reported of their state."""
         votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
         members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Evaluated | Finish):
             return self._is_discarded
-        states = {(digest.partition, digest.value) for vote in members for digest in vote.slice_digests}
+        states = {(digest.partition, digest.value) for vote in members for digest in vote.partition_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
         is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})
@@ -451,7 +451,7 @@ class Invariants:
             and len(all_right) == self.partitions.num_partitions
         ):
             raise Violation(f"{writer} writes {entry} though parameters are wrong, and each partition has a right host")
-        is_all_right = not any(one.value.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
+        is_all_right = not any(one.value.startswith(WRONG) for vote in votes.values() for one in vote.partition_digests)
         for incarnation, vote in votes.items():
             is_strange = vote.params_digest.startswith(WRONG) and "{}.{}".format(*incarnation) not in self._corrupted
             if self._is_anew and is_strange and is_all_right:
@@ -543,7 +543,7 @@ class Invariants:
         self.counts[type(stop).__name__] += 1
         if isinstance(stop, FinishRun) and self._is_done:
             return
-        # Others may have gone on without one that is late to hear of a wipe-out.
+        # Others may have gone on without one that is late to read of a wipe-out.
         if isinstance(stop, StopWipeOut) and (
             self.partitions.was_wiped_out if stop.partitions else self._was_state_lost
         ):

@@ -150,17 +150,17 @@ class Links:
     # ------------------------------------------------------------------------------------------------- coming back
 
     def announce(self) -> Steps:
-        """Says that this incarnation waits to be taken in."""
+        """Says that this incarnation waits to be admitted."""
         member = self._member
         yield from conversation(lambda store: store.put(keys.waiting(member.group), str(member.incarnation)))
         self._world.num_announced += 1
 
     def with_waiting(self, event: VotesRead) -> Steps:
-        """The votes, with those who wait to be taken in."""
+        """The votes, with those who wait to be admitted."""
         return replace(event, waiting=(yield from self.waiting(self._controller.voters)))
 
     def waiting(self, voters: Collection[Member]) -> Steps:
-        """Those who wait to be taken in beside these."""
+        """Those who wait to be admitted beside these."""
         present = {voter.group for voter in voters}
         groups = [group for group in self._world.groups if group not in present]
         if not groups:

@@ -33,12 +33,12 @@ from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.slow_machines.quarantine import Examinations, Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.store import decision_log, keys
-from spare_megatron.supervisor import restarts, store_link
+from spare_megatron.supervisor import restarts, store_watch
 from spare_megatron.supervisor.places import group_reforming, group_rendezvous
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.restarts import GroupRestarts
-from spare_megatron.supervisor.store_link import (
+from spare_megatron.supervisor.store_watch import (
     FenceWanted,
     FenceWritten,
     HasLeft,
@@ -94,7 +94,7 @@ def clocked() -> Iterator[Clock]:
     """Has everything that a supervisor uses read this clock."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timers, group_rendezvous, group_reforming, quarantine, restarts, store_link):
+        for module in (timers, group_rendezvous, group_reforming, quarantine, restarts, store_watch):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
         patch.setattr(decision_log, "time", SimpleNamespace(monotonic=lambda: 0.0))  # no store loses its log here
         yield clock
@@ -319,7 +319,7 @@ class Supervisor:
         world.budgets[self.machine].hold([self.group])
         self.timers = Timers()
         self.inbox, outbox = Pipe(duplex=False)
-        self.link = store_link.StoreLink(
+        self.link = store_watch.StoreLink(
             node=self.place,
             layout=world.layout,
             interval_s=INTERVAL_S,
@@ -407,7 +407,7 @@ class Supervisor:
 
     def _take_place(self) -> PlaceTaken:
         reforming = group_reforming.GroupReforming(self.world.config, self.machine)
-        taken = reforming.take_place(self.store, store_link.AssignmentList(self.store, self.world.layout))
+        taken = reforming.take_place(self.store, store_watch.AssignmentList(self.store, self.world.layout))
         self._examinations = None
         self._journal(taken.by.record(self.world.layout))
         return taken
@@ -501,7 +501,7 @@ class Supervisor:
 
 
 def decision_to_drain(machine: MachineId) -> LadderRecord:
-    """By these figures a machine is drained: `tests/unit/test_ladder.py` draws others."""
+    """By these figures a machine is drained: `tests/unit/test_slow_machine_drains.py` draws others."""
     situation = Situation(
         machine=machine,
         cause=Cause.LINK,

@@ -122,7 +122,7 @@ class AdmitsTheFenced(Controller):
 
 
 class IgnoresDiscards(Controller):
-    """Puts out a group with wrong parameters and commits the sum that it spoiled."""
+    """Fences a group with wrong parameters and commits the sum that it spoiled."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         self.is_discarded = False
@@ -147,7 +147,7 @@ class ComparesNoCopies(Controller):
 
 
 class CountsCopies(Controller):
-    """Takes a copy for another word beside its donor's."""
+    """Counts a copy as another report beside its donor's."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         votes = {group: replace(vote, copied_from=None) for group, vote in event.votes.items()}
@@ -155,7 +155,7 @@ class CountsCopies(Controller):
 
 
 class RestartsThoseWhoTookPart(Controller):
-    """Counts on incarnations that said before an earlier restart that they wait."""
+    """Counts incarnations that reported before an earlier restart that they wait."""
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         if isinstance(event, WaitingRead):
@@ -284,7 +284,7 @@ class TrustsAnyReport(Controller):
         reported = tuple(
             PartitionCopy(digest.partition, voter)
             for voter in self.voters
-            for digest in (event.votes[voter.group].slice_digests if voter.group in event.votes else ())
+            for digest in (event.votes[voter.group].partition_digests if voter.group in event.votes else ())
             if not digest.is_proven
         )
         return tuple(
@@ -379,7 +379,7 @@ class ComparesParamsAlone(Controller):
     """Takes the majority's parameters for right, which most have from one owner."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, slice_digests=()) for group, vote in event.votes.items()}
+        votes = {group: replace(vote, partition_digests=()) for group, vote in event.votes.items()}
         return super()._decide(replace(event, votes=votes), now_s)
 
 
@@ -445,8 +445,8 @@ class EvaluatesWithoutTheLost(Controller):
         return actions
 
 
-class JudgesByOneWord(Controller):
-    """Puts out the first of two groups that differ, and asks no other one."""
+class JudgesByOneDigest(Controller):
+    """Fences the first of two groups that differ, and asks no other one."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         actions = super()._decide(event, now_s)
@@ -471,7 +471,7 @@ class CommitsWhatIsDisputed(Controller):
         return super()._decide(event, now_s)
 
 
-class CommitsSuspectsUnheard(Controller):
+class CommitsSuspectsUnconfirmed(Controller):
     """Asks about suspects, and commits the sum whatever the answers are."""
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
@@ -592,11 +592,11 @@ MUTATIONS_OF_EVALUATIONS = {
 MUTATIONS_OF_AUDITS = {
     "counts an audit into a sum": Protocol(audits_type=CountsAudits),
     "votes with digests of another attempt": Protocol(audits_type=VotesWithOldDigests),
-    "judges by one word against one": Protocol(controller_type=JudgesByOneWord),
+    "judges by one digest against one": Protocol(controller_type=JudgesByOneDigest),
     "commits what is disputed": Protocol(controller_type=CommitsWhatIsDisputed),
 }
 MUTATIONS_OF_SUSPECTS = {
-    "commits suspects unheard": Protocol(controller_type=CommitsSuspectsUnheard),
+    "commits suspects unconfirmed": Protocol(controller_type=CommitsSuspectsUnconfirmed),
     "asks about all suspects": Protocol(controller_type=AsksAboutAllSuspects),
 }
 MUTATIONS_OF_SHORTAGES = {

@@ -122,7 +122,7 @@ class PartitionStates:
         return tuple(repair.partition for repair in self.repairs if self.whole(repair.partition) is not None)
 
     def install(self, index: int, piece: int, step: int, content: str) -> bool:
-        """Takes in a piece, unless it is of another step. Returns whether it did."""
+        """Installs a piece, unless it is of another step. Returns whether it did."""
         if step != self.num_updates:
             return False
         self._pieces.setdefault(index, {})[piece] = content
@@ -193,7 +193,7 @@ class PartitionObserver:
             reporters = {
                 incarnation
                 for incarnation, vote in votes.items()
-                if any(one.partition == index for one in vote.slice_digests)
+                if any(one.partition == index for one in vote.partition_digests)
             }
             row = self._hosts[index]
             if tuple(member) not in row or not row <= reporters:
@@ -206,7 +206,7 @@ class PartitionObserver:
     def compared(self, votes: Mapping[tuple[int, int], Vote]) -> None:
         """An attempt with these votes is committed."""
         for incarnation, vote in votes.items():
-            self._uncompared -= {(digest.partition, incarnation) for digest in vote.slice_digests}
+            self._uncompared -= {(digest.partition, incarnation) for digest in vote.partition_digests}
 
     def drained(self, drained: Collection[tuple[int, int]], num_staying: int) -> None:
         """Members leave: enough others have to host what they did, by copies that have been compared."""
@@ -223,7 +223,7 @@ class PartitionObserver:
             reporters = {
                 incarnation
                 for incarnation, vote in votes.items()
-                if any(one.partition == index for one in vote.slice_digests)
+                if any(one.partition == index for one in vote.partition_digests)
             }
             if not self._hosts[index] <= reporters or tuple(member) not in reporters or len(reporters) < 2:
                 raise Violation(

@@ -61,7 +61,7 @@ class Scene:
     suspect_every: int = 0
     """Of so many microbatches one has data with a suspect loss; 0: none, and no loss is suspect."""
     num_further: int = 0
-    """Groups beyond those of the beginning that may be taken in; they host no shard."""
+    """Groups beyond those of the beginning that may be admitted; they host no shard."""
     ramp_steps: int = 0
     """Steps over which shards grow from one microbatch; 0 if they have as many in every step."""
     fetch: int | None = None

@@ -14,11 +14,11 @@ from spare_megatron.slow_machines import quarantine
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
-from spare_megatron.supervisor import store_link
+from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.places import group_reforming
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, GroupReforming
 from spare_megatron.supervisor.restarts import GroupRestarts
-from spare_megatron.supervisor.store_link import StoreLink
+from spare_megatron.supervisor.store_watch import StoreLink
 from tests.protocol import machines
 from tests.protocol.machines import World, clocked, config_of, found_in, settle
 from tests.protocol.violation import Violation
@@ -194,7 +194,7 @@ BUGS: dict[str, Planted] = {
     ),
     "ignores shards without a host": ({group_reforming: {"Places": IgnoresShards}}, {}, "not the best"),
     "stays in a place that another machine has": (
-        {store_link: {"StoreLink": StaysWhereItWas}},
+        {store_watch: {"StoreLink": StaysWhereItWas}},
         {},
         "taken by two|no end",
     ),
@@ -215,7 +215,7 @@ BUGS: dict[str, Planted] = {
         {},
         "and it computes wrongly",
     ),
-    "gives a place to two machines": ({store_link: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
+    "gives a place to two machines": ({store_watch: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
 }
 
 

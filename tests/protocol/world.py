@@ -304,7 +304,7 @@ class World:
             if process.steps is None:
                 self._processes.remove(process)
             return
-        assert process.steps is not None, "no process is left to hear an answer"
+        assert process.steps is not None, "no process is left to receive an answer"
         answer = process.answer[0] if process.answer else None
         process.answer = ()
         try:

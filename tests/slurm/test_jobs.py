@@ -93,7 +93,7 @@ def test_a_job_goes_on_after_its_time_and_after_a_wipe_out_on_other_nodes_until_
 
 
 @pytest.mark.parametrize("whole_job", [False, True], ids=["its steps", "its script as well"])
-def test_a_job_that_is_told_to_end_saves_its_run_and_goes_on_later(
+def test_a_job_that_is_asked_to_end_saves_its_run_and_goes_on_later(
     start_cluster: Callable[..., Cluster], submit: Callable[..., Job], *, whole_job: bool
 ) -> None:
     """SIGTERM to every process, etcd and ranks included, as before a preemption. It saved nothing."""

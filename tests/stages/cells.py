@@ -22,7 +22,7 @@ SAVE_EVERY = 2
 STEP = 3
 """At or after which the stage is struck, and in which groups are lost where the stage needs that."""
 AWAITED = 4
-"""The step at whose end the lost group is taken in."""
+"""The step at whose end the lost group is admitted."""
 RETURNING, DONOR, OTHER = 1, 0, 2
 """The group that comes back, who gives it the state, and who does neither."""
 

@@ -92,7 +92,7 @@ def _assert_can_go_on(corpus: Path, run_dir: Path, step: int, expected: Run) -> 
 
 
 def _watch(cell: Cell) -> Watch:
-    """The group that was lost first is taken in at a certain step, or its next incarnation if it is killed before."""
+    """The group that was lost first is admitted at a certain step, or its next incarnation if it is killed before."""
     if cell.place != "join":
         return Watch()
     incarnation = 2 if cell.phase is FaultPoint.JOIN_WAIT else 1

@@ -1,10 +1,10 @@
 """Configurations for validation, and a machine with room for them."""
 
-from spare_megatron.config.checks.validate import Machine
+from spare_megatron.config.checks.validate import MachineResources
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 
-CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
+CPU = MachineResources(num_gpus=0, num_cores=64, has_corpus=True)
 GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
 
 

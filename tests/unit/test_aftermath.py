@@ -27,7 +27,7 @@ class TroubledRank(_Rank):
         control = SimpleNamespace(heartbeat_interval_s=1.0)
         self._spec: Any = SimpleNamespace(incarnation=0, config=SimpleNamespace(control=control))
         self._store: Any = SimpleNamespace(break_off=None)
-        self._beacon: Any = SimpleNamespace(start_beating=lambda _interval_s, on_cut_off: None)
+        self._heartbeat: Any = SimpleNamespace(start_beating=lambda _interval_s, on_cut_off: None)
         self._parts = None
 
     def _write_code(self) -> None:

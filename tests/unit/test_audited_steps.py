@@ -28,7 +28,7 @@ def test_the_group_that_was_audited_longest_ago_decides() -> None:
     assert audited.num_steps == 8
 
 
-def test_a_group_that_nobody_compares_is_not_audited() -> None:
+def test_a_group_that_no_other_compares_is_not_audited() -> None:
     audited = AuditedSteps(0)
     audited.on_commit(
         0, [*shared(0, 1), (ALL[2], Microbatch(ShardId(1), 0)), *shared(2, 3)], [GroupId(g) for g in (0, 2)]

@@ -9,19 +9,19 @@ import pytest
 
 from spare_megatron.core.audits.audits import (
     AuditPolicy,
-    AuditWord,
     Boundary,
     Dispute,
+    MicrobatchDigest,
     Outvoted,
     Statement,
     Undecided,
+    combined_digest,
     default_every_steps,
     draw_audits,
     first_difference,
-    heard,
     judge,
     mismatches,
-    word_of,
+    with_statements,
 )
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
@@ -73,7 +73,7 @@ def test_every_group_audits_one_other_and_pairs_vary(num_groups: int, is_shared:
 
 
 def test_after_losses_every_group_with_a_common_host_is_asked() -> None:
-    """By brute force: whoever hosts work of another group audits, whatever is left."""
+    """By brute force: each group that hosts work of another one audits, whatever is left."""
     placement = make_placement("golomb", 7, 3)
     everybody = tuple(map(GroupId, range(7)))
     for lost in product(range(7), repeat=2):
@@ -169,19 +169,19 @@ def test_one_audit_in_so_many_steps_costs_at_most_a_percent() -> None:
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 
-def dispute(*said: tuple[int, int], num_rounds: int = 1) -> Dispute:
-    statements = tuple(Statement(GroupId(group), digest) for group, digest in said)
+def dispute(*reported: tuple[int, int], num_rounds: int = 1) -> Dispute:
+    statements = tuple(Statement(GroupId(group), digest) for group, digest in reported)
     return Dispute(microbatch=MICROBATCH, statements=statements, asked=(), num_rounds=num_rounds)
 
 
-def verdict(*said: tuple[int, int], members: tuple[int, ...], able: tuple[int, ...]) -> object:
-    found = judge(dispute(*said), set(map(GroupId, members)), list(map(GroupId, able)))
+def verdict(*reported: tuple[int, int], members: tuple[int, ...], able: tuple[int, ...]) -> object:
+    found = judge(dispute(*reported), set(map(GroupId, members)), list(map(GroupId, able)))
     if isinstance(found, Outvoted):
         return found.group
     return found.asked if isinstance(found, Dispute) else type(found)
 
 
-def test_one_word_against_one_asks_a_third() -> None:
+def test_one_digest_against_one_asks_a_third_group() -> None:
     assert verdict((1, 7), (2, 8), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == (5,)
     assert verdict((1, 7), (2, 8), (5, 7), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == 2
     assert verdict((1, 7), (2, 8), (5, 9), members=(0, 1, 2, 5), able=(5, 0, 1, 2)) == (0,)
@@ -193,50 +193,50 @@ def test_two_hosts_compute_once_more_and_who_contradicts_itself_is_out() -> None
     assert verdict((1, 7), (2, 8), (1, 7), (2, 8), members=(1, 2), able=(1, 2)) is Undecided
 
 
-def test_words_of_the_lost_count_and_nobody_is_fenced_who_is_gone() -> None:
+def test_digests_of_lost_groups_count_and_no_lost_group_is_fenced_again() -> None:
     assert verdict((1, 7), (2, 8), (5, 7), members=(1, 5), able=(1, 5)) is type(None)
     assert verdict((1, 7), (2, 8), (5, 7), members=(2, 5), able=(2, 5)) == 2
     assert verdict((1, 7), (2, 8), members=(2, 5), able=(2,)) is type(None)
 
 
-def test_no_set_of_right_words_has_a_right_group_fenced() -> None:
+def test_no_set_of_right_digests_has_a_right_group_fenced() -> None:
     """Whatever few wrong groups say: two that are right and able outvote them, and no right one is named."""
     random = Random(2)
     for _ in range(3000):
         groups = list(range(random.randint(3, 6)))
         wrong = set(random.sample(groups, random.randint(1, len(groups) - 2)))
         members, asked, num_rounds = set(groups), tuple(random.sample(groups, 2)), 0
-        said: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         while num_rounds < 20:
             num_rounds += 1
             for group in asked:
                 error = random.choice((100 + group, 1000 * (group + 1) + random.randrange(100)))
-                said.append((group, error if group in wrong else 7))
-            found = judge(dispute(*said), members, sorted(members))
+                reported.append((group, error if group in wrong else 7))
+            found = judge(dispute(*reported), members, sorted(members))
             while isinstance(found, Outvoted):
                 assert found.group in wrong
                 members.discard(found.group)
-                found = judge(dispute(*said), members, sorted(members))
+                found = judge(dispute(*reported), members, sorted(members))
             if not isinstance(found, Dispute):
                 break
             asked = found.asked
         assert found is None, "two right groups are always left"
-        assert len({digest for group, digest in said if group in members}) == 1
+        assert len({digest for group, digest in reported if group in members}) == 1
 
 
-def test_a_dispute_hears_only_whom_it_has_asked() -> None:
+def test_a_dispute_counts_only_the_groups_that_it_has_asked() -> None:
     opened = Dispute(
         microbatch=MICROBATCH, statements=dispute((1, 7), (2, 8)).statements, asked=(GroupId(5),), num_rounds=1
     )
     boundaries = (Boundary("forward", 0, 0, 1),)
-    words = {
-        GroupId(1): (AuditWord(*MICROBATCH, 7, boundaries),),
-        GroupId(5): (AuditWord(*MICROBATCH, 8), AuditWord(ShardId(0), 0, 9)),
+    digests = {
+        GroupId(1): (MicrobatchDigest(*MICROBATCH, 7, boundaries),),
+        GroupId(5): (MicrobatchDigest(*MICROBATCH, 8), MicrobatchDigest(ShardId(0), 0, 9)),
     }
-    statements = heard(opened, words).statements
+    statements = with_statements(opened, digests).statements
     assert [(s.group, s.digest) for s in statements] == [(1, 7), (2, 8), (5, 8)]
     assert statements[0].boundaries == boundaries
-    assert [one.microbatch for one in mismatches(words)] == [MICROBATCH]
+    assert [one.microbatch for one in mismatches(digests)] == [MICROBATCH]
 
 
 def test_the_first_difference_follows_the_stages() -> None:
@@ -259,10 +259,10 @@ def test_the_first_difference_follows_the_stages() -> None:
     assert first_difference(right, right) is None
     elsewhere = [one._replace(offset=6) for one in right]
     assert first_difference(elsewhere, right) is None
-    assert word_of(elsewhere) == word_of(right)
+    assert combined_digest(elsewhere) == combined_digest(right)
     wrong = [one._replace(offset=6) for one in spoiled(("forward", 1), *later)]
     assert str(first_difference(wrong, right)) == "stage 1, forward pass, ranks 8, 9", "those that have computed it"
-    assert word_of(right) == word_of(reversed(right)) != word_of(one_rank)
+    assert combined_digest(right) == combined_digest(reversed(right)) != combined_digest(one_rank)
 
 
 # ------------------------------------------------------------------------------------------------------- the controller
@@ -289,9 +289,9 @@ def votes_of(
     votes = {}
     for group in controller.members:
         mine = sorted({one.microbatch for one in audits if group in (one.auditor, one.owner)})
-        words = tuple(AuditWord(*one, wrong.get((group, one), 7)) for one in mine)
+        digests = tuple(MicrobatchDigest(*one, wrong.get((group, one), 7)) for one in mine)
         digest = controller._plans[-1].digest
-        votes[group] = Vote(is_complete=True, plan_digest=digest, num_complete=(1,), audits=words)
+        votes[group] = Vote(is_complete=True, plan_digest=digest, num_complete=(1,), audits=digests)
     return votes
 
 
@@ -344,7 +344,7 @@ def test_a_mismatch_is_settled_before_the_commit() -> None:
 
 
 def test_a_group_that_is_outvoted_at_once_has_the_parameters_saved_too() -> None:
-    """Two auditors may draw the same microbatch, so that a third host has spoken before any is asked."""
+    """Two auditors may draw the same microbatch, so that a third host has voted before any is asked."""
     controller, _ = started()
     audits = controller._plans[0].audits
     one = audits[0]
@@ -397,7 +397,7 @@ def test_a_mismatch_with_a_group_that_was_lost_after_its_vote_has_the_step_compu
     assert again.recompute
 
 
-def test_two_hosts_that_stand_by_their_words_halt_the_run_with_both_named() -> None:
+def test_two_hosts_that_repeat_different_digests_halt_the_run_with_both_named() -> None:
     controller, _ = started(num_groups=2, redundancy=2)
     audits = controller._plans[0].audits
     wrong = {(int(audits[0].owner), audits[0].microbatch): 8}

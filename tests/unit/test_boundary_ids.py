@@ -160,7 +160,7 @@ def test_no_text_becomes_the_id_that_ends_documents_with_any_tokenizer_of_huggin
 
 
 def test_text_that_spells_out_the_end_is_kept_to_the_byte(tmp_path: Path) -> None:
-    """White space around it, too, which an added token with `lstrip` would take in."""
+    """White space around it, too, which an added token with `lstrip` would include."""
     random = Random(40)
     for name in [name for name in MODELS if name.startswith("bpe") and not name.endswith(("characters", "it is"))]:
         tokenizer = Tokenizer(MODELS[name]())

@@ -42,7 +42,7 @@ def test_buckets_are_larger_on_gpus(device: Literal["cpu", "gpu"], bucket_mib: i
 
 
 def test_more_buckets_cannot_be_kept_than_there_are() -> None:
-    with pytest.raises(ValueError, match="4 buckets are said to be kept, the rank has 3"):
+    with pytest.raises(ValueError, match="4 buckets should be kept, the rank has 3"):
         BucketWindow(3, 4)
 
 

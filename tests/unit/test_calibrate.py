@@ -228,7 +228,7 @@ def test_steps_after_a_return_count_once_they_are_warm_and_a_disturbed_return_me
     found = calibrate(journal_of((0.0, RUN), *parts, (at_s, back), (at_s + 1.0, slow)))
     assert found.num_steps == num_steps - 2 * WARM_UP_STEPS
     assert (found.num_joins, found.join_s) == (0, None)
-    assert "how long taking groups in takes" in found.untold[-1]
+    assert "how long it takes to admit groups" in found.untold[-1]
 
 
 # --------------------------------------------------------------------------------- simulated runs give their costs back

@@ -106,10 +106,10 @@ def test_partitions_of_the_optimizer_state_are_shown_with_their_writers(tmp_path
     save(tmp_path, 5)
     assert "optimizer state           replicated" in invoke("show", tmp_path)[1]
     save(tmp_path, 10, config=STACKED, writers=MEMBERS[:2])
-    assert "stacked: 3 slices on 1 groups each, written by groups 0, 1" in invoke("show", tmp_path)[1]
+    assert "stacked: 3 partitions on 1 groups each, written by groups 0, 1" in invoke("show", tmp_path)[1]
 
 
-def test_a_refused_checkpoint_is_said_to_be_so(tmp_path: Path) -> None:
+def test_a_refused_checkpoint_is_reported_as_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     refuse(tmp_path, WRONG)
     assert json.loads(invoke("list", tmp_path, "--json")[1])[0]["refused"] == WRONG.reason

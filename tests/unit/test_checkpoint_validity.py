@@ -72,7 +72,7 @@ def test_a_checkpoint_does_not_count_where(case: str) -> None:
     *before, found = map(validity.fold, entries)
     assert found == (RefuseCheckpoint(step=8, member=SAVE.member, epoch=3, reason=reason),)
     assert not any(before)
-    assert validity.fold(wrong(0)) == (), "that is said once"
+    assert validity.fold(wrong(0)) == (), "that is reported once"
     assert why_refused(SAVE, iter(entries)) == reason
 
 

@@ -389,7 +389,7 @@ def reading(identity: str, config: RunConfig = CONFIG, *, is_allowed: bool = Fal
 
 
 def test_another_corpus_is_another_training_unless_that_is_allowed(tmp_path: Path) -> None:
-    """Training went on with it without a word."""
+    """Training went on with it silently."""
     theirs, other = "9f86d081, 300 tokens, tokenizer byte", "60303ae2, 300 tokens"
     save(tmp_path, 10, config=reading(theirs))
     with pytest.raises(ValueError, match="is of another training") as error:

@@ -82,17 +82,17 @@ def test_re_forming_is_planned_and_set_beside_what_training_takes_without() -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--redundancy", "1"), r"audits +none: they need 2 hosts per shard, or data that all groups read"),
         (("--redundancy", "2"), r"audits every +7 steps: 0\.9% of a step more.*a mismatch +may halt the run"),
         (("--redundancy", "3"), r"they find +lasting faults of a group within 7 steps, 0\.9% of those in one micro"),
     ],
 )
-def test_audits_are_planned_where_another_group_can_compute(options: tuple[str, str], said: str) -> None:
+def test_audits_are_planned_where_another_group_can_compute(options: tuple[str, str], message: str) -> None:
     options = ("--microbatches", "16", *options)
     table = spare_plan(*EXAMPLE, *options).output
-    assert re.search(said, table, re.DOTALL), table
+    assert re.search(message, table, re.DOTALL), table
     audits = figures(*options)["audits"]
     assert audits is None if options[-1] == "1" else audits["every_steps"] == 7
     assert ("may halt" in table) == (options[-1] == "2")
@@ -196,7 +196,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--mtbf -3s", "--mtbf -3s: a duration here has to be above 0"),
         ("--mtbf 0s", "--mtbf 0s: a duration here has to be above 0"),
@@ -265,11 +265,11 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --plot missing/plan.png", "missing/plan.png"),
     ],
 )
-def test_bad_input_gets_one_line(options: str, said: str) -> None:
+def test_bad_input_gets_one_line(options: str, message: str) -> None:
     base = ["--groups", "600", "--restart", "60m", "--save", "60s"]
     result = spare_plan(*base, *options.split())
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not result.stdout
 

@@ -38,7 +38,7 @@ def votes(params: str, *partitions: str) -> dict[GroupId, Vote]:
             is_complete=True,
             plan_digest="p",
             params_digest=digest,
-            slice_digests=tuple(
+            partition_digests=tuple(
                 PartitionDigest(PartitionId(number), row[group].lower(), row[group].islower())
                 for number, row in enumerate(partitions)
                 if row[group] != "-"
@@ -49,7 +49,7 @@ def votes(params: str, *partitions: str) -> dict[GroupId, Vote]:
 
 
 def fences_of(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
-    """One fence after the other, as the log would have them, until nothing more is said."""
+    """One fence after the other, as the log would have them, until nothing more is reported."""
     while (entry := objection(attempt, cast)) is not None:
         assert isinstance(entry, Fence), entry
         assert entry.discard
@@ -62,7 +62,7 @@ def groups(attempt: Attempted, cast: dict[GroupId, Vote]) -> list[int]:
     return [int(fence.group) for fence in fences_of(attempt, cast)]
 
 
-def test_where_all_agree_nothing_is_said() -> None:
+def test_where_all_agree_nothing_is_disputed() -> None:
     assert objection(attempted(4), votes("aaaa", "bb--", "-cc-", "--dd", "e--e")) is None
 
 

@@ -52,7 +52,7 @@ def test_the_tables_name_every_setting() -> None:
 
 
 @pytest.mark.parametrize(("overrides", "bucket_mib"), [((), 128), (("cluster.device=cpu",), 32)])
-def test_show_tells_the_size_of_a_bucket_on_the_device(overrides: tuple[str, ...], bucket_mib: int) -> None:
+def test_show_has_the_size_of_a_bucket_on_the_device(overrides: tuple[str, ...], bucket_mib: int) -> None:
     options = [word for text in overrides for word in ("--set", text)]
     shown = json.loads(run("show", NODE, *options, "--json"))
     assert (shown["bucket_mib"], shown["memory"]["reduction_bytes"]) == (bucket_mib, 3 * bucket_mib * 2**20)
@@ -96,7 +96,7 @@ def test_check_names_all_that_is_wrong_and_elsewhere_forgives_what_this_machine_
 
 
 def test_a_wrong_type_and_an_unknown_key_hide_no_other_problem() -> None:
-    """And nothing is said of the default that stands in for a value that is no value."""
+    """And nothing is reported about the default that stands in for a value that is no value."""
     overrides = ("model.num_layers=x", "spare.redundancy=[2]", "train.stepz=5", "optimizer.beta1=2", "train.seed=-1")
     options = [word for text in overrides for word in ("--set", text)]
     found = json.loads(run("check", NODE, "--elsewhere", *options, "--json", expected=2))["problems"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.checks.validate import Machine, problems, resolve_device, warnings
+from spare_megatron.config.checks.validate import MachineResources, problems, resolve_device, warnings
 from spare_megatron.config.loader import load_and_judge
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.schema import RunConfig
@@ -18,7 +18,7 @@ NO_RETURNS = ("spare.rejoins=0", "checkpoint.max_restarts=0")
 STACKED = ("optimizer.sharding=stacked", "optimizer.redundancy=2")
 
 
-def only_problem(*overrides: str, machine: Machine = CPU) -> str:
+def only_problem(*overrides: str, machine: MachineResources = CPU) -> str:
     found = problems(configured(*overrides), machine)
     assert len(found) == 1, found
     return found[0]
@@ -379,7 +379,7 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
 
 
 def test_documents_are_kept_apart_by_layers_without_transformer_engine_alone() -> None:
-    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     engine = ("data.reset_attention_mask=true", "model.transformer_impl=transformer_engine")
     assert "needs attention by torch, but model.transformer_impl=tr" in only_problem(*engine, machine=machine)
     text = only_problem("data.reset_attention_mask=true", "layout.context_parallel=2", machine=machine)
@@ -449,21 +449,21 @@ def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:
 
 
 def test_more_ranks_than_gpus_is_a_problem_on_gpus_only() -> None:
-    machine = Machine(num_gpus=3, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=3, num_cores=64, has_corpus=True)
     assert "4 ranks" in only_problem("cluster.device=gpu", machine=machine)
     assert "there are 3" in only_problem("cluster.device=auto", machine=machine)
     assert problems(configured("cluster.device=cpu"), machine) == []
 
 
 def test_ranks_that_share_a_gpu_need_fewer() -> None:
-    machine = Machine(num_gpus=1, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=1, num_cores=64, has_corpus=True)
     text = only_problem("cluster.device=gpu", "cluster.ranks_per_gpu=3", machine=machine)
     assert "4 ranks (layout.num_groups=4 x 1 ranks) need 2 GPUs, and there are 1" in text
     assert problems(configured("cluster.device=gpu", "cluster.ranks_per_gpu=4"), machine) == []
 
 
 def test_what_cpus_lack_is_allowed_on_gpus() -> None:
-    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     config = configured("megatron.sequence_parallel=true", "layout.tensor_parallel=2", "layout.context_parallel=1")
     assert problems(config, machine) == []
     assert problems(configured("layout.context_parallel=2"), machine) == []
@@ -484,7 +484,7 @@ def test_what_cpus_lack_is_allowed_on_gpus() -> None:
 )
 def test_fp8_that_depends_on_earlier_microbatches_is_refused(fields: list[str], expected: str) -> None:
     """Delayed scaling was accepted: a group that came back had another history of largest values."""
-    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     words = [f"megatron.{field}" for field in ("fp8=hybrid", *fields)]
     assert expected in only_problem(*words, machine=machine)
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
@@ -492,7 +492,7 @@ def test_fp8_that_depends_on_earlier_microbatches_is_refused(fields: list[str], 
 
 
 def test_pieces_of_the_sequence_must_come_out_even() -> None:
-    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     text = only_problem("layout.context_parallel=2", "model.seq_length=66", machine=machine)
     assert "model.seq_length=66 is not a multiple of 2 x layout.context_parallel=4" in text
     text = only_problem(
@@ -519,7 +519,7 @@ def test_a_password_in_an_endpoint_is_refused_and_not_shown() -> None:
     assert "secret" not in problem
 
 
-def test_groups_that_do_not_fill_machines_are_not_reformed_and_why_is_said_once() -> None:
+def test_groups_that_do_not_fill_machines_are_not_reformed_and_the_reason_is_given_once() -> None:
     """An error only for those who ask for it."""
     divided = ("layout.num_groups=4", "layout.pipeline_parallel=3", "model.num_layers=6", "cluster.num_nodes=6")
     (text,) = [text for text in warnings(configured(*divided), CPU) if "re-formed" in text]

@@ -81,7 +81,7 @@ def fold(controller: Controller, *entries: Entry) -> list[object]:
 
 
 def votes(controller: Controller, **outcomes: bool) -> VotesRead:
-    """Votes of all groups, complete unless said otherwise by g0=False and so on."""
+    """Votes of all groups, complete unless set otherwise by g0=False and so on."""
     digest = controller._plans[-1].digest
     cast = {
         GroupId(g): Vote(is_complete=outcomes.get(f"g{g}", True), plan_digest=digest)
@@ -133,7 +133,7 @@ def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last(
 
 
 def test_a_run_ends_with_the_commit_of_an_attempt_if_any_group_was_asked_to_end_it() -> None:
-    """If only the group that decides were heard, a run would go on whose slowest group was not asked."""
+    """If only the group that decides were asked, a run would go on whose slowest group was not asked."""
     controller = make_controller(steps=3)
     controller.handle(RunStarted(), now_s=0.0)
     cast = votes(controller)
@@ -381,7 +381,7 @@ def test_a_run_that_halts_for_failed_reductions_says_what_a_group_lacked() -> No
     assert stop.reason.endswith(f"though no group was lost; group 1: {LACKING}")
 
 
-def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_on() -> None:
+def test_a_waiting_group_is_admitted_by_the_commit_and_works_from_the_next_step_on() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Commit(step=0, attempt=0))
@@ -399,7 +399,7 @@ def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_
     assert reduce.members == (0, 1, 2, 3)
 
 
-def test_a_group_that_is_a_member_already_is_not_taken_in_again() -> None:
+def test_a_group_that_is_a_member_already_is_not_admitted_again() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     actions = fold(controller, Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
@@ -433,7 +433,7 @@ def test_a_fence_of_a_later_incarnation_hits_the_earlier_one() -> None:
     assert controller.voters == members(0, 2, 3)
 
 
-def test_of_two_incarnations_of_a_group_the_later_is_taken_in() -> None:
+def test_of_two_incarnations_of_a_group_the_later_is_admitted() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     both = (Member(GroupId(1), 2), Member(GroupId(1), 1))

@@ -208,7 +208,7 @@ def test_a_wipe_out_ends_an_evaluation_in_the_middle_of_the_run_and_is_none_at_i
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_an_evaluation_that_a_wipe_out_leaves_out_is_not_due_in_the_journal(*, is_lost_first: bool) -> None:
-    """It was, for ever: of a run that had ended the journal said that entries might be missing."""
+    """It was, for ever: of a run that had ended the journal reported that entries might be missing."""
     controller = evaluating(redundancy=1, steps=2)
     entries: list[Entry] = [Commit(step=0, attempt=0), Commit(step=1, attempt=1)]
     if is_lost_first:  # its part of the last step is in the sum

@@ -20,7 +20,7 @@ from tests.unit.test_controller_partitions import decided, fold, kinds, last_att
 def vote_with(attempt: AttemptReduce | AttemptFinish, partitions: dict[int, str], params: str = "a") -> Vote:
     """A vote with these digests of state partitions, by their numbers."""
     digests = tuple(PartitionDigest(PartitionId(number), sha256) for number, sha256 in partitions.items())
-    return Vote(is_complete=True, plan_digest=attempt.plan_digest, params_digest=params, slice_digests=digests)
+    return Vote(is_complete=True, plan_digest=attempt.plan_digest, params_digest=params, partition_digests=digests)
 
 
 def test_after_an_owner_was_wrong_all_gather_anew_from_its_replicas_and_compute_from_zero() -> None:
@@ -77,7 +77,7 @@ def test_a_copy_is_proven_by_the_commit_that_has_compared_it_with_all_other_host
         is_complete=True,
         plan_digest=attempt.plan_digest,
         params_digest="a",
-        slice_digests=(PartitionDigest(PartitionId(0), "x", is_proven=False),),
+        partition_digests=(PartitionDigest(PartitionId(0), "x", is_proven=False),),
     )
     proven = vote_with(attempt, {0: "x"})
     for cast, is_proven in (

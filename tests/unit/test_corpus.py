@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.training import corpus as corpus_module
@@ -252,7 +252,9 @@ def with_sets(prefix: Path, tmp_path: Path) -> DataConfig:
 
 def problems_of(data: DataConfig, **model: Any) -> list[str]:
     facts, failure = judge_corpus(data)
-    machine = Machine(num_gpus=0, num_cores=64, has_corpus=facts is not None, corpus_failure=failure, corpus=facts)
+    machine = MachineResources(
+        num_gpus=0, num_cores=64, has_corpus=facts is not None, corpus_failure=failure, corpus=facts
+    )
     return problems(RunConfig(data=data, model=ModelConfig(**model)), machine)
 
 
@@ -383,7 +385,7 @@ def test_where_no_note_can_be_kept_the_corpus_is_read_each_time(
     assert len(num_reads) == 2
 
 
-def test_reading_a_large_corpus_is_said(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_large_corpus_is_reported(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["config", "check", DEMO, "--set", f"data.corpus={prefix}"])
     assert "reading" not in done.output
     (prefix.parent / "cache").rename(prefix.parent / "away")

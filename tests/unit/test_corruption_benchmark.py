@@ -47,13 +47,13 @@ def test_every_way_is_hit_alike_and_by_nothing_that_is_refused() -> None:
         assert [problem for config in configs for problem in fault_problems(config)] == []
 
 
-def test_cases_without_effect_count_for_nobody() -> None:
+def test_cases_without_effect_count_for_no_system() -> None:
     cases = draw_cases(4, 1)
     found = Outcome(params_sha256="calm", did=("retry", "fence"), lost=(cases[1].group,))
     late = Outcome(params_sha256="other", did=("fence",), lost=(cases[2].group + 1,))
     spoiled = Outcome(params_sha256="other", did=(), lost=(), was_finite=False)
-    said = Outcome(params_sha256="other", did=("suspicion", "verdict invalid"), lost=())
-    outcomes = {"ours": [NOTHING, found, late, said], "torchft": [NOTHING, spoiled, spoiled, spoiled]}
+    reported = Outcome(params_sha256="other", did=("suspicion", "verdict invalid"), lost=())
+    outcomes = {"ours": [NOTHING, found, late, reported], "torchft": [NOTHING, spoiled, spoiled, spoiled]}
     result = summarize(cases, outcomes, {"ours": NOTHING, "torchft": NOTHING})
     assert (result["cases"], result["without_effect"], result["not_finite"]) == (3, 1, 3)
     ours, theirs = result["ways"]["ours"], result["ways"]["torchft"]

@@ -112,7 +112,7 @@ def test_the_culprit_is_right_in_19_of_20_drawn_cases() -> None:
     assert right.total() >= 19, right
 
 
-def test_quiet_steps_name_nobody() -> None:
+def test_quiet_steps_name_no_machine() -> None:
     """Whatever a single window finds, no machine is found in three of four."""
     for seed in range(20):
         rng, watch = np.random.default_rng([seed, 77]), CulpritWatch()
@@ -137,7 +137,7 @@ def test_another_culprit_replaces_the_one_that_is_named() -> None:
     assert watch.named.factor == pytest.approx(2.0, rel=0.2)
 
 
-def test_ranks_that_are_slow_together_are_not_told_apart() -> None:
+def test_ranks_that_are_slow_together_are_not_distinguished() -> None:
     """As tensor-parallel peers, which wait for each other inside passes."""
     window = drawn_window(np.random.default_rng(7), compute={(3, 0): 2.0, (3, 1): 2.0})
     culprit = find_culprit(window)

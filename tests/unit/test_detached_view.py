@@ -136,7 +136,7 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
     assert capfd.readouterr() == ("{}\n", "others may\n")
 
 
-def test_a_command_whose_reader_has_left_ends_without_a_word(
+def test_a_command_whose_reader_has_left_ends_silently(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `spare status --watch RUN_DIR | head -1`, whatever the run goes on to do."""

@@ -1,4 +1,4 @@
-"""What is said of nodes, from what was found on them."""
+"""What is reported about nodes, from what was found on them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +85,7 @@ def findings(config: RunConfig = CONFIG, /, **change: Any) -> list[NodeFinding]:
     return diagnose(config, "/ck", nodes(n3=replace(node, **of_report)))
 
 
-def test_of_healthy_nodes_nothing_is_said() -> None:
+def test_of_healthy_nodes_nothing_is_reported() -> None:
     assert diagnose(CONFIG, "/ck", nodes()) == []
 
 
@@ -154,7 +154,7 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
         {"gpus": (*(GPU,) * 8,), "busy_ports": (2379,)},  # n3 is no member of etcd
     ],
 )
-def test_within_the_limits_nothing_is_said(change: dict[str, Any]) -> None:
+def test_within_the_limits_nothing_is_reported(change: dict[str, Any]) -> None:
     assert findings(**change) == []
 
 

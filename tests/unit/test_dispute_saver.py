@@ -92,7 +92,7 @@ def test_the_newest_few_are_kept_and_one_of_the_same_step_takes_the_place_of_the
     assert (trained.folder / "step-00000004" / "0.distcp").read_bytes()[0] == 4
 
 
-def test_a_full_disk_leaves_nothing_and_is_said_and_the_next_is_saved(
+def test_a_full_disk_leaves_nothing_and_is_reported_and_the_next_is_saved(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained.error = OSError(errno.ENOSPC, "No space left on device")

@@ -13,7 +13,7 @@ from spare_megatron.cli.audit import way_back
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.core.audits.audits import AuditPolicy, Boundary, word_of
+from spare_megatron.core.audits.audits import AuditPolicy, Boundary, combined_digest
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
@@ -130,7 +130,7 @@ def test_a_step_that_is_computed_again_after_a_restart_has_the_disputes_of_its_s
 
 def _digests_in(found: DisputedStep | None) -> dict[int, list[str]]:
     assert found is not None
-    return {group: [one.digest for one in said] for group, said in found.stated[0, 1].items()}
+    return {group: [one.digest for one in reported] for group, reported in found.stated[0, 1].items()}
 
 
 def test_audited_steps_of_the_journal_are_those_of_the_controller() -> None:
@@ -224,15 +224,15 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
 
     def stated(boundaries: list[Boundary], *, is_shown: bool = True) -> Stated:
         shown = {Place(one.kind, one.stage, one.rank): f"{one.digest:016x}" for one in boundaries if is_shown}
-        return Stated(digest=f"{word_of(boundaries):016x}", boundaries=shown)
+        return Stated(digest=f"{combined_digest(boundaries):016x}", boundaries=shown)
 
-    digest = f"{word_of(right):016x}"
+    digest = f"{combined_digest(right):016x}"
     agreeing = compared_group(0, [stated(right)], digest, right)
     differing = compared_group(1, [stated(wrong)], digest, right)
-    fickle = compared_group(2, [stated(right), stated(wrong)], digest, right)
+    inconsistent = compared_group(2, [stated(right), stated(wrong)], digest, right)
     silent = compared_group(3, [stated(wrong, is_shown=False)], digest, right)
-    assert [one.agrees for one in (agreeing, differing, fickle, silent)] == [True, False, False, False]
-    assert [one.differs_at for one in (agreeing, differing, fickle, silent)] == [
+    assert [one.agrees for one in (agreeing, differing, inconsistent, silent)] == [True, False, False, False]
+    assert [one.differs_at for one in (agreeing, differing, inconsistent, silent)] == [
         "",
         "stage 1, forward pass, rank 1",
         "stage 1, forward pass, rank 1",
@@ -245,7 +245,7 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
         samples=["sequence 1"],
         digest=digest,
         boundaries=[(one.kind, one.stage, one.rank, f"{one.digest:016x}") for one in right],
-        groups=[agreeing, differing, fickle, silent],
+        groups=[agreeing, differing, inconsistent, silent],
     )
     here = [ReplayMachine(node=0, host="one")]
     found = Replay(
@@ -264,8 +264,8 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
     assert next(lines_of(there)).endswith("computed on cpu by group 2: node 4 (four), node 5 (five)")
     assert text[1] == "parameters before the step: aa in groups 0; bb in groups 1 (they differ)"
     assert "  group 0 agrees" in text
-    [said] = [row for row in text if row.startswith("  group 2")]
-    assert said.startswith("  group 2 contradicts itself")
+    [reported] = [row for row in text if row.startswith("  group 2")]
+    assert reported.startswith("  group 2 contradicts itself")
     rows = [row.split() for row in text if row.startswith(("  output of stage 0", "  output of stage 1"))]
     assert [row[6:] for row in rows] == [
         ["0" * 15 + "5", "=", "=", "=", "unknown"],
@@ -305,9 +305,9 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 
 
 def write_run(run_dir: Path, *saves: DisputeRecord) -> None:
-    said = [RUN, *entries(*LOG), audit(0, 3, RIGHT), audit(1, 3, WRONG), *saves]
+    reported = [RUN, *entries(*LOG), audit(0, 3, RIGHT), audit(1, 3, WRONG), *saves]
     (run_dir / "journal").mkdir()
-    text = "".join(f"{encode_line(Line(source='driver', at_s=0.0, record=one))}\n" for one in said)
+    text = "".join(f"{encode_line(Line(source='driver', at_s=0.0, record=one))}\n" for one in reported)
     (run_dir / "journal" / "driver.jsonl").write_text(text)
 
 

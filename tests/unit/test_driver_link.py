@@ -79,7 +79,7 @@ def test_a_driver_that_leaves_too_much_unread_counts_as_gone(is_needed: bool) ->
 @pytest.mark.timeout(60)
 def test_a_driver_elsewhere_is_not_waited_for_without_end() -> None:
     ours, _theirs = Pipe()
-    link = DriverLink(ours, is_needed=False, last_word_s=0.01)
+    link = DriverLink(ours, is_needed=False, last_report_s=0.01)
     link.report(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
     link.close(REPORT)
     assert not link.is_there
@@ -90,7 +90,9 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end() -> None:
     ("reports", "is_there"),
     [((EndEarly(), LastReportAcknowledged()), True), ((StopProcess(),), True), ((EndEarly(),), False)],
 )
-def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(reports: Sequence[object], is_there: bool) -> None:
+def test_a_driver_elsewhere_has_the_last_report_when_it_acknowledges_it(
+    reports: Sequence[object], is_there: bool
+) -> None:
     """A report counted as delivered as soon as it was sent, perhaps to what was about to die with the driver."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)
@@ -109,7 +111,7 @@ def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(reports: Seque
 
 
 @pytest.mark.timeout(60)
-def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
+def test_a_driver_that_asked_to_stop_and_left_is_not_taken_for_lost() -> None:
     """The node went on without it, for it had something to report before it listened."""
     ours, theirs = Pipe()
     link = DriverLink(ours, is_needed=False)

@@ -44,7 +44,7 @@ def described(first: History, second: History) -> str:
     return equality.describe()
 
 
-def test_equal_runs_are_said_to_be_bitwise_equal(histories: Histories) -> None:
+def test_equal_runs_are_reported_as_bitwise_equal(histories: Histories) -> None:
     assert described(histories(measured_lines(8)), histories(measured_lines(8))) == (
         "Bitwise equal: loss and gradient norm of all 8 steps are the same to the last bit. "
         f"Parameters after 8 steps: sha256 {SAME} in both."

@@ -26,7 +26,7 @@ DEMO = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
 def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was reported when Megatron had been loaded and another minute had passed, in which nothing was said."""
+    """It was reported when Megatron had been loaded and another minute had passed, in which nothing was reported."""
 
     def start(_: RunConfig) -> None:
         raise RuntimeError("far enough")

@@ -148,7 +148,7 @@ def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, st
     assert etcd.num_values_read == 0
 
 
-def test_what_is_written_in_either_directory_is_heard_of(etcd: Etcd, store: EtcdControlStore) -> None:
+def test_what_is_written_in_either_directory_is_noticed(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(20):
         assert not store.exists(keys.entry(index))
         assert not store.exists(f"save/7/{index}")
@@ -203,7 +203,7 @@ def test_of_a_long_log_only_what_comes_next_is_read_and_kept(etcd: Etcd, store: 
     assert etcd.num_watches == 1
 
 
-def test_who_looks_beyond_the_head_and_back_still_hears_of_the_next_entry(etcd: Etcd, store: EtcdControlStore) -> None:
+def test_who_looks_beyond_the_head_and_back_still_gets_the_next_entry(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(100):
         etcd.put(keys.entry(index), f"entry {index}")
     log = DecisionLog(store)

@@ -191,7 +191,7 @@ def test_the_address_of_this_machine_is_known_though_the_answer_ends_the_connect
         assert gateway.local_host() == "127.0.0.1"
 
 
-def test_a_stream_is_heard_to_its_end_though_its_answer_ends_the_connection() -> None:
+def test_a_stream_is_read_to_its_end_though_its_answer_ends_the_connection() -> None:
     message = (200, {"result": {"events": []}})
     with member(message, FINE, closes=1) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
         with gateway.stream("/v3/watch", {}, PATIENT_S) as (_, messages):

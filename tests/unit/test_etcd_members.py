@@ -46,10 +46,12 @@ WAIT_S = 60.0
 @pytest.mark.parametrize(("number", "grace_s"), [(signal.SIGUSR2, 25.0), (signal.SIGTERM, -1.9)])
 def test_a_member_that_is_stopped_leaves_no_data(tmp_path: Path, number: signal.Signals, grace_s: float) -> None:
     """SIGTERM is what Slurm sends where a job is cancelled, or its time is over: the run has some time from then on."""
-    etcd, said, folders = tmp_path / "bin/etcd", tmp_path / "said", tmp_path / "folders"
+    etcd, arguments, folders = tmp_path / "bin/etcd", tmp_path / "arguments", tmp_path / "folders"
     etcd.parent.mkdir()
     folders.mkdir()
-    etcd.write_text(f'#!/bin/sh\ntouch "$2/member"\necho "$@" > {said}.new\nmv {said}.new {said}\nexec sleep 600\n')
+    etcd.write_text(
+        f'#!/bin/sh\ntouch "$2/member"\necho "$@" > {arguments}.new\nmv {arguments}.new {arguments}\nexec sleep 600\n'
+    )
     etcd.chmod(0o755)
     certificates = issue(tmp_path / "etcd", ["n1"])
     (command,) = member_commands(["n1"], ["10.0.0.7"], 2379, "job-7", certificates, end_grace_s=grace_s)
@@ -57,9 +59,9 @@ def test_a_member_that_is_stopped_leaves_no_data(tmp_path: Path, number: signal.
     environment = {**os.environ, "PATH": f"{etcd.parent}:{os.environ['PATH']}", "TMPDIR": str(folders)}
     with subprocess.Popen(script, env=environment) as shell:
         end_s = time.monotonic() + WAIT_S
-        while not said.exists() and time.monotonic() < end_s:
+        while not arguments.exists() and time.monotonic() < end_s:
             time.sleep(0.01)
-        assert said.read_text().startswith(f"--data-dir {folders}/")
+        assert arguments.read_text().startswith(f"--data-dir {folders}/")
         assert len(list(folders.iterdir())) == 1
         shell.send_signal(signal.SIGUSR1)
         shell.send_signal(number)

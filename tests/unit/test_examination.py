@@ -57,7 +57,7 @@ def serving(folder: Path, node: int) -> threading.Thread:
     return thread
 
 
-def unheard() -> socket.socket:
+def unanswered() -> socket.socket:
     """Has a port of its own, and accepts no connection."""
     deaf = socket.socket()
     deaf.bind((LOOPBACK, 0))
@@ -147,7 +147,7 @@ def test_files_that_were_there_stay(config: RunConfig, tmp_path: Path) -> None:
 
 
 def test_what_a_node_lacks_it_says(tmp_path: Path) -> None:
-    with socket.create_server((LOOPBACK, 0)) as taken, unheard() as deaf:
+    with socket.create_server((LOOPBACK, 0)) as taken, unanswered() as deaf:
         answering, deaf_port = taken.getsockname()[1], deaf.getsockname()[1]
         wanted = FactsWanted(
             data=DataConfig(corpus=str(tmp_path / "none")),
@@ -184,6 +184,6 @@ def test_bytes_go_to_whom_they_are_for() -> None:
     with Sink(LOOPBACK) as sink:
         assert send_speed(sink.address).bytes_per_s > 0
         assert send_speed(replace(sink.address, token="00" * 32)).failure
-    with unheard() as deaf:
+    with unanswered() as deaf:
         address = Address(host=LOOPBACK, port=deaf.getsockname()[1], token="00" * 32)
         assert "Connection refused" in send_speed(address).failure

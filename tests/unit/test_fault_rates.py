@@ -22,7 +22,7 @@ from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
     PHASES_OF_AN_EVALUATION,
-    PHASES_WITH_SLICES,
+    PHASES_WITH_PARTITIONS,
     Fault,
     FaultPoint,
 )
@@ -72,7 +72,7 @@ def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_r
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
     assert {fault.phase for fault in faults} == (
-        set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_AN_EVALUATION - PHASES_WITH_SLICES - PHASES_OF_A_BUCKET
+        set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_OF_AN_EVALUATION - PHASES_WITH_PARTITIONS - PHASES_OF_A_BUCKET
     )
     assert {fault.group for fault in faults} == set(range(12))
     assert {fault.rank for fault in faults} == {0, 1}

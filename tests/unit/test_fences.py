@@ -17,7 +17,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.places.group_rendezvous import publish_fence
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
-from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
+from spare_megatron.supervisor.store_watch import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import controller_setup
 from tests.unit.memory_store import MemoryStore
@@ -113,7 +113,7 @@ def test_fences_of_other_groups_and_earlier_incarnations_are_ignored() -> None:
 
 
 class Endless(Log):
-    """Has something more to be done until it has heard some beats meanwhile, or has waited for them for long."""
+    """Has something more to be done until it has seen some beats meanwhile, or has waited for them for long."""
 
     def __init__(self, patience: int) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_a_group_that_finds_itself_fenced_is_reported_with_the_reason_of_the_ent
 
 
 def test_a_link_that_breaks_in_whatever_way_says_so() -> None:
-    """A thread that ended without a word left the node without a thread to fence its groups."""
+    """A thread that ended silently left the node without a thread to fence its groups."""
     store = Log()
     link, inbox = link_to(store)
 

@@ -40,7 +40,7 @@ from spare_megatron.tools.doctor.node_facts import NodeMeasurements
 from spare_megatron.tools.plan import plan_plot
 from spare_megatron.tools.report import page
 from spare_megatron.tools.simulate.simulate_table import print_figures
-from spare_megatron.tools.simulate.sweep import Estimate, Figures
+from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures
 from tests.unit.test_run_state import RUN, commit, entry, line, write
 
 PACKAGE = Path(__file__).parents[2] / "spare_megatron"
@@ -88,7 +88,7 @@ def original(text: str) -> str:
 
 
 def is_harmless(text: str) -> bool:
-    """No character is one that a terminal obeys, or that nobody sees."""
+    """No character is one that a terminal obeys, or that is invisible."""
     return all(char.isprintable() or char in "\n\u3000\u00a0\u200c\u200d" for char in text)
 
 
@@ -161,7 +161,7 @@ class Shown:
     def simulations(self) -> None:
         estimate = Estimate(mean=1.5, ci95=None)
         for first, second in zip(TEXTS[::2], TEXTS[1::2], strict=True):
-            one = Figures(
+            one = SweepFigures(
                 policy="spare",
                 granularity="stack",
                 num_groups=4,
@@ -189,7 +189,7 @@ class Shown:
                 lost = LossRecord(group=0, rank=0, cause="", entry_index=0)
                 progress.on_event(GroupLost(record=lost, traceback=f"a\n{third}\nb"))
 
-    def said(self) -> None:
+    def printed(self) -> None:
         say(*TEXTS)
         for text in TEXTS:
             message("train", text)

@@ -168,7 +168,7 @@ def test_status_says_that_the_journal_is_incomplete_while_the_run_goes_on(run_di
 
 
 def test_the_end_of_such_a_run_does_not_contradict_itself(run_dir: Path) -> None:
-    """It was `invalid`, had 134 steps committed, and its last checkpoint was said to be missing."""
+    """It was `invalid`, had 134 steps committed, and its last checkpoint was reported as missing."""
     end(run_dir)
     summary = conclude(run_dir)
     assert (summary.outcome, summary.steps_committed, summary.steps_left) == ("finished", NUM_STEPS, 0)

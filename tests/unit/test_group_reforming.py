@@ -119,7 +119,7 @@ def test_a_replacement_is_waited_for_as_long_as_it_may_take(make_world: MakeWorl
     world.replace_machine()
     world.tick(round(8.0 / TICK_S))
     assert len(world.whole()) == 1
-    assert {len(record.places) for record in world.records} == {0}, "it has its machine's place, and nobody moves"
+    assert {len(record.places) for record in world.records} == {0}, "it has its machine's place, and no group moves"
 
 
 def test_a_machine_that_is_lost_on_its_way_is_replaced_by_another(make_world: MakeWorld) -> None:

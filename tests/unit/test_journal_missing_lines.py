@@ -33,7 +33,7 @@ SCENARIO = Scenario(
 VARIANTS: dict[str, dict[str, Any]] = {
     "restarts": {},
     "rejoin": {"repair_s": 300.0},
-    "partitions": {"redundancy": 5, "slice_redundancy": 2, "slice_copy_s": 30.0, "repair_s": 300.0},
+    "partitions": {"redundancy": 5, "partition_redundancy": 2, "partition_copy_s": 30.0, "repair_s": 300.0},
 }
 
 

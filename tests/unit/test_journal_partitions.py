@@ -27,8 +27,8 @@ SCENARIO = Scenario(
     costs=CostModel(compute_s=60.0, reduce_s=6.0, restart_s=200.0),
     failures=FailureSpec(kind="trace", trace=(Loss(at_s=70.0, groups=(GroupId(1),)),)),
     save_interval_s=300.0,
-    slice_redundancy=2,
-    slice_copy_s=30.0,
+    partition_redundancy=2,
+    partition_copy_s=30.0,
 )
 
 
@@ -168,7 +168,7 @@ def test_a_state_wipe_out_is_a_wipe_out_though_every_shard_has_hosts(slice_redun
         if isinstance(line.record, EntryRecord) and line.record.entry["entry"] == "restart"
     )
     lines = [line for line in lines[:restart_at] if not isinstance(line.record, EndRecord)]
-    lines.append(dataclasses.replace(lines[-1], record=EndRecord(outcome="wipe_out", reason="slices")))
+    lines.append(dataclasses.replace(lines[-1], record=EndRecord(outcome="wipe_out", reason="partitions")))
     lines = [
         dataclasses.replace(line, record=dataclasses.replace(record, slice_redundancy=slice_redundancy))
         if isinstance(record := line.record, RunRecord)

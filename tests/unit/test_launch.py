@@ -174,10 +174,10 @@ esac
 
 
 @pytest.mark.parametrize(("has_driver", "code"), [(True, 0), (True, 1), (False, 0)])
-def test_the_gpu_extra_is_installed_where_a_driver_is_and_its_lack_is_said(
+def test_the_gpu_extra_is_installed_where_a_driver_is_and_its_lack_is_reported(
     tmp_path: Path, code: int, *, has_driver: bool
 ) -> None:
-    """It never was, and presets for GPUs took slower layers without a word."""
+    """It never was, and presets for GPUs took slower layers silently."""
     text = (LAUNCH / "environment.sh").read_text().replace("/proc/driver/nvidia", str(tmp_path / "driver"))
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/environment.sh").write_text(

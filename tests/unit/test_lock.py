@@ -203,7 +203,7 @@ def moves(run_dir: Path, act: Callable[[], object]) -> tuple[list[RunDirectoryMo
         return found, watch.poll() + watch.poll()
 
 
-def test_a_move_is_reported_once_and_a_removal_is_told_from_it(tmp_path: Path) -> None:
+def test_a_move_is_reported_once_and_differs_from_a_removal(tmp_path: Path) -> None:
     run_dir, other = tmp_path / "a" / "run", tmp_path / "b"
     run_dir.mkdir(parents=True)
     found, removed = moves(run_dir, lambda: run_dir.parent.rename(other))

@@ -11,7 +11,7 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import decision_log, keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import StoreLost, StoreTimeout, lost_key
-from spare_megatron.supervisor.store_link import LinkLost, StoreLink
+from spare_megatron.supervisor.store_watch import LinkLost, StoreLink
 from spare_megatron.voting.fencing import fence
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,7 +8,7 @@ from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,
-    PHASES_WITH_SLICES,
+    PHASES_WITH_PARTITIONS,
     FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId, Member
@@ -42,7 +42,7 @@ def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
         FaultPoint.EVALUATION_PATCH,
     } | AGAIN
     assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
-    assert {m.phase for m in MOMENTS if m.is_stacked} == PHASES_WITH_SLICES
+    assert {m.phase for m in MOMENTS if m.is_stacked} == PHASES_WITH_PARTITIONS
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) - 1 == 109
 
 

@@ -1,4 +1,4 @@
-"""Who was lost and taken in again, when, from hand-made journals."""
+"""Who was lost and admitted again, when, from hand-made journals."""
 
 import pytest
 
@@ -64,7 +64,7 @@ def test_a_group_is_lost_in_two_incarnations_and_not_in_the_one_that_never_joine
         (13.0, entry(1, entry="fence", group=1, incarnation=0)),
         (13.5, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)),
         (14.0, entry(2, entry="retry", step=1, attempt=1)),
-        (15.0, entry(3, entry="fence", group=1, incarnation=1)),  # it waited to be taken in
+        (15.0, entry(3, entry="fence", group=1, incarnation=1)),  # it waited to be admitted
         (19.0, commit(4, 1, 2, admit=[[1, 1], [1, 2]])),
         (29.0, commit(5, 2, 3)),
         (29.5, update(1, 2)),
@@ -86,7 +86,7 @@ def test_a_fault_that_a_group_survived_dates_no_later_loss() -> None:
     assert [(loss.step, loss.into_s) for loss in read_losses(journal, STEPS)] == [(3, pytest.approx(3.0))]
 
 
-def test_a_loss_while_groups_are_taken_in_is_found_in_the_step_that_follows() -> None:
+def test_a_loss_while_groups_are_admitted_is_found_in_the_step_that_follows() -> None:
     journal = journal_of((19.5, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)))
     assert [(loss.step, loss.into_s) for loss in read_losses(journal, STEPS)] == [(2, 0.0)]
 

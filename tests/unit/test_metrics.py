@@ -116,12 +116,12 @@ def test_each_step_is_reported_once_and_again_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Path, *, fails: bool) -> None:
-    heard: list[tuple[Any, ...]] = []
+def test_a_hook_gets_each_step_with_its_terms_and_which_are_new(tmp_path: Path, *, fails: bool) -> None:
+    received: list[tuple[Any, ...]] = []
     reasons: list[Any] = []
 
     def on_step(metrics: Mapping[str, Value], is_new: bool) -> None:
-        heard.append((metrics["step"], is_new, metrics["train/z"]))
+        received.append((metrics["step"], is_new, metrics["train/z"]))
         metrics.clear()  # type: ignore[attr-defined]
         if fails:
             raise RuntimeError("no")
@@ -134,10 +134,10 @@ def test_a_hook_hears_of_each_step_with_its_terms_and_which_are_new(tmp_path: Pa
         telemetry.on_event(event)
     telemetry.close()
     if fails:
-        assert heard == [(0, True, 0.0)]
+        assert received == [(0, True, 0.0)]
         assert [event.reason for event in reasons] == ["on_step takes no more metrics: RuntimeError: no"]
     else:
-        assert heard == [(0, True, 0.0), (1, True, 0.5), (2, True, 1.0), (1, False, 0.5), (2, False, 1.0)]
+        assert received == [(0, True, 0.0), (1, True, 0.5), (2, True, 1.0), (1, False, 0.5), (2, False, 1.0)]
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [one.get("train/z") for one in written] == [0.0, 0.5, 1.0, 0.5, 1.0, None]
 

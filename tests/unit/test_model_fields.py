@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import ConfigError, load_and_judge, load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.rank_memory import rank_memory
@@ -89,7 +89,7 @@ def test_two_spellings_that_differ_are_refused_with_both_names(ours: str, theirs
     assert f"model.{ours.partition('=')[0]}=" in text
     assert f"megatron.{theirs.partition('=')[0]}=" in text
     assert text.endswith(f"remove one of them (set by --set model.{ours})")
-    machine = Machine(num_gpus=0, num_cores=64, has_corpus=True)
+    machine = MachineResources(num_gpus=0, num_cores=64, has_corpus=True)
     _, found = load_and_judge(None, ["data.corpus=c", *given], lambda config: problems(config, machine))
     assert text in found
 
@@ -105,7 +105,7 @@ def test_a_run_written_with_either_spelling_is_read_back(ours: list[str], theirs
 
 @pytest.mark.parametrize("exchange", [None, "p2p", "a2a"])
 def test_windows_over_split_sequences_need_an_exchange_that_knows_them(exchange: Any) -> None:
-    gpus = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    gpus = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     words = ["data.corpus=c", "layout.context_parallel=2", "model.sliding_window=8"]
     config = configured(*words, *([f"megatron.cp_comm_type={exchange}"] if exchange else []))
     found = problems(config, gpus)

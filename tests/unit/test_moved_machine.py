@@ -25,7 +25,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process, supervisor
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, PlaceTaken
-from spare_megatron.supervisor.store_link import PlaceChanged
+from spare_megatron.supervisor.store_watch import PlaceChanged
 from tests.unit.memory_store import MemoryStore
 
 NUM_NODES = 6
@@ -166,7 +166,7 @@ def test_a_machine_in_quarantine_ends_with_the_run(tmp_path: Path, monkeypatch: 
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a supervisor gives to its threads."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(supervisor.store_link, "StoreLink", lambda **parts: found.update(parts))
+    monkeypatch.setattr(supervisor.store_watch, "StoreLink", lambda **parts: found.update(parts))
     monkeypatch.setattr(supervisor, "RequestWatch", lambda *parts: found.update(requests=parts))
     return found
 

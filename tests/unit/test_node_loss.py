@@ -10,7 +10,7 @@ from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store import keys
 from spare_megatron.supervisor.places.group_rendezvous import fence_node
-from spare_megatron.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
+from spare_megatron.supervisor.store_watch import NUM_WATCHED, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 CAUSE = "node 1: its supervisor did not connect"
@@ -79,7 +79,7 @@ def test_nodes_behind_those_that_never_came_are_watched_once_training_has_begun(
 
 @pytest.mark.timeout(60)
 def test_before_training_begins_nodes_are_waited_for() -> None:
-    """They are not taken for lost, nor anybody else watched in their place; a beat of them is heard then."""
+    """They are not taken for lost, nor is another node watched in their place; a beat of them counts then."""
     store = store_of(NUM_WATCHED + 1)
     inbox, outbox = Pipe(duplex=False)
     layout = Layout(num_groups=NUM_WATCHED + 2, num_nodes=NUM_WATCHED + 2)

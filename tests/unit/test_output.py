@@ -70,7 +70,7 @@ def test_what_is_no_plain_file_is_written_in_place(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_an_error_about_something_else_keeps_its_own_words(tmp_path: Path) -> None:
+def test_an_error_about_something_else_keeps_its_own_text(tmp_path: Path) -> None:
     other = tmp_path.parent / "other" / "document.txt"
     with pytest.raises(OSError, match="document") as raised, named_errors("--out", tmp_path / "page.html"):
         raise PermissionError(errno.EACCES, "Permission denied", str(other))
@@ -92,7 +92,7 @@ def simulated(tmp_path: Path) -> Path:
 def test_a_report_that_the_disk_does_not_take_leaves_no_file_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty page was left, and the message said which error it was, and not of what."""
+    """An empty page was left, and the message had the error, and not its subject."""
     run_dir, page = simulated(tmp_path), tmp_path / "page.html"
     FullDisk(monkeypatch)
     result = CliRunner().invoke(app, ["report", str(run_dir), "--out", str(page)])

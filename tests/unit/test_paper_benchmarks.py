@@ -171,10 +171,10 @@ def test_a_table_that_is_interrupted_leaves_no_process_and_keeps_what_is_done(tm
             time.sleep(0.05)
         workers = psutil.Process(child.pid).children(recursive=True)
         os.kill(child.pid, signal.SIGTERM)
-        _, said = child.communicate(timeout=60)
+        _, output = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert f"interrupted; goes on from {out}" in said
-    assert "Traceback" not in said
+    assert f"interrupted; goes on from {out}" in output
+    assert "Traceback" not in output
     assert len(workers) >= 2
     while any(map(is_running, workers)):
         assert time.monotonic() < deadline_s, [worker for worker in workers if is_running(worker)]

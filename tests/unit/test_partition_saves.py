@@ -28,7 +28,7 @@ def save_of(num_groups: int, redundancy: int, saver: int = 0) -> SaveCheckpoint:
 
 
 def test_a_save_is_complete_or_abandoned_and_never_torn() -> None:
-    """Groups are lost at any moment, hear of losses at different times, and act in any order."""
+    """Groups are lost at any moment, read of losses at different times, and act in any order."""
     ends = [type(end_of_a_save(random.Random(seed))) for seed in range(500)]
     assert min(ends.count(kind) for kind in (Publish, Abandon, type(None))) > 10
 
@@ -37,7 +37,7 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
     """What the group that saves comes to, held against what must be so then; None where it is lost before."""
     save = save_of(rng.randint(2, 6), 2, saver=0)
     log: list[Member] = []
-    heard = dict.fromkeys(save.voters, 0)
+    num_read = dict.fromkeys(save.voters, 0)
     shares: list[WriteShare] = []
     end: Publish | Abandon | None = None
     for _ in range(400):
@@ -48,8 +48,8 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
         if not left:
             break
         member = rng.choice(left)
-        heard[member] = rng.randint(heard[member], len(log))
-        move = next_move(save, member, shares, log[: heard[member]])
+        num_read[member] = rng.randint(num_read[member], len(log))
+        move = next_move(save, member, shares, log[: num_read[member]])
         match move:
             case WritePartitions(partitions=partitions):
                 assert all(member in save.hosts[number] for number in partitions)
@@ -113,7 +113,7 @@ def share_of(member: Member, *partitions: int) -> WrittenShare:
     return WrittenShare(member=member, partitions=numbers, folder=f"slices-{member.group}", files=files)
 
 
-def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None:
+def test_groups_learn_what_each_has_written_and_that_the_save_has_ended() -> None:
     store, voters = MemoryStore(), save_of(3, 2).voters
     boards = [board_of(store, voters) for _ in voters]
     boards[1].report(voters[1], [share_of(voters[1], 1)])

@@ -117,7 +117,7 @@ SCENARIO = Scenario(
 
 
 def test_a_simulated_run_loses_state_as_often_as_planned() -> None:
-    scenario = replace(SCENARIO, slice_redundancy=2, slice_copy_s=40.0)
+    scenario = replace(SCENARIO, partition_redundancy=2, partition_copy_s=40.0)
     result = simulate(scenario, 0)
     assert result.restarts == result.state_wipe_outs > 10
     lived_s = (result.end_s - result.terms["restart"]) / result.state_wipe_outs
@@ -126,21 +126,21 @@ def test_a_simulated_run_loses_state_as_often_as_planned() -> None:
 
 
 def test_with_one_host_every_loss_is_a_wipe_out_and_with_three_copies_in_time_avert_it() -> None:
-    one = simulate(replace(SCENARIO, slice_redundancy=1, slice_copy_s=40.0, num_steps=200), 0)
+    one = simulate(replace(SCENARIO, partition_redundancy=1, partition_copy_s=40.0, num_steps=200), 0)
     assert 40 < one.state_wipe_outs == one.restarts <= one.losses < 50  # two in one step are one wipe-out
-    three = simulate(replace(SCENARIO, slice_redundancy=3, slice_copy_s=1.0, num_steps=200), 0)
+    three = simulate(replace(SCENARIO, partition_redundancy=3, partition_copy_s=1.0, num_steps=200), 0)
     assert (three.state_wipe_outs, three.losses > 10) == (0, True)
-    never = simulate(replace(SCENARIO, slice_redundancy=3, num_steps=200), 0)
+    never = simulate(replace(SCENARIO, partition_redundancy=3, num_steps=200), 0)
     assert never.state_wipe_outs > 1
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"slice_redundancy": 11}, "slice_redundancy=11 has to be from 0 to num_groups=10"),
-        ({"slice_copy_s": 3.0}, "slice_copy_s=3.0 is never used"),
-        ({"slice_redundancy": 2, "slice_copy_s": -1.0}, "slice_copy_s=-1.0 has to be 0 or more"),
-        ({"slice_redundancy": 2, "policy": "replication"}, "belongs to the policy spare"),
+        ({"partition_redundancy": 11}, "partition_redundancy=11 has to be from 0 to num_groups=10"),
+        ({"partition_copy_s": 3.0}, "partition_copy_s=3.0 is never used"),
+        ({"partition_redundancy": 2, "partition_copy_s": -1.0}, "partition_copy_s=-1.0 has to be 0 or more"),
+        ({"partition_redundancy": 2, "policy": "replication"}, "belongs to the policy spare"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, object], text: str) -> None:

@@ -19,7 +19,7 @@ import typer.main
 import yaml
 
 from spare_megatron.commands import app
-from spare_megatron.config.checks.validate import Machine, problems, warnings
+from spare_megatron.config.checks.validate import MachineResources, problems, warnings
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.outcomes import EXIT_CODES
@@ -108,7 +108,7 @@ def test_manifests_have_the_schema_of_kubernetes(kind: str) -> None:
 
 def test_the_job_has_a_pod_for_each_node_of_its_preset_and_a_gpu_for_each_rank(tmp_path: Path) -> None:
     config, spec = preset(tmp_path), objects()["Job"]["spec"]
-    machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=256, has_corpus=True)
+    machine = MachineResources(num_gpus=config.parallel.num_ranks, num_cores=256, has_corpus=True)
     assert (problems(config, machine), warnings(config, machine)) == ([], [])
     assert config.cluster.launcher == "hand"
     assert spec["completionMode"] == "Indexed"
@@ -195,7 +195,9 @@ def calls_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), *((code, 10 + code) for code in range(1, 6)), (137, 137)])
-def test_the_first_pod_drives_the_run_and_tells_an_end_from_a_loss(tmp_path: Path, code: int, expected: int) -> None:
+def test_the_first_pod_drives_the_run_and_distinguishes_an_end_from_a_loss(
+    tmp_path: Path, code: int, expected: int
+) -> None:
     assert pod(tmp_path, 0, code).wait(TIMEOUT_S) == expected
     assert calls_in(tmp_path) == ["train --config run.toml --run-dir run --resume"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from spare_megatron.cli.running import plan_of
 from spare_megatron.config import loader
-from spare_megatron.config.checks.validate import Machine, on_device, problems, resolve_device, warnings
+from spare_megatron.config.checks.validate import MachineResources, on_device, problems, resolve_device, warnings
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.model.rank_memory import rank_memory
 from spare_megatron.driver.fault_rates import draw_faults
@@ -41,7 +41,7 @@ def test_preset_loads(preset: Path) -> None:
 def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
     config = load_run_config(preset).config
     num_ranks = config.parallel.num_ranks
-    has_everything = Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)
+    has_everything = MachineResources(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)
     assert problems(config, has_everything) == []
     assert len(resolve_trace(config)) == len(config.faults.trace)
 
@@ -50,7 +50,7 @@ def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
 def test_a_run_preset_raises_no_warnings_even_on_a_machine_with_one_core(preset: Path) -> None:
     """The demo began with two warnings about itself."""
     config = load_run_config(preset).config
-    machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=1, has_corpus=True, can_isolate=True)
+    machine = MachineResources(num_gpus=config.parallel.num_ranks, num_cores=1, has_corpus=True, can_isolate=True)
     assert resolve_device(config, machine) == config.cluster.device
     assert warnings(config, machine) == []
 
@@ -60,7 +60,7 @@ def test_a_preset_for_gpus_fills_whole_nodes_of_eight_and_fits_into_80_gb(preset
     config = load_run_config(preset).config
     num_ranks, num_nodes = config.parallel.num_ranks, config.cluster.num_nodes
     assert num_ranks == 8 * num_nodes
-    machine = Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True)
+    machine = MachineResources(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True)
     assert rank_memory(on_device(config, machine)).total_bytes < 0.9 * 80e9
 
 

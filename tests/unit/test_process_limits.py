@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.config.checks.validate import Machine
+from spare_megatron.config.checks.validate import MachineResources
 from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, open_files_needed
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
 from spare_megatron.driver import run
@@ -85,7 +85,7 @@ def test_a_run_beyond_the_limits_is_refused_in_one_line_before_anything_is_writt
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(process_limits(), open_files=64, open_files_most=64)
-    machine = Machine(num_gpus=0, num_cores=2, has_corpus=True, limits=limits)
+    machine = MachineResources(num_gpus=0, num_cores=2, has_corpus=True, limits=limits)
     monkeypatch.setattr(run, "look_at_machine", lambda config, on_read: machine)
     monkeypatch.setattr(run, "resolved", lambda config, machine: config)
     with pytest.raises(ValueError, match=r"^a process may have 64 files open, [^\n]*`ulimit -n 276`[^\n]*$"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import spare_megatron
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.program_file import (
     MODULE,
     LossTerm,
@@ -206,4 +206,4 @@ def test_the_public_names_are_there_and_come_without_torch_until_they_are_used()
 
 
 def test_a_machine_knows_nothing_of_a_program_by_default() -> None:
-    assert Machine(num_gpus=0, num_cores=1, has_corpus=True).program == frozenset()
+    assert MachineResources(num_gpus=0, num_cores=1, has_corpus=True).program == frozenset()

@@ -1,4 +1,4 @@
-"""When the word of a copy counts: every way in which one corruption, copies and losses can follow each other."""
+"""When the digest of a copy counts: every way in which one corruption, copies and losses can follow each other."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ PARTITION = PartitionId(0)
 RIGHT, WRONG = "right", "wrong"
 
 Copies = Mapping[GroupId, tuple[str, bool]]
-"""Who has a copy of the partition: what it holds, and whether its word counts."""
+"""Who has a copy of the partition: what it holds, and whether its digest counts."""
 
 
 def votes_of(copies: Copies, reporters: tuple[GroupId, ...]) -> dict[GroupId, Vote]:
@@ -30,7 +30,7 @@ def votes_of(copies: Copies, reporters: tuple[GroupId, ...]) -> dict[GroupId, Vo
             is_complete=True,
             plan_digest="p",
             params_digest="p" if group in reporters or group not in copies else "",
-            slice_digests=(PartitionDigest(PARTITION, *copies[group]),) if group in reporters else (),
+            partition_digests=(PartitionDigest(PARTITION, *copies[group]),) if group in reporters else (),
         )
         for group in GROUPS
     }

@@ -66,14 +66,14 @@ def test_without_an_answer_nothing_passes() -> None:
     assert "no other machine" in judge_examination(GOOD, {})
 
 
-def test_of_two_words_against_each_other_none_passes_and_a_third_decides() -> None:
+def test_of_two_different_digests_none_passes_and_a_third_decides() -> None:
     """A helper may be the one that is wrong."""
     wrong = replace(GOOD, digests=("z", "z"))
     assert judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong})
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong, MachineId(3): GOOD})
-    fickle = replace(GOOD, digests=("a", "b"))
-    assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): fickle})
-    assert judge_examination(GOOD, {MachineId(2): fickle})
+    inconsistent = replace(GOOD, digests=("a", "b"))
+    assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): inconsistent})
+    assert judge_examination(GOOD, {MachineId(2): inconsistent})
 
 
 def test_random_figures_pass_only_if_each_is_within_its_limit() -> None:
@@ -128,7 +128,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Machines:
     return Machines(monkeypatch)
 
 
-def test_nobody_is_examined_out_of_quarantine(three: Machines) -> None:
+def test_no_machine_is_examined_out_of_quarantine(three: Machines) -> None:
     assert three.poll() == []
     assert three.started == []
 

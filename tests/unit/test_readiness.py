@@ -84,7 +84,7 @@ def test_a_group_that_dies_while_it_reports_ready_is_reported_by_its_node() -> N
 
 
 def test_a_group_that_waits_in_vain_names_those_that_are_missing() -> None:
-    """It said only that a key of the store was not written, and the run named the group that waited as lost."""
+    """The message was only that a key of the store was not written, and the run named the group that waited as lost."""
     store: Any = Store()
     for group in (GroupId(0), GroupId(2)):
         note_ready(store, group, "itself", 4)

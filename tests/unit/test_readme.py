@@ -12,7 +12,7 @@ import pytest
 import spare_megatron.config.schema as schema
 import spare_megatron.config.schema_data as schema_data
 from spare_megatron.cli.terms import TERMS
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.log.entries import Entry
 from spare_megatron.faults import kinds
@@ -137,7 +137,7 @@ def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -
     (text,) = re.findall(r"```toml\n(.*?)```", SETTINGS.read_text(), re.DOTALL)
     (tmp_path / "mine.toml").write_text(text)
     config = load_run_config(tmp_path / "mine.toml").config
-    assert problems(config, Machine(num_gpus=8, num_cores=8, has_corpus=True)) == []
+    assert problems(config, MachineResources(num_gpus=8, num_cores=8, has_corpus=True)) == []
     assert config.name == "mine"
 
 

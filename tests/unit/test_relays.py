@@ -1,4 +1,4 @@
-"""Who votes by way of whom, and what a relay takes in."""
+"""Who votes by way of whom, and what a relay accepts."""
 
 import pytest
 from hypothesis import given

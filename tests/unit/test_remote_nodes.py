@@ -30,7 +30,7 @@ from spare_megatron.store import keys as keys_of_run
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import node_process
 from spare_megatron.supervisor.run_end import end_in_log, end_without_driver, outcome_of, wait_for_others, write_end
-from spare_megatron.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
+from spare_megatron.supervisor.store_watch import FenceWanted, NodeReplaced, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 REPORT = StoreAway(node=1, limit_s=2.0)
@@ -45,7 +45,7 @@ def accepted(listener: Listener) -> Any:
     return listener.accept()
 
 
-def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_are_heard(tmp_path: Path) -> None:
+def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_get_messages(tmp_path: Path) -> None:
     listener = Listener(tmp_path, 3, "127.0.0.1")
     (file,) = (tmp_path / "nodes").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -191,7 +191,7 @@ def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(
 
 
 def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path) -> None:
-    """The driver may be lost while it takes the last word."""
+    """The driver may be lost while it reads the last report."""
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     spec = NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main)
     zero, one = GroupId(0), GroupId(1)

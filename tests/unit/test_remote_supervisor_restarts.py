@@ -215,7 +215,7 @@ def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -
 
 @pytest.mark.timeout(60)
 def test_a_supervisor_that_reports_to_a_driver_that_is_gone_is_left_to_itself(spec: NodeSpec) -> None:
-    """It was terminated, for it was heard before the driver's end was seen."""
+    """It was terminated, for it was received before the driver's end was seen."""
     ours, theirs = Pipe()
     with socket.socket(fileno=os.dup(ours.fileno())) as driver:
         driver.shutdown(socket.SHUT_RD)  # nothing can be reported any more, and its end is not seen
@@ -229,12 +229,12 @@ def test_a_supervisor_that_reports_to_a_driver_that_is_gone_is_left_to_itself(sp
 
 @pytest.mark.timeout(60)
 def test_a_supervisor_learns_that_the_driver_has_its_last_report(spec: NodeSpec) -> None:
-    heard: list[object] = []
+    received: list[object] = []
 
     def waits(driver: Connection) -> None:
         driver.send(ENDED)
-        heard.append(driver.recv())
+        received.append(driver.recv())
 
     ours, theirs = Pipe()
     module._RemoteSupervisor(Launcher(waits), spec, theirs, retry_s=SOON_S).run()
-    assert (ours.recv(), heard) == (ENDED, [LastReportAcknowledged()])
+    assert (ours.recv(), received) == (ENDED, [LastReportAcknowledged()])

@@ -15,7 +15,7 @@ from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, in_order, read_joins, read_steps
-from spare_megatron.tools.simulate.run_replay import Replay, replay
+from spare_megatron.tools.simulate.run_replay import RunReplay, replay
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.world import World
 
@@ -54,7 +54,7 @@ def in_reduction(step: int, *losses: tuple[float, int], **changes: object) -> fl
     return 1.0 + max(at.at_s for at in lines if isinstance(at.record, ContributionRecord) and at.record.step == step)
 
 
-def times_of(found: Replay) -> list[tuple[float, float | None]]:
+def times_of(found: RunReplay) -> list[tuple[float, float | None]]:
     times = [one.time for one in (*found.steps, *found.recoveries, *found.joins)]
     return [(time.measured_s, time.predicted_s) for time in times]
 

@@ -27,7 +27,14 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.tools.replay import replay_ranks
-from spare_megatron.tools.replay.replay_parts import Part, Where, compute, folder_of_replay, parts_of, parts_of_machine
+from spare_megatron.tools.replay.replay_parts import (
+    ReplayPart,
+    Where,
+    compute,
+    folder_of_replay,
+    parts_of,
+    parts_of_machine,
+)
 from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
 from spare_megatron.version import code_digest
 from tests.unit.journal_in_memory import JournalInMemory
@@ -51,11 +58,11 @@ def view_of(config: RunConfig, *holdings: list[list[int]]) -> JournalInMemory:
     return JournalInMemory(Journal(lines=lines, damage=[]))
 
 
-def parts(config: RunConfig, group: int | None, *holdings: list[list[int]]) -> tuple[Part, ...]:
+def parts(config: RunConfig, group: int | None, *holdings: list[list[int]]) -> tuple[ReplayPart, ...]:
     return parts_of(config, view_of(config, *holdings), group)
 
 
-def placed(found: tuple[Part, ...]) -> list[tuple[int, list[tuple[int, str]]]]:
+def placed(found: tuple[ReplayPart, ...]) -> list[tuple[int, list[tuple[int, str]]]]:
     return [(part.node, [(one.rank, one.device.removeprefix("cuda:")) for one in part.ranks]) for part in found]
 
 
@@ -157,13 +164,13 @@ def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(
     config = config_of(3, 6, device=device)
     requests: list[object] = []
     thread = attending(tmp_path, 3, answering(*answers, requests=requests))
-    said: list[str] = []
+    messages: list[str] = []
     others = psutil.Process().children()  # a fork server of earlier tests
     with pytest.raises(ValueError, match=message):
-        compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S, on_awaited=said.append))
+        compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S, on_awaited=messages.append))
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    assert said == ["this machine acts as node 2 of group 1", f"on node 3: spare replay {tmp_path} --node 3"]
+    assert messages == ["this machine acts as node 2 of group 1", f"on node 3: spare replay {tmp_path} --node 3"]
     assert psutil.Process().children() == others, "the ranks of this machine have ended, too"
     orders = [one for one in requests if isinstance(one, ComputePart)]
     assert len(orders) == (answers[:1] == [FIT])

@@ -237,7 +237,7 @@ def test_the_last_group_alone_needs_no_second_witness() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed: int) -> None:
-    """Each group acts on what it hears, the others have not heard of it yet; some die and come back with nothing read.
+    """Each group acts on what it reads, the others have not read it yet; some die and come back with nothing read.
 
     The storage is known here: which files are damaged, and whose way to it is bad. From it follows the outcome.
     """
@@ -262,13 +262,13 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
             ),
         )
 
-    said = {group: say(group) for group in range(3)}
+    announced = {group: say(group) for group in range(3)}
     for _ in range(2000):
         group = random.randrange(3)
         if random.random() < 0.02 and sum(incarnations) < 8:
             incarnations[group], read[group], withdrawn[group] = incarnations[group] + 1, {}, set()
-        said[group] = say(group)
-        event = WaitingRead(group=GroupId(group), waiting=tuple(said.values()), waited_s=0.0)
+        announced[group] = say(group)
+        event = WaitingRead(group=GroupId(group), waiting=tuple(announced.values()), waited_s=0.0)
         for action in restarts.decide(
             event, range(10), {GroupId(g): incarnation - 1 for g, incarnation in enumerate(incarnations)}, 0.0, 7
         ):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import run_sizes
@@ -90,7 +90,9 @@ def test_lanes_fill_their_pipelines_with_rows_together() -> None:
     ],
 )
 def test_lanes_that_share_experts_need_whole_rows(overrides: list[str], expected: str) -> None:
-    found = problems(configured(*WIDE, *EXPERTS, *overrides), Machine(num_gpus=0, num_cores=64, has_corpus=True))
+    found = problems(
+        configured(*WIDE, *EXPERTS, *overrides), MachineResources(num_gpus=0, num_cores=64, has_corpus=True)
+    )
     assert expected in found[0]
 
 
@@ -98,7 +100,7 @@ def test_an_evaluation_is_divided_into_rows() -> None:
     config = configured(*WIDE, *EXPERTS, "eval.every_steps=4", "data.split=9,1", "eval.sequences=32")
     assert units_per_shard(config) == 32 // (4 * 2 * 2)
     uneven = configured(*WIDE, *EXPERTS, "eval.every_steps=4", "data.split=9,1", "eval.sequences=24")
-    found = problems(uneven, Machine(num_gpus=0, num_cores=64, has_corpus=True))
+    found = problems(uneven, MachineResources(num_gpus=0, num_cores=64, has_corpus=True))
     assert "layout.num_groups x layout.data_parallel x train.micro_batch_size=16; set it to 32" in found[0]
 
 

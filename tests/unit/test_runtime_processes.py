@@ -1,4 +1,4 @@
-"""What those who watch processes make of what they hear, and of how they end."""
+"""What watchers of processes make of reports, and of how processes end."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
-from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, HasLeft, NodeSilent, StoreLink
+from spare_megatron.supervisor.store_watch import FenceWanted, FenceWritten, HasLeft, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 
@@ -69,7 +69,7 @@ def test_a_node_that_beats_again_may_fall_silent_again() -> None:
     assert [event.node for event in events_of(inbox)] == [1, 1]
 
 
-def test_the_successor_of_a_lost_supervisor_is_heard_from_its_first_heartbeat() -> None:
+def test_the_successor_of_a_lost_supervisor_counts_from_its_first_heartbeat() -> None:
     """Each incarnation counted from 1. After few beats of one, the next seemed silent, too, and was fenced."""
     link, inbox = quiet_link()
     store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
@@ -190,7 +190,7 @@ def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.Mon
 
 
 def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe() -> None:
-    """An error of the disk, say, made the driver deaf to a node, whose supervisor then waited to be heard for good."""
+    """An error of the disk, say, made the driver deaf to a node, whose supervisor then waited for good."""
     ours, theirs = Pipe()
     theirs.send(RanksReady(group=GroupId(0)))
     assert next_report(ours) == RanksReady(group=GroupId(0))

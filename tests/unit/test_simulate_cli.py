@@ -19,7 +19,7 @@ from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.tools.simulate.simulate_calibrate import costs_elsewhere, measured_by
 from spare_megatron.tools.simulate.simulate_table import percent_with_bounds
-from spare_megatron.tools.simulate.sweep import Estimate, Figures
+from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures
 from tests.unit.journal_in_memory import check_journal
 
 SMALL = """
@@ -228,7 +228,7 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ("--preset nothing", "there is no preset nothing; known: llama3_16k"),
         ("--preset missing.toml", "missing.toml"),
@@ -254,12 +254,12 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
         ("--journal somewhere --policy replication", "keeps no decision log"),
     ],
 )
-def test_bad_input_gets_one_line(options: str, said: str) -> None:
+def test_bad_input_gets_one_line(options: str, message: str) -> None:
     result = spare_simulate(*options.split())
     assert result.exit_code == 2
     complaints = [line for line in result.stderr.splitlines() if line.startswith("spare simulate: ")]
     assert len(complaints) == 1
-    assert said in complaints[0]
+    assert message in complaints[0]
     assert not result.stdout
 
 
@@ -381,12 +381,12 @@ def left_over(processes: list[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
-    code, said, processes = stop_a_sweep(tmp_path / "results.jsonl", number)
+    code, message, processes = stop_a_sweep(tmp_path / "results.jsonl", number)
     assert len(processes) >= 2
     assert not left_over(processes)
     assert code == 130
-    assert "interrupted; finished cases are in" in said
-    assert "Traceback" not in said
+    assert "interrupted; finished cases are in" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.slow
@@ -404,7 +404,7 @@ def test_re_forming_has_options_and_the_figures_of_any_run() -> None:
         *("--reform", "60s", "--machines-per-group", "375", "--microbatches", "64", "--join", "1s", "--save", "1.5s"),
         *("--steps", "200", "--seeds", "1"),
     )
-    assert set(shown) == {field.name for field in fields(Figures)}
+    assert set(shown) == {field.name for field in fields(SweepFigures)}
     assert shown["losses"] > 20
     assert 1 < shown["time_to_train_ratio"]["mean"] < 1.06
     assert sum(shown["terms"].values()) == pytest.approx(shown["time_to_train_ratio"]["mean"] - 1)

@@ -24,7 +24,7 @@ SMALL = Scenario(
 
 @pytest.mark.timeout(120)
 def test_a_caller_that_wants_no_more_leaves_no_process_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of the pool closed its pipe while the end of the program wrote to it: a traceback was the last word.
+    """The thread of the pool closed its pipe while the end of the program wrote to it: a traceback was the last output.
 
     It ends with its processes, one of which is stopped here.
     """

@@ -13,13 +13,13 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.failures import Cause, FailureKind, FailureSpec, make_process
+from spare_megatron.tools.simulate.failures import FailureKind, FailureSpec, LossCause, make_process
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.scenario_presets import load_scenario
 from spare_megatron.tools.simulate.sweep import Case, figures_of, run_case
 from tests.unit.journal_in_memory import check_journal
 
-GPU, SOFTWARE = Cause(name="gpu", weight=3.0, repair_s=900.0), Cause(name="software", weight=1.0, repair_s=5.0)
+GPU, SOFTWARE = LossCause(name="gpu", weight=3.0, repair_s=900.0), LossCause(name="software", weight=1.0, repair_s=5.0)
 MIX = (GPU, SOFTWARE)
 
 
@@ -36,7 +36,7 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**{**settings, **changes})
 
 
-def busy(*mix: Cause) -> Scenario:
+def busy(*mix: LossCause) -> Scenario:
     costs, failures = CostModel(compute_s=1.0), FailureSpec(mean_s=40.0, mix=mix)
     return scenario(num_groups=40, redundancy=10, num_steps=8000, costs=costs, failures=failures)
 
@@ -64,27 +64,27 @@ def test_every_kind_draws_causes_and_a_mix_changes_no_time_and_no_victim(kind: F
 
 def test_a_cause_has_a_repair_time_of_its_own() -> None:
     """By Little's law the groups down are the sum over causes of their rate times their repair time."""
-    result = simulate(busy(Cause(name="gpu", weight=3.0, repair_s=200.0), SOFTWARE), seed=0)
+    result = simulate(busy(LossCause(name="gpu", weight=3.0, repair_s=200.0), SOFTWARE), seed=0)
     by_cause = result.losses_by_cause
     assert by_cause["gpu"] / by_cause["software"] == pytest.approx(3.0, rel=0.2)
-    half_a_step_s = 0.5 * result.time_to_train_ratio  # until it is taken in
+    half_a_step_s = 0.5 * result.time_to_train_ratio  # until it is admitted
     down_s = by_cause["gpu"] * (200.0 + half_a_step_s) + by_cause["software"] * (5.0 + half_a_step_s)
     assert result.mean_down == pytest.approx(down_s / result.end_s, rel=0.04)
     assert (result.restarts, result.losses > 200) == (0, True)
 
 
 def test_a_cause_without_a_repair_time_takes_that_of_the_scenario() -> None:
-    spec = FailureSpec(mean_s=100.0, mix=(GPU, Cause(name="other", weight=1.0)))
+    spec = FailureSpec(mean_s=100.0, mix=(GPU, LossCause(name="other", weight=1.0)))
     assert spec.mean_repair_s(100.0) == pytest.approx((3 * 900 + 100) / 4)
     assert spec.mean_repair_s(None) is None
     assert FailureSpec(mean_s=100.0, mix=MIX).mean_repair_s(None) == pytest.approx((3 * 900 + 5) / 4)
-    never = scenario(failures=FailureSpec(mean_s=300.0, mix=(Cause(name="other", weight=1.0),)))
+    never = scenario(failures=FailureSpec(mean_s=300.0, mix=(LossCause(name="other", weight=1.0),)))
     repaired = simulate(replace(never, repair_s=60.0), 0)
     assert 0 < repaired.mean_down < simulate(never, 0).mean_down / 2
 
 
 def test_repair_times_of_causes_may_be_random_with_their_means() -> None:
-    always = busy(Cause(name="gpu", weight=1.0, repair_s=200.0))
+    always = busy(LossCause(name="gpu", weight=1.0, repair_s=200.0))
     fixed, drawn = (simulate(replace(always, repair_is_random=is_random), seed=0) for is_random in (False, True))
     assert drawn != fixed
     assert drawn.mean_down == pytest.approx(fixed.mean_down, rel=0.15)
@@ -118,7 +118,7 @@ def test_a_preset_is_mixed_by_hand(tmp_path: Path) -> None:
     )
     found = load_scenario(path, ["failures.mix.software.repair_s=5", "failures.mix.power.weight=0.5"]).failures.mix
     assert found == (
-        Cause(name="gpu", weight=2.0, repair_s=60.0),
-        Cause(name="software", weight=1.0, repair_s=5.0),
-        Cause(name="power", weight=0.5),
+        LossCause(name="gpu", weight=2.0, repair_s=60.0),
+        LossCause(name="software", weight=1.0, repair_s=5.0),
+        LossCause(name="power", weight=0.5),
     )

@@ -46,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stack": {"granularity": "stack"},
     "rejoin": {"repair_s": 300.0},
     "checkpoint_only": {"policy": "checkpoint_only"},
-    "partitions": {"redundancy": 5, "slice_redundancy": 2, "slice_copy_s": 30.0, "repair_s": 300.0},
-    "partitions without copies": {"redundancy": 5, "slice_redundancy": 3},
+    "partitions": {"redundancy": 5, "partition_redundancy": 2, "partition_copy_s": 30.0, "repair_s": 300.0},
+    "partitions without copies": {"redundancy": 5, "partition_redundancy": 3},
     "last_resort": {"redundancy": 1, "last_resort": True, "repair_s": 300.0},
 }
 

@@ -87,7 +87,7 @@ def test_a_repaired_machine_makes_a_group_whole_from_then_on() -> None:
 
 
 def test_machines_come_back_in_the_order_of_time_with_losses() -> None:
-    """Nobody asked who is ready between the repair and the second loss, whose group has machines to give, too."""
+    """Readiness was not polled between the repair and the second loss, whose group has machines to give, too."""
     fleet = fleet_of(loss_of(100.0, 2, repair_s=20.0), loss_of(150.0, 5))
     fleet.lose_until(200.0)
     assert (fleet.ready(130.24), fleet.ready(130.25)) == ((), (GroupId(2),))

@@ -59,6 +59,7 @@ def test_overrides_are_texts_or_values() -> None:
     assert load_scenario("paper_n200", {"repair_s": None, "redundancy": 4}).redundancy == 4
     assert load_scenario("paper_n200", ["save_interval_s=inf"]).save_cadence_s() == inf
     assert load_scenario("paper_n200", ["repair_s=none"]).repair_s is None
+    assert load_scenario("paper_n200", ["slice_redundancy=2"]).partition_redundancy == 2, "as it was called"
 
 
 def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
@@ -154,10 +155,10 @@ def test_a_trace_without_losses_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_trace_of_unknown_groups_or_negative_times_is_refused(tmp_path: Path) -> None:
-    for text, said in (("5,200\n", "ids go from 0 to num_groups - 1 = 199"), ("-5,3\n", "negative time")):
+    for text, message in (("5,200\n", "ids go from 0 to num_groups - 1 = 199"), ("-5,3\n", "negative time")):
         (tmp_path / "losses.csv").write_text("seconds,group\n" + text)
         overrides = [f"failures.trace_file={tmp_path / 'losses.csv'}", "failures.kind=trace"]
-        with pytest.raises(ScenarioError, match=said):
+        with pytest.raises(ScenarioError, match=message):
             load_scenario("paper_n200", overrides)
 
 

@@ -133,7 +133,7 @@ def test_a_group_that_fetches_the_state_or_waits_cannot_be_lost_again() -> None:
     assert fleet.ready(1.5) == (0, 1, 2)
 
 
-def test_a_loss_of_a_group_that_was_taken_in_counts_again() -> None:
+def test_a_loss_of_a_group_that_was_admitted_counts_again() -> None:
     fleet = fleet_of(loss_of(1.0, 0), loss_of(5.0, 0), num_spares=1, repair_s=100.0)
     fleet.lose_until(2.0)
     fleet.take_in(2.0, (GroupId(0),))

@@ -164,8 +164,8 @@ def test_a_loss_during_a_save_is_found_in_the_next_step() -> None:
     check(scenario_of((50, 1), save_interval_s=40.0), 204.0, **terms)
 
 
-def test_a_group_is_taken_in_by_the_first_commit_after_it_has_the_state() -> None:
-    # Ready at 10 + 30 + 17 = 57, taken in at 67.
+def test_a_group_is_admitted_by_the_first_commit_after_it_has_the_state() -> None:
+    # Ready at 10 + 30 + 17 = 57, admitted at 67.
     terms = {"compute": 120.0, "reduce": 6.0, "patch": 20.0, "join": 13.0, **RECOVERY}
     result = check(scenario_of((10, 1), repair_s=30.0), 164.0, **terms)
     assert result.mean_down == pytest.approx(57 / 164)
@@ -212,7 +212,7 @@ def test_a_shard_without_a_host_keeps_the_run_going_and_its_data_are_awaited_onl
     scenario = scenario_of((10, 1), redundancy=1, last_resort=True, costs=costs)
     terms = {"compute": 120.0, "extra_compute": 40.0, "reduce": 6.0, "patch": 20.0, "fetch": 0.5, **RECOVERY}
     assert check(scenario, 191.5, **terms).restarts == 0
-    # 5 microbatches' time: whoever takes two of shard 1 ends after 7, of which 6 or less are computed.
+    # 5 microbatches' time: a group that takes two of shard 1 ends after 7, of which 6 or less are computed.
     late = dataclasses.replace(COSTS, fetch_s=50.0)
     result = simulate(dataclasses.replace(scenario, costs=late), seed=0)
     step_s = (result.terms["compute"] + result.terms["extra_compute"] - 40 + result.terms["fetch"] - 50) / 2

@@ -301,7 +301,7 @@ def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
 
 
 def test_a_spare_that_dies_during_its_assignment_shows_by_its_end(node: RankProcesses) -> None:
-    """Between the look at whether it is alive and the word to it."""
+    """Between the look at whether it is alive and the order to it."""
     node.warm_spares()
     process = node._spares._waiting.popleft()
     process.child.process.kill()

@@ -68,11 +68,11 @@ class Rank:
         self.source = StateSource()
         self.server = PieceServer("127.0.0.1", self.source, TIMEOUT_S)
         self.server.start()
-        said = iter(others_have_it)
+        answers = iter(others_have_it)
         agreement = SimpleNamespace(
             member=member,
             is_lost=lambda other, head: head == HEAD and is_lost(other),
-            shared=lambda flags: [flag and next(said) for flag in flags],
+            shared=lambda flags: [flag and next(answers) for flag in flags],
         )
         config = RunConfig(reduce=ReduceConfig(timeout_s=TIMEOUT_S))
         self.progress = RankProgress()
@@ -171,7 +171,7 @@ def test_a_donor_whose_connection_breaks_is_left_before_the_log_says_so(earlier:
 
 
 def test_all_ranks_of_a_group_take_the_state_of_one_donor(earlier: Mapping[Member, Rank]) -> None:
-    """Votes say whose it is: two who say the same are one word if one has it from the other."""
+    """Votes say whose it is: two equal digests count once if one group has its state from the other."""
     for rank in earlier.values():
         rank.run()
     new = newcomer(earlier, others_have_it=[False, True])

@@ -39,7 +39,7 @@ def texts_passed_to_stores(tree: ast.AST) -> Iterator[int]:
 def test_no_other_module_spells_a_key_of_the_control_store() -> None:
     own = ast.parse(Path(keys.__file__).read_text())
     spelled = {text for _, text in starts_of_texts(own) if re.fullmatch(r"[a-z]+/|[a-z]+_[a-z_]+", text)}
-    assert {"beat/", "log/", "save/", "groups_told"} <= spelled
+    assert {"beat/", "log/", "save/", "num_ready_reports"} <= spelled
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -55,11 +55,11 @@ def test_no_other_module_spells_a_key_of_the_control_store() -> None:
     [
         (keys.RUN_NAME, "name"),
         (keys.ALL_GROUPS_READY, "all_groups_ready"),
-        (keys.NUM_READY_REPORTS, "groups_told"),
+        (keys.NUM_READY_REPORTS, "num_ready_reports"),
         (keys.DATA_DIGEST, "data-digest"),
         (keys.PLAIN_WORLD, "plain"),
         (keys.ready(MEMBER.group), "ready/3"),
-        (keys.ready_report(MEMBER.group, "node 1"), "told/3/node 1"),
+        (keys.ready_report(MEMBER.group, "node 1"), "ready_report/3/node 1"),
         (keys.entry(17), "log/0000000017"),
         (keys.broken(17), "broken/17"),
         (keys.votes(7, MEMBER), "vote/7/3/2"),

@@ -101,7 +101,7 @@ def test_peers_of_a_rank_that_waits_for_other_groups_are_not_lost(stand_in: pyte
     assert Ranks(ranks).lost(until_s=TIMEOUT_S - 1.0).keys() == {2}
 
 
-def test_a_device_that_hangs_before_its_sum_waits_for_nobody(stand_in: pytest.MonkeyPatch) -> None:
+def test_a_device_that_hangs_before_its_sum_does_not_count_as_waiting(stand_in: pytest.MonkeyPatch) -> None:
     ranks = ranks_of(stand_in, 2)
     for rank in ranks.values():
         rank.complete(1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.audits.audits import AuditPolicy, AuditWord, Boundary, Dispute, Statement
+from spare_megatron.core.audits.audits import AuditPolicy, Boundary, Dispute, MicrobatchDigest, Statement
 from spare_megatron.core.audits.suspects import MOST_AT_ONCE, MOST_QUESTIONS, STEPS_PER_QUESTION, QuestionBudget
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
@@ -45,7 +45,7 @@ def decided(
         group: replace(
             usual,
             plan_digest=controller._plans[-1].digest,
-            losses=tuple(AuditWord(*suspect, digest) for digest in losses.get(group, [])),
+            losses=tuple(MicrobatchDigest(*suspect, digest) for digest in losses.get(group, [])),
         )
         for group in [*controller.members, *map(GroupId, lost)]
     }
@@ -153,7 +153,7 @@ def test_a_wrong_loss_of_a_group_lost_since_it_voted_has_the_step_computed_again
     assert (again.recompute, again.disputes) == (True, ())
 
 
-def test_a_group_that_counts_a_suspect_after_its_owner_was_lost_is_heard() -> None:
+def test_a_statement_about_a_suspect_whose_owner_was_lost_counts() -> None:
     controller = started()
     fold(controller, asked(controller, {OWNER: [7]}))
     fold(controller, Fence(group=OWNER, reason="SIGKILL"))
@@ -185,7 +185,7 @@ def test_a_step_asks_about_few_suspects_at_once_and_about_each_only_once() -> No
                 is_complete=True,
                 plan_digest=controller._plans[-1].digest,
                 num_complete=(1,),
-                losses=tuple(AuditWord(group, index, 7) for index in range(2)),
+                losses=tuple(MicrobatchDigest(group, index, 7) for index in range(2)),
             )
             for group in controller.members
         }
@@ -249,8 +249,8 @@ def test_gradients_of_a_suspect_that_differ_are_a_dispute_of_their_own() -> None
         for group in controller.members
     }
     for group, digest in ((OWNER, 5), (GroupId(0), 6)):
-        words = (AuditWord(*SUSPECT, digest, boundaries),)
-        votes[group] = replace(votes[group], audits=words, losses=(AuditWord(*SUSPECT, 7),))
+        digests = (MicrobatchDigest(*SUSPECT, digest, boundaries),)
+        votes[group] = replace(votes[group], audits=digests, losses=(MicrobatchDigest(*SUSPECT, 7),))
     [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
     assert isinstance(append, AppendEntry)
     assert isinstance(append.entry, Retry)

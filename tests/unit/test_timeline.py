@@ -127,23 +127,23 @@ def test_spans_add_up_to_what_a_step_is_spent_on(monkeypatch: pytest.MonkeyPatch
         clock = SimpleNamespace(monotonic=lambda: now_s[0])
         monkeypatch.setattr(f"spare_megatron.process.{module}.time", clock)
     page = new_page(multiprocessing.get_context("fork"))
-    beacon = HeartbeatWriter(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
+    heartbeat = HeartbeatWriter(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
 
     def spend(operation: Operation) -> None:
         spent_s = rng.random()
         now_s[0] += spent_s
         expected[operation] += spent_s
 
-    with beacon.during(Operation.COMPUTE):
+    with heartbeat.during(Operation.COMPUTE):
         for _ in range(200):
             outer, inner = rng.choices([each for each in OPERATIONS if each is not Operation.COMPUTE], k=2)
             spend(Operation.COMPUTE)
-            with beacon.during(outer):
+            with heartbeat.during(outer):
                 spend(outer)
-                with beacon.during(inner):
+                with heartbeat.during(inner):
                     spend(inner)
                 spend(outer)
-        split = beacon.take_split()
+        split = heartbeat.take_split()
     found = dict.fromkeys(map(str, OPERATIONS), 0.0)
     spans = read_spans(page.ring, 0)[0]
     for inside, around in zip(spans[::2], spans[1::2], strict=True):  # in the order in which they end

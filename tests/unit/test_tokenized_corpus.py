@@ -414,7 +414,7 @@ def test_a_worker_that_dies_is_reported(lines: Path, monkeypatch: pytest.MonkeyP
 def test_what_the_library_of_a_tokenizer_raises_is_one_line_with_the_document(
     lines: Path, ranks: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A panic of Rust is no Exception, and ended workers without a word; the message blamed three options."""
+    """A panic of Rust is no Exception, and ended workers silently; the message blamed three options."""
     monkeypatch.setenv("RUST_BACKTRACE", "0")  # takes seconds to print
     lines.write_bytes(lines_of(["b", "a" * 60 + "c"]))
     pattern = "(?:(?!x)a|(?!x)a)+(?=b)|."

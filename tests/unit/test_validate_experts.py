@@ -3,7 +3,7 @@
 import pytest
 
 from spare_megatron.config.checks.requirements import expert_problems
-from spare_megatron.config.checks.validate import Machine, problems
+from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.schema import RunConfig
@@ -54,7 +54,7 @@ def test_what_no_mixture_can_have_is_refused_with_the_reason(overrides: list[str
 @pytest.mark.parametrize("field", ["moe_token_dispatcher_type=alltoall", "moe_grouped_gemm=true"])
 def test_what_needs_gpus_is_refused_on_cpus(field: str) -> None:
     config = configured("data.corpus=c", "cluster.device=cpu", *MIXTURE, f"megatron.{field}")
-    cpus, gpus = (Machine(num_gpus=number, num_cores=64, has_corpus=True) for number in (0, 64))
+    cpus, gpus = (MachineResources(num_gpus=number, num_cores=64, has_corpus=True) for number in (0, 64))
     assert any(f"megatron.{field.partition('=')[0]}" in text for text in problems(config, cpus))
     assert not any("megatron." in text for text in problems(configured("data.corpus=c", *MIXTURE), gpus))
 

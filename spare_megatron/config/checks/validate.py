@@ -54,7 +54,7 @@ _MOST_WAIT_S = 1e8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineResources:
     """Resources of the machine that a run starts on; None stands for unknown."""
 
     num_gpus: int
@@ -84,19 +84,19 @@ class Machine:
     """None on a machine that is not this one."""
 
 
-def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
+def resolve_device(config: RunConfig, machine: MachineResources) -> Literal["cpu", "gpu"]:
     """Resolves `cluster.device`: `auto` means GPUs if the machine has any."""
     if config.cluster.device == "auto":
         return "gpu" if machine.num_gpus > 0 else "cpu"
     return config.cluster.device
 
 
-def on_device(config: RunConfig, machine: Machine) -> RunConfig:
+def on_device(config: RunConfig, machine: MachineResources) -> RunConfig:
     """The configuration with its device resolved."""
     return replace(config, cluster=replace(config.cluster, device=resolve_device(config, machine)))
 
 
-def problems(config: RunConfig, machine: Machine) -> list[str]:
+def problems(config: RunConfig, machine: MachineResources) -> list[str]:
     """Every reason why the configuration cannot run on the machine."""
     unusable = dict(_unusable_paths(config))
     found = [
@@ -142,7 +142,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     return found
 
 
-def beyond_limits(config: RunConfig, machine: Machine) -> list[str]:
+def beyond_limits(config: RunConfig, machine: MachineResources) -> list[str]:
     """Every limit of the machine's processes that a configuration without problems exceeds."""
     if machine.limits is None:
         return []
@@ -151,7 +151,7 @@ def beyond_limits(config: RunConfig, machine: Machine) -> list[str]:
     return list(limit_problems(config, machine.limits, rank_bytes))
 
 
-def warnings(config: RunConfig, machine: Machine) -> list[str]:
+def warnings(config: RunConfig, machine: MachineResources) -> list[str]:
     """Doubtful settings of a configuration that has no problems."""
     return [
         *_oversubscribed(config, machine),
@@ -278,7 +278,7 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------- machine
 
 
-def _machine(config: RunConfig, machine: Machine) -> Iterator[str]:
+def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
     if config.cluster.isolate_nodes and not machine.can_isolate:
         yield (
             "cluster.isolate_nodes=true needs root, and `ip`, `bridge` and `nsenter` (Debian: iproute2, util-linux); "
@@ -292,7 +292,7 @@ def _machine(config: RunConfig, machine: Machine) -> Iterator[str]:
     yield from _device(config, machine)
 
 
-def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
+def _device(config: RunConfig, machine: MachineResources) -> Iterator[str]:
     num_ranks = config.parallel.num_ranks
     if resolve_device(config, machine) == "gpu":
         num_needed = -(-num_ranks // config.cluster.ranks_per_gpu)
@@ -335,7 +335,7 @@ def _only_transformer_engine(config: RunConfig) -> str:
 # ---------------------------------------------------------------------------------------------------- warnings
 
 
-def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
+def _oversubscribed(config: RunConfig, machine: MachineResources) -> Iterator[str]:
     threads = config.parallel.num_ranks * config.cluster.threads_per_rank
     if resolve_device(config, machine) == "cpu" and threads > _MOST_THREADS_PER_CORE * machine.num_cores:
         yield (

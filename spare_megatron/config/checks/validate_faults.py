@@ -13,7 +13,7 @@ from spare_megatron.faults.points import (
     PHASES_OF_A_LOAD,
     PHASES_OF_A_SAVE,
     PHASES_OF_AN_EVALUATION,
-    PHASES_WITH_SLICES,
+    PHASES_WITH_PARTITIONS,
     FaultKind,
     FaultPoint,
 )
@@ -46,11 +46,11 @@ _OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
     Rule(lambda at: at.fault.phase in (FaultPoint.SEND, FaultPoint.RECEIVE) and at.config.layout.pipeline_parallel == 1,
          "[.phase] is never reached with [layout.pipeline_parallel]; choose another phase or raise "
          "layout.pipeline_parallel"),
-    Rule(lambda at: at.fault.phase in PHASES_WITH_SLICES and at.config.optimizer.sharding == "replicated",
+    Rule(lambda at: at.fault.phase in PHASES_WITH_PARTITIONS and at.config.optimizer.sharding == "replicated",
          "[.phase] is never reached with [optimizer.sharding]; choose another phase or set optimizer.sharding to "
          "stacked"),
     Rule(lambda at: at.index == 0 and at.fault.phase in _AFTER_A_LOSS
-         and (at.fault.phase not in PHASES_WITH_SLICES or at.config.optimizer.sharding == "stacked"),
+         and (at.fault.phase not in PHASES_WITH_PARTITIONS or at.config.optimizer.sharding == "stacked"),
          "[.phase] is never reached: no group is lost before it; add a fault before it"),
     Rule(lambda at: _is_repair(at) and at.fault.group is None,
          "[.phase] strikes a group that copies lost partitions; set <where>.group"),

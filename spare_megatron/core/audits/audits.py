@@ -66,7 +66,7 @@ class Boundary(NamedTuple):
     """Digest of what one rank has of an audited microbatch at one place."""
 
     kind: Literal["forward", "backward", "gradients"]
-    """What the stage puts out, the gradient of that, as it receives it, or those of its parameters."""
+    """What the stage outputs, the gradient of that, as it receives it, or those of its parameters."""
     stage: int
     rank: int
     """That of the same position in the first of the lanes that could have computed it."""
@@ -75,7 +75,7 @@ class Boundary(NamedTuple):
     """By which the rank that has computed it is further."""
 
 
-class AuditWord(NamedTuple):
+class MicrobatchDigest(NamedTuple):
     """Digest of a microbatch, over all ranks of a group; in a dispute with the boundaries that it covers."""
 
     shard: ShardId
@@ -268,7 +268,7 @@ def _shards_of(hosts: Sequence[Sequence[GroupId]], groups: Sequence[GroupId]) ->
 # -------------------------------------------------------------------------------------------------------------- digests
 
 
-def word_of(boundaries: Iterable[Boundary]) -> int:
+def combined_digest(boundaries: Iterable[Boundary]) -> int:
     """The 64-bit digest of a microbatch from those of all ranks of a group, in any order, whichever lanes they are."""
     places = sorted(tuple(boundary._replace(offset=0)) for boundary in boundaries)
     return int.from_bytes(blake2b(repr(places).encode(), digest_size=8).digest(), "little")
@@ -289,7 +289,7 @@ class Difference(NamedTuple):
 def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Difference | None:
     """Where two computations of a microbatch part, along its way through the stages; None if it is not known.
 
-    What a stage puts out is wrong though all before it is right: that stage is named. A gradient that a stage receives
+    What a stage outputs is wrong though all before it is right: that stage is named. A gradient that a stage receives
     is what the next one has computed.
 
     >>> right = [Boundary("forward", 0, 0, 1), Boundary("forward", 1, 1, 2), Boundary("gradients", 0, 0, 3)]
@@ -337,7 +337,7 @@ class Outvoted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undecided:
-    """Groups differ, and no further host can tell which is wrong."""
+    """Groups differ, and no further host can decide which is wrong."""
 
     dispute: Dispute
     reason: str
@@ -346,13 +346,13 @@ class Undecided:
 Verdict = Outvoted | Undecided | Dispute | None
 
 
-def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, ...]:
+def mismatches(digests: Mapping[GroupId, Iterable[MicrobatchDigest]]) -> tuple[Dispute, ...]:
     """The microbatches that groups have voted on with different digests; no group is asked yet."""
     by_microbatch: dict[Microbatch, list[Statement]] = {}
-    for group in sorted(words):
-        for word in words[group]:
-            found = by_microbatch.setdefault(word.microbatch, [])
-            found.append(Statement(group, word.digest, word.boundaries))
+    for group in sorted(digests):
+        for item in digests[group]:
+            found = by_microbatch.setdefault(item.microbatch, [])
+            found.append(Statement(group, item.digest, item.boundaries))
     return tuple(
         Dispute(microbatch=microbatch, statements=tuple(found), asked=(), num_rounds=0)
         for microbatch, found in sorted(by_microbatch.items())
@@ -360,45 +360,45 @@ def mismatches(words: Mapping[GroupId, Iterable[AuditWord]]) -> tuple[Dispute, .
     )
 
 
-def heard(dispute: Dispute, words: Mapping[GroupId, Iterable[AuditWord]]) -> Dispute:
+def with_statements(dispute: Dispute, digests: Mapping[GroupId, Iterable[MicrobatchDigest]]) -> Dispute:
     """The dispute with what the groups that it asked have voted, and with the boundaries of earlier statements.
 
     About a suspect the statements of all groups count: one may have computed it since without being asked.
     """
     statements = list(dispute.statements)
-    for group in sorted(words):
-        for word in words[group]:
-            if word.microbatch != dispute.microbatch:
+    for group in sorted(digests):
+        for item in digests[group]:
+            if item.microbatch != dispute.microbatch:
                 continue
-            said = Statement(group, word.digest, word.boundaries)
-            is_new = (group, word.digest) not in {(s.group, s.digest) for s in statements}
+            reported = Statement(group, item.digest, item.boundaries)
+            is_new = (group, item.digest) not in {(s.group, s.digest) for s in statements}
             if group in dispute.asked or (dispute.is_suspicion and is_new):
-                statements.append(said)
+                statements.append(reported)
             else:
-                statements = [said if (s.group, s.digest) == (group, word.digest) else s for s in statements]
+                statements = [reported if (s.group, s.digest) == (group, item.digest) else s for s in statements]
     return replace(dispute, statements=tuple(statements))
 
 
 def judge(dispute: Dispute, members: Collection[GroupId], able: Sequence[GroupId]) -> Verdict:
-    """What follows: a culprit among the members, the next question, or no decision. None: no members differ.
+    """What follows: a wrong group among the members, the next question, or no decision. None: no members differ.
 
     `able`: the members that can compute the microbatch, in the order in which to ask them.
     """
     by_group: dict[GroupId, list[Statement]] = {}
     for statement in dispute.statements:
         by_group.setdefault(statement.group, []).append(statement)
-    fickle = {group for group, said in by_group.items() if len({s.digest for s in said}) > 1}
-    steady = {group: said[-1] for group, said in by_group.items() if group not in fickle}
-    right = _majority(list(steady.values()))
+    inconsistent = {group for group, reported in by_group.items() if len({s.digest for s in reported}) > 1}
+    consistent = {group: reported[-1] for group, reported in by_group.items() if group not in inconsistent}
+    right = _majority(list(consistent.values()))
     for group in sorted(by_group.keys() & set(members)):
-        if group in fickle:
+        if group in inconsistent:
             return _outvoted(dispute, by_group[group], "it contradicts itself", right)
-        if right is not None and steady[group].digest != right.digest:
-            agree = sorted(other for other, said in steady.items() if said.digest == right.digest)
+        if right is not None and consistent[group].digest != right.digest:
+            agree = sorted(other for other, reported in consistent.items() if reported.digest == right.digest)
             why = f"groups {', '.join(map(str, agree))} agree on other values"
             return _outvoted(dispute, by_group[group], why, right)
-    left = {group: said for group, said in steady.items() if group in members}
-    if right is not None or len({said.digest for said in left.values()}) < 2:
+    left = {group: reported for group, reported in consistent.items() if group in members}
+    if right is not None or len({reported.digest for reported in left.values()}) < 2:
         return None
     further = [group for group in able if group not in by_group]
     asked = tuple(further[:1]) or tuple(group for group in sorted(left) if len(by_group[group]) == 1 and group in able)
@@ -429,19 +429,21 @@ def question(dispute: Dispute, asked: tuple[GroupId, ...]) -> Dispute:
     return replace(unasked(dispute), asked=asked, num_rounds=dispute.num_rounds + 1)
 
 
-def _majority(steady: Sequence[Statement]) -> Statement | None:
+def _majority(consistent: Sequence[Statement]) -> Statement | None:
     """A statement that more groups make than any other one, and at least two; with boundaries if one has them."""
-    ranked = Counter(statement.digest for statement in steady).most_common(2)
+    ranked = Counter(statement.digest for statement in consistent).most_common(2)
     if not ranked or ranked[0][1] < 2 or (len(ranked) > 1 and ranked[1][1] == ranked[0][1]):
         return None
-    return max((s for s in steady if s.digest == ranked[0][0]), key=lambda s: len(s.boundaries))
+    return max((s for s in consistent if s.digest == ranked[0][0]), key=lambda s: len(s.boundaries))
 
 
-def _outvoted(dispute: Dispute, said: Sequence[Statement], why: str, right: Statement | None) -> Outvoted:
+def _outvoted(dispute: Dispute, reported: Sequence[Statement], why: str, right: Statement | None) -> Outvoted:
     others = [right] if right is not None else dispute.statements
-    places = [place for s in said for other in others if (place := first_difference(s.boundaries, other.boundaries))]
+    places = [
+        place for s in reported for other in others if (place := first_difference(s.boundaries, other.boundaries))
+    ]
     reason = f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
-    return Outvoted(group=said[0].group, reason=reason, ranks=places[0].ranks if places else ())
+    return Outvoted(group=reported[0].group, reason=reason, ranks=places[0].ranks if places else ())
 
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:

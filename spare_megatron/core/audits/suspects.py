@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from spare_megatron.core.audits.audits import MAX_ROUNDS, AuditWord, Dispute, Statement, Verdict, question
+from spare_megatron.core.audits.audits import MAX_ROUNDS, Dispute, MicrobatchDigest, Statement, Verdict, question
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import Microbatch, Numbered
 
@@ -102,11 +102,11 @@ class QuestionBudget:
 
 
 Named = tuple[GroupId, Microbatch]
-"""A group says what the loss of a microbatch is."""
+"""A group states the loss of a microbatch."""
 
 
 def named_in(disputes: Iterable[Dispute]) -> frozenset[Named]:
-    """What groups have said in questions about suspects, or were asked."""
+    """What groups have stated about suspects, or were asked."""
     return frozenset(
         (group, dispute.microbatch)
         for dispute in disputes
@@ -115,21 +115,21 @@ def named_in(disputes: Iterable[Dispute]) -> frozenset[Named]:
     )
 
 
-def suspicions(losses: Mapping[GroupId, Sequence[AuditWord]], known: Collection[Named]) -> tuple[Dispute, ...]:
+def suspicions(losses: Mapping[GroupId, Sequence[MicrobatchDigest]], known: Collection[Named]) -> tuple[Dispute, ...]:
     """The suspects that groups name and were in no question about, from all groups in turn; no group is asked yet.
 
-    >>> words = [AuditWord(0, 0, 5), AuditWord(0, 1, 6)]
-    >>> [one.microbatch.index for one in suspicions({GroupId(0): words}, {(GroupId(0), Microbatch(0, 0))})]
+    >>> digests = [MicrobatchDigest(0, 0, 5), MicrobatchDigest(0, 1, 6)]
+    >>> [one.microbatch.index for one in suspicions({GroupId(0): digests}, {(GroupId(0), Microbatch(0, 0))})]
     [1]
     """
     by_microbatch: dict[Microbatch, list[Statement]] = {}
     order: dict[Microbatch, tuple[int, GroupId]] = {}
     for group in sorted(losses):
-        for place, word in enumerate(losses[group]):
-            if (group, word.microbatch) in known:
+        for place, item in enumerate(losses[group]):
+            if (group, item.microbatch) in known:
                 continue
-            by_microbatch.setdefault(word.microbatch, []).append(Statement(group, word.digest))
-            order[word.microbatch] = min((place, group), order.get(word.microbatch, (place, group)))
+            by_microbatch.setdefault(item.microbatch, []).append(Statement(group, item.digest))
+            order[item.microbatch] = min((place, group), order.get(item.microbatch, (place, group)))
     return tuple(
         Dispute(microbatch=one, statements=tuple(by_microbatch[one]), asked=(), num_rounds=0, is_suspicion=True)
         for one in sorted(by_microbatch, key=lambda one: (order[one], one))
@@ -153,10 +153,10 @@ def confirmation(dispute: Dispute, able: Iterable[GroupId]) -> Dispute | None:
     The groups with a statement compute it again, too: one may contradict itself, and their digests along the stages
     show where the computations part.
     """
-    spoken = {statement.group for statement in dispute.statements}
+    reported = {statement.group for statement in dispute.statements}
     able = list(able)
-    further = [group for group in able if group not in spoken]
-    if len(spoken) > 1 or not further or dispute.num_rounds >= MAX_ROUNDS:
+    further = [group for group in able if group not in reported]
+    if len(reported) > 1 or not further or dispute.num_rounds >= MAX_ROUNDS:
         return None
-    asked = (further[0], *sorted(spoken & set(able)))
+    asked = (further[0], *sorted(reported & set(able)))
     return question(dispute, asked)

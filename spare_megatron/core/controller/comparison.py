@@ -29,7 +29,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
         return None
     by_partition: _HostDigests = {}
     for group, vote in votes.items():
-        for digest in vote.slice_digests:
+        for digest in vote.partition_digests:
             by_partition.setdefault(digest.partition, {})[group] = digest
     if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
         params = {vote.params_digest for vote in votes.values()} - {""}
@@ -97,10 +97,10 @@ def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[Gr
     reported = {group: vote for group, vote in votes.items() if vote.state_digest}
     if len({vote.state_digest for vote in reported.values()}) < 2:
         return None
-    words = {
+    digests = {
         (group if vote.copied_from is None else vote.copied_from, vote.state_digest) for group, vote in reported.items()
     }
-    counts = Counter(digest for _, digest in words)
+    counts = Counter(digest for _, digest in digests)
     digest, num_agreeing = counts.most_common(1)[0]
     if 2 * num_agreeing <= counts.total():
         reason = f"groups have the same parameters and different state: {by_value(reported, 'state_digest')}"

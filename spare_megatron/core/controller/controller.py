@@ -272,7 +272,7 @@ class Controller(Membership):
         self._wrong_sums = ()
         self._audits.on_resume()
         self._num_resumes += 1
-        # Some group may lack parameters: no vote has said so since the last gather.
+        # Some group may lack parameters: no vote has shown it since the last gather.
         return (*self._gather_params(), *self._admit(change), *self._begin())
 
     def _retry(self, retry: entries.Retry) -> tuple[Action, ...]:

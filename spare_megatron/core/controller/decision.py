@@ -66,7 +66,7 @@ def decide(
         return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=sums)
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
-    has_digests = any(vote.slice_digests for vote in different)
+    has_digests = any(vote.partition_digests for vote in different)
     return Commit(
         step=attempted.step,
         attempt=attempted.attempt,
@@ -140,7 +140,7 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
     if len({vote.plan_digest for vote in of_members}) > 1:
         return Halt(step=attempted.step, reason=f"groups have different plans: {by_value(votes, 'plan_digest')}")
     cast = of_members if len(votes) == len(attempted.members) else votes.values()
-    if any(vote.slice_digests for vote in cast) or _differ("params_digest", cast) or _differ("state_digest", cast):
+    if any(vote.partition_digests for vote in cast) or _differ("params_digest", cast) or _differ("state_digest", cast):
         return objection(attempted, votes)
     return None
 
@@ -155,7 +155,7 @@ def _judge_audits(
     """What follows from audits and suspects: a fence, a question to further hosts, or the end of the run; None if all
     agree.
 
-    Words of groups lost since they voted count: their gradients are in the sum.
+    Digests of groups lost since they voted count: their gradients are in the sum.
     """
     if attempted.is_discarded and not any(dispute.differs for dispute in attempted.disputes):
         return None  # everything is computed again, audits included
@@ -192,12 +192,12 @@ def _judge_audits(
 
 
 def _disputes(attempted: Attempted, votes: Mapping[GroupId, Vote], *, may_question: bool) -> list[audits.Dispute]:
-    """Those under way with what the groups have said, and new ones; suspects only if `may_question`."""
-    words = {group: vote.audits for group, vote in votes.items()}
+    """Those under way with what the groups have voted, and new ones; suspects only if `may_question`."""
+    digests = {group: vote.audits for group, vote in votes.items()}
     losses = {group: vote.losses for group, vote in votes.items()}
-    under_way = [audits.heard(one, losses if one.is_suspicion else words) for one in attempted.disputes]
+    under_way = [audits.with_statements(one, losses if one.is_suspicion else digests) for one in attempted.disputes]
     disputes = [one for one in under_way if one.differs or may_question]
-    found = [*audits.mismatches(words)]
+    found = [*audits.mismatches(digests)]
     if may_question:
         found += [replace(new, is_suspicion=True) for new in audits.mismatches(losses)]
         found += suspicions(losses, attempted.questioned) if attempted.may_question else ()
@@ -237,7 +237,7 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
 
     A copy compared with its donor alone could outvote a third host that is right.
     """
-    digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
+    digests = [(group, digest) for group in attempted.members for digest in votes[group].partition_digests]
     fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
     reported_by: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
     for group, digest in digests:

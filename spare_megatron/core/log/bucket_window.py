@@ -30,7 +30,7 @@ class BucketWindow:
 
     def __init__(self, num_buckets: int, kept: int) -> None:
         if not 0 <= kept <= num_buckets:
-            raise ValueError(f"{kept} buckets are said to be kept, the rank has {num_buckets}")
+            raise ValueError(f"{kept} buckets should be kept, the rank has {num_buckets}")
         self._num_buckets = num_buckets
         self._kept = kept
         self._complete_before = _complete_before(num_buckets - kept)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spare_megatron.core.audits.audits import AuditWord, Dispute
+from spare_megatron.core.audits.audits import Dispute, MicrobatchDigest
 from spare_megatron.core.audits.suspects import Named
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.log.loss_sums import SetSum
@@ -50,7 +50,7 @@ class Vote:
     """Partitions of which the group has completed a requested copy; repeated until a commit makes it a host."""
     save_ends: tuple[SaveEnd, ...] = ()
     """Saves of the group that have ended; repeated until a commit includes them."""
-    slice_digests: tuple[PartitionDigest, ...] = ()
+    partition_digests: tuple[PartitionDigest, ...] = ()
     state_digest: str = ""
     copied_from: GroupId | None = None
     sums: tuple[SetSum, ...] = ()
@@ -66,9 +66,9 @@ class Vote:
     """Which resource of its own the group lacked for the sums, so that it could not take part; for people."""
     has_wrong_sum: bool = False
     """A sum over groups that has come to the group contradicts its checksum: nothing of the attempt may stay."""
-    audits: tuple[AuditWord, ...] = ()
+    audits: tuple[MicrobatchDigest, ...] = ()
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
-    losses: tuple[AuditWord, ...] = ()
+    losses: tuple[MicrobatchDigest, ...] = ()
     """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
 
 

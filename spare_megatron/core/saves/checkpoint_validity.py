@@ -89,8 +89,8 @@ class CheckpointValidity:
         is_later = fence.incarnation > writer.incarnation and any(other.hits(writer) for other in earlier)
         return fence.hits(writer) and not is_later
 
-    def _refuse(self, doubts: Iterable[tuple[_Save, str]]) -> tuple[RefuseCheckpoint, ...]:
-        refused = {save.action.step: (save.action, reason) for save, reason in doubts if reason}
+    def _refuse(self, reasons: Iterable[tuple[_Save, str]]) -> tuple[RefuseCheckpoint, ...]:
+        refused = {save.action.step: (save.action, reason) for save, reason in reasons if reason}
         self._saves = [save for save in self._saves if save.action.step not in refused]
         return tuple(
             RefuseCheckpoint(step=action.step, member=action.member, epoch=action.epoch, reason=reason)
@@ -118,11 +118,11 @@ def _wrong_with(fence: Fence) -> str:
 
 def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     """Why the checkpoint does not count, by the entries since its save began; empty if it does as far as they go."""
-    doubts = CheckpointValidity()
-    doubts.on_save(action)
+    validity = CheckpointValidity()
+    validity.on_save(action)
     for entry in entries:
-        for refusal in doubts.fold(entry):
+        for refusal in validity.fold(entry):
             return refusal.reason
-        if not doubts.unsettled:
+        if not validity.unsettled:
             break
     return ""

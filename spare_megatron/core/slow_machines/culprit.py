@@ -136,7 +136,7 @@ class _Excess:
 
 
 @dataclass(slots=True)
-class _Past:
+class _EarlierTimes:
     """Earlier values of each rank, by quantity."""
 
     values: dict[tuple[str, GroupId, int], deque[float]] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class CulpritWatch:
     def __init__(self) -> None:
         self.named: Culprit | None = None
         self._recent: deque[Culprit | None] = deque(maxlen=_NUM_WINDOWS)
-        self._past = _Past()
+        self._past = _EarlierTimes()
 
     def add(self, window: Window) -> bool:
         """Counts a window; returns whether `named` has changed."""
@@ -171,14 +171,14 @@ class CulpritWatch:
         return not self.named.is_same(before)
 
 
-def find_culprit(window: Window, past: _Past | None = None) -> Culprit | None:
+def find_culprit(window: Window, past: _EarlierTimes | None = None) -> Culprit | None:
     """What makes the steps of this window longer than they need be; None if nothing does by much.
 
     The greatest excess counts: of reading, of passes, of time in which a host keeps its ranks from their work, so that
     they come late to sums, or of sums themselves, if one machine's link shows. Without one the transfers inside a group
     count, as far as all of its ranks take longer for them: they contain the waits for all that is slow.
     """
-    past = _Past() if past is None else past
+    past = _EarlierTimes() if past is None else past
     ranks = [times for times in window.ranks if times.num_steps and times.num_passes]
     least_s = window.least_s
     data = _excesses("data", ranks, past, lambda one: one.data_s / one.num_passes, _per_step)
@@ -188,9 +188,7 @@ def find_culprit(window: Window, past: _Past | None = None) -> Culprit | None:
         *_excesses("rest", ranks, past, window.rest_s, _once),
     ]
     transfers = _excesses("transfer", ranks, past, lambda one: one.transfer_s / one.num_steps, _once)
-    least_waits = _excesses(
-        "least", _of_least_transfers(ranks), past, lambda one: one.transfer_s / one.num_steps, _once
-    )
+    least_waits = _excesses("least", _least_transfers(ranks), past, lambda one: one.transfer_s / one.num_steps, _once)
     causes = {
         cause: one
         for cause, excesses in ((Cause.DATA, data), (Cause.COMPUTE, passes), (Cause.HOST, kept))
@@ -198,16 +196,16 @@ def find_culprit(window: Window, past: _Past | None = None) -> Culprit | None:
     }
     most_s = max((one.seconds for one in causes.values()), default=0.0)
     in_sums_s = min((one.reduce_s / one.num_steps for one in ranks), default=0.0)  # of the last that comes to them
-    linked = _shown_link(window)
-    if linked is not None and in_sums_s >= max(least_s, most_s):
-        return Culprit(machine=linked, cause=Cause.LINK, excess_s=in_sums_s)
+    slow_link = _slow_link(window)
+    if slow_link is not None and in_sums_s >= max(least_s, most_s):
+        return Culprit(machine=slow_link, cause=Cause.LINK, excess_s=in_sums_s)
     if not causes:
-        return _slow_transfer(_greatest(least_waits, least_s), transfers, linked)
+        return _slowest_transfer(_greatest(least_waits, least_s), transfers, slow_link)
     cause = max(causes, key=lambda cause: causes[cause].seconds)
     worst = causes[cause]
     machine = worst.times.machine
-    if cause is not Cause.DATA and _is_of_host(window, passes, kept, machine):
-        return _host(machine, worst.seconds, passes, window)
+    if cause is not Cause.DATA and _is_host_at_fault(window, passes, kept, machine):
+        return _slow_host(machine, worst.seconds, passes, window)
     alike = {
         one.times.rank
         for one in (data if cause is Cause.DATA else passes)
@@ -236,7 +234,7 @@ def _once(_: RankTimes) -> float:
 def _excesses(
     name: str,
     ranks: Sequence[RankTimes],
-    past: _Past,
+    past: _EarlierTimes,
     value_of: Callable[[RankTimes], float],
     times_per_step: Callable[[RankTimes], float],
 ) -> list[_Excess]:
@@ -263,7 +261,7 @@ def _greatest(excesses: Sequence[_Excess], least_s: float) -> _Excess | None:
     return found if found is not None and found.seconds >= least_s else None
 
 
-def _is_of_host(window: Window, passes: Sequence[_Excess], kept: Sequence[_Excess], machine: MachineId) -> bool:
+def _is_host_at_fault(window: Window, passes: Sequence[_Excess], kept: Sequence[_Excess], machine: MachineId) -> bool:
     """Whether the host keeps its ranks from computing: by its processors, by swapping, or all of its groups alike."""
     slow = [one for one in passes if one.times.machine == machine]
     greatest = max((one.seconds for one in slow), default=0.0)
@@ -281,7 +279,7 @@ def _is_swapping(window: Window, machine: MachineId) -> bool:
     return len(swapped) > 1 and _outlier(swapped, _LEAST_SWAPPED) == machine
 
 
-def _host(machine: MachineId, excess_s: float, passes: Sequence[_Excess], window: Window) -> Culprit:
+def _slow_host(machine: MachineId, excess_s: float, passes: Sequence[_Excess], window: Window) -> Culprit:
     factor = max((one.factor for one in passes if one.times.machine == machine), default=0.0)
     signs, details = window.machines.get(machine), []
     if any(one.throttled_s for one in window.ranks if one.machine == machine):
@@ -294,7 +292,7 @@ def _host(machine: MachineId, excess_s: float, passes: Sequence[_Excess], window
     return Culprit(machine=machine, cause=Cause.HOST, excess_s=excess_s, factor=factor, detail=detail)
 
 
-def _shown_link(window: Window) -> MachineId | None:
+def _slow_link(window: Window) -> MachineId | None:
     """The machine whose requests to the store or TCP segments show that its link is slow, if one does."""
     answers = {machine: signs.answer_s for machine, signs in window.machines.items()}
     sent_again = {machine: signs.retransmitted_per_s for machine, signs in window.machines.items()}
@@ -302,7 +300,7 @@ def _shown_link(window: Window) -> MachineId | None:
     return _outlier(sent_again, _LEAST_RETRANSMITTED) if machine is None else machine
 
 
-def _of_least_transfers(ranks: Sequence[RankTimes]) -> list[RankTimes]:
+def _least_transfers(ranks: Sequence[RankTimes]) -> list[RankTimes]:
     """Of each group the rank that spends least in transfers, in the place of rank 0."""
     least: dict[GroupId, RankTimes] = {}
     for one in ranks:
@@ -310,15 +308,17 @@ def _of_least_transfers(ranks: Sequence[RankTimes]) -> list[RankTimes]:
     return [replace(one, rank=0) for one in least.values()]
 
 
-def _slow_transfer(of_group: _Excess | None, transfers: Sequence[_Excess], linked: MachineId | None) -> Culprit | None:
-    """The rank of the group whose transfers exceed those of its like most; the machine `linked` if it has a part."""
+def _slowest_transfer(
+    of_group: _Excess | None, transfers: Sequence[_Excess], slow_link: MachineId | None
+) -> Culprit | None:
+    """The rank of the group whose transfers exceed those of its like most; the machine `slow_link` if it has a part."""
     if of_group is None:
         return None
     transfers = [one for one in transfers if one.times.group == of_group.times.group] or [of_group]
     worst = max(transfers, key=lambda one: one.seconds)
-    if any(one.times.machine == linked for one in transfers):
-        assert linked is not None, "every rank has a machine"
-        return Culprit(machine=linked, cause=Cause.LINK, excess_s=worst.seconds, factor=worst.factor)
+    if any(one.times.machine == slow_link for one in transfers):
+        assert slow_link is not None, "every rank has a machine"
+        return Culprit(machine=slow_link, cause=Cause.LINK, excess_s=worst.seconds, factor=worst.factor)
     return Culprit(
         machine=worst.times.machine,
         cause=Cause.LINK,

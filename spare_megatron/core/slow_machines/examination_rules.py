@@ -80,12 +80,12 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
 
 
 def _why_wrong(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
-    steady = {machine: like.digests[0] for machine, like in likes.items() if len(set(like.digests)) == 1}
-    if not steady:
+    consistent = {machine: like.digests[0] for machine, like in likes.items() if len(set(like.digests)) == 1}
+    if not consistent:
         return "the other machines compute the same matrix product to different values"
-    ranked = Counter(steady.values()).most_common(2)
+    ranked = Counter(consistent.values()).most_common(2)
     if own.digests[0] != ranked[0][0] or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
-        others = ", ".join(str(machine) for machine, digest in sorted(steady.items()) if digest != own.digests[0])
+        others = ", ".join(str(machine) for machine, digest in sorted(consistent.items()) if digest != own.digests[0])
         return f"its matrix products differ from those of machine{'s' if ',' in others else ''} {others}"
     return ""
 

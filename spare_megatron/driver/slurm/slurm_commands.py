@@ -28,7 +28,7 @@ class _Job:
 _TIMEOUT_S = 60.0
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
 _NUMBER = re.compile(r"(\d+)(;.*)?")  # NUMBER[;CLUSTER]
-_UNHEARD = ("timed out", "unable to contact")
+_NO_ANSWER = ("timed out", "unable to contact")
 """Messages of commands that fail although slurmctld may have done what they asked: its answer was lost."""
 
 
@@ -95,16 +95,16 @@ def wait_for(job_ids: Collection[JobId], *, poll_s: float = 2.0, silence_s: floa
     forgets ended jobs. ValueError: Slurm is silent for `silence_s`, or has forgotten how a job ended.
     """
     codes: dict[JobId, int] = {}
-    heard_s = dict.fromkeys(job_ids, time.monotonic())
+    answered_s = dict.fromkeys(job_ids, time.monotonic())
     while True:
         for job_id in [job_id for job_id in job_ids if job_id not in codes]:
             try:
                 fields = job_fields(job_id)
             except ValueError:  # the job goes on
-                if time.monotonic() - heard_s[job_id] > silence_s:
+                if time.monotonic() - answered_s[job_id] > silence_s:
                     raise
                 continue
-            heard_s[job_id] = time.monotonic()
+            answered_s[job_id] = time.monotonic()
             if not fields:
                 raise ValueError(f"Slurm no longer knows job {job_id}; `spare status` shows its runs")
             if fields["JobState"] not in UNDER_WAY:
@@ -130,10 +130,10 @@ def call(command: str, *arguments: str) -> str:
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        if not said or any(text in said.lower() for text in _UNHEARD):
-            raise Unanswered(f"{command} failed: {said or f'exit code {done.returncode}'}")
-        raise ValueError(f"{command} failed: {said}{_advice(said)}")
+        message = done.stderr.strip() or done.stdout.strip()
+        if not message or any(text in message.lower() for text in _NO_ANSWER):
+            raise Unanswered(f"{command} failed: {message or f'exit code {done.returncode}'}")
+        raise ValueError(f"{command} failed: {message}{_advice(message)}")
     return done.stdout.strip()
 
 
@@ -149,6 +149,6 @@ _ADVICE = {
 """Text in Slurm's errors -> what to change."""
 
 
-def _advice(said: str) -> str:
-    found = [advice for text, advice in _ADVICE.items() if text.lower() in said.lower()]
+def _advice(message: str) -> str:
+    found = [advice for text, advice in _ADVICE.items() if text.lower() in message.lower()]
     return f"\n  {found[0]}" if found else ""

@@ -41,7 +41,7 @@ class SuspectAudit:
     shard: int
     index: int
     counted_by: list[int]
-    """The groups that have counted it and said so."""
+    """The groups that have counted it and reported it."""
     asked: list[int]
     """The groups that were asked to compute it, those included."""
     is_data: bool
@@ -51,7 +51,7 @@ class SuspectAudit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class FencedGroup:
     """A group that was fenced for what it has computed, and why; `reason` names the stage and the ranks."""
 
     group: int
@@ -88,7 +88,7 @@ class AuditHistory:
     """What groups that were found wrong have left in the parameters; None if nothing, or without audits."""
     suspects: list[SuspectAudit]
     mismatches: list[Mismatch]
-    culprits: list[Culprit]
+    culprits: list[FencedGroup]
     saved: dict[int, str]
     """Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.proofs.disputes`)."""
     halted: str
@@ -238,7 +238,7 @@ def _suspects(
     return [replace(one, is_data=place in agreed and place not in wrong) for place, one in found.items()]
 
 
-def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:
+def _found(fold: Fold) -> tuple[list[Mismatch], list[FencedGroup], str]:
     step, mismatches, culprits, halted = 0, [], [], ""
     for index in sorted(fold.entries):
         entry = fold.entries[index]
@@ -266,7 +266,9 @@ def _found(fold: Fold) -> tuple[list[Mismatch], list[Culprit], str]:
             case "fence" if entry.get("is_outvoted"):
                 incarnation = entry.get("incarnation", 0)
                 culprits.append(
-                    Culprit(group=entry["group"], incarnation=incarnation, step=step, reason=entry.get("reason", ""))
+                    FencedGroup(
+                        group=entry["group"], incarnation=incarnation, step=step, reason=entry.get("reason", "")
+                    )
                 )
             case "halt" if entry["reason"].startswith("audit of"):
                 halted = entry["reason"]

@@ -181,7 +181,7 @@ def _of_supervisor(source: str, records: list[PlacesRecord | StartRecord]) -> It
 
 
 def _why_misjudged(record: ExaminationRecord) -> Iterator[Finding]:
-    """Reasons why an examination has not passed that is said to have: what it has computed differs."""
+    """Reasons why an examination has not passed that is recorded as passed: what it has computed differs."""
     if record.reason:
         return
     own = set(_digests(record.own))

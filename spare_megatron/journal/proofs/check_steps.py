@@ -32,8 +32,10 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
         size = run.microbatches_of_a_shard(commit.step)
         if size not in expected:
             expected[size] = {(s, k) for s in range(run.num_groups) for k in range(size)}
-        is_told = attempted.attempt in fold.opened  # else the entry that says what was kept is missing
-        for severity, reason in _check_attempt(commit.step, attempted, records, expected[size], is_told=is_told):
+        is_recorded = attempted.attempt in fold.opened  # else the entry that says what was kept is missing
+        for severity, reason in _check_attempt(
+            commit.step, attempted, records, expected[size], is_recorded=is_recorded
+        ):
             yield Finding(severity=severity, reason=reason, place=place)
         for record in records:
             if was_fenced(record, fold):
@@ -53,14 +55,14 @@ def _check_attempt(
     records: Sequence[ContributionRecord],
     expected: set[tuple[int, int]],
     *,
-    is_told: bool,
+    is_recorded: bool,
 ) -> Iterator[tuple[Severity, str]]:
     members = {group for record in records for group in record.members}
     epochs = {record.epoch for record in records}
     senders = Counter(record.group for record in records)
     if any(set(record.members) != members or record.step != step for record in records) or len(epochs) > 1:
         yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} with different member sets"
-    if is_told and any(tuple(record.kept) != attempted.kept for record in records):
+    if is_recorded and any(tuple(record.kept) != attempted.kept for record in records):
         yield "invalid", f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
     if not records:
         yield "unknown", f"step {step}: no contribution is in the journal"

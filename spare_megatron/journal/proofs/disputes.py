@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """A digest of a microbatch that a group has voted with, and what it is made of, if the group has said so."""
+    """A digest of a microbatch that a group has voted with, and what it is made of, if the group has stated that."""
 
     digest: str
     boundaries: Mapping[Place, str]
@@ -44,7 +44,7 @@ class DisputedStep:
 
 
 def differs(dispute: Mapping[str, Any]) -> bool:
-    """Whether groups have said different things of the microbatch; of a suspect one they may all agree."""
+    """Whether groups have stated different digests of the microbatch; of a suspect one they may all agree."""
     return len({digest for _, digest, _ in dispute["statements"]}) > 1
 
 
@@ -93,15 +93,15 @@ def _disputed(records: Sequence[AuditRecord]) -> dict[Address, dict[int, list[St
         for shard, index, kind, stage, rank, digest in record.boundaries:
             boundaries[shard, index][Place(kind, stage, rank)] = digest
         for shard, index, digest in record.digests:
-            address, said = (shard, index), found[shard, index][record.group]
+            address, reported = (shard, index), found[shard, index][record.group]
             stated = Stated(digest=digest, boundaries=boundaries[address])
-            known = next((number for number, one in enumerate(said) if one.digest == digest), None)
+            known = next((number for number, one in enumerate(reported) if one.digest == digest), None)
             if known is None:
-                said.append(stated)
-            elif not said[known].boundaries:
-                said[known] = stated
+                reported.append(stated)
+            elif not reported[known].boundaries:
+                reported[known] = stated
     return {
         address: dict(by_group)
         for address, by_group in sorted(found.items())
-        if len({one.digest for said in by_group.values() for one in said}) > 1
+        if len({one.digest for reported in by_group.values() for one in reported}) > 1
     }

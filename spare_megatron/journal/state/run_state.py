@@ -36,8 +36,8 @@ class Losses:
         found_s, known = self._by_incarnation[key]
         pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
         is_given_up = known.is_given_up or record.is_given_up
-        culprit = record if known.cause == records.LOST_A_PEER else known  # the rank at fault may be on another node
-        self._by_incarnation[key] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
+        at_fault = record if known.cause == records.LOST_A_PEER else known  # the rank at fault may be on another node
+        self._by_incarnation[key] = min(found_s, at_s), replace(at_fault, is_given_up=is_given_up, pending=pending)
         return is_given_up and not known.is_given_up
 
     @property

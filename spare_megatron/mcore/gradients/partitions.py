@@ -52,21 +52,23 @@ class Fragment:
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-class Span(NamedTuple):
+class ParameterRange(NamedTuple):
     parameter: torch.nn.Parameter
     start: int
     stop: int
 
 
-def whole_parameters(chunks: Sequence[Chunk]) -> list[Span]:
+def whole_parameters(chunks: Sequence[Chunk]) -> list[ParameterRange]:
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    return [Span(parameter, 0, parameter.numel()) for parameter in parameters]
+    return [ParameterRange(parameter, 0, parameter.numel()) for parameter in parameters]
 
 
 class StatePartitions:
     """The state partitions of a rank, `num_partitions` of them, in pieces of `piece_elements` (None: whole)."""
 
-    def __init__(self, spans: Sequence[Span], num_partitions: int, piece_elements: int | None = PIECE_ELEMENTS) -> None:
+    def __init__(
+        self, spans: Sequence[ParameterRange], num_partitions: int, piece_elements: int | None = PIECE_ELEMENTS
+    ) -> None:
         self._spans = spans
         *self._firsts, self._size = accumulate((span.stop - span.start for span in spans), initial=0)
         self._length = -(-self._size // num_partitions)

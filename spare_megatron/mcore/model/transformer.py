@@ -84,9 +84,9 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
 
 def _refused_by_megatron(config: RunConfig, error: Exception) -> str:
     """The error message: the values set and Megatron's error, or the source line of an assertion without text."""
-    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+    message = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
     chosen = ", ".join(f"megatron.{key}={value!r}" for key, value in config.megatron.items()) or "this model and layout"
-    return f"megatron-core refuses {chosen}: {said}; change it"
+    return f"megatron-core refuses {chosen}: {message}; change it"
 
 
 def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, buffers, flat_parameters, segments
-from spare_megatron.mcore.gradients.partitions import Span
+from spare_megatron.mcore.gradients.partitions import ParameterRange
 from spare_megatron.mcore.model.model import Chunk
 
 
@@ -30,14 +30,14 @@ class LaneBuffers:
                 place = slice(scatter.start - home.start, scatter.stop - home.start)
                 self._shared.append(_Shared(scatter, group, values[place], home.gradients[place]))
 
-    def own_spans(self) -> list[Span]:
+    def own_spans(self) -> list[ParameterRange]:
         """What the own strips have of parameters, in the order of the flat space."""
         spans = []
         for own in (scatter.own for scatter in self._ranges):
             for flat in self._flat:
                 start, stop = max(own.start, flat.start), min(own.stop, flat.stop)
                 if start < stop:
-                    spans.append(Span(flat.parameter, start - flat.start, stop - flat.start))
+                    spans.append(ParameterRange(flat.parameter, start - flat.start, stop - flat.start))
         return spans
 
     def gather_parameters(self) -> None:

@@ -181,9 +181,9 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
             raise NotACheckpoint(f"{path.name}: groups {ids} have saved different {what} of rank {rank}")
 
 
-def _require_all_partitions(path: Path, groups: Collection[Mapping[int, SavedRank]], num_slices: int) -> None:
+def _require_all_partitions(path: Path, groups: Collection[Mapping[int, SavedRank]], num_partitions: int) -> None:
     on_all_ranks = [set.intersection(*(set(saved.slices) for saved in ranks.values())) for ranks in groups]
-    missing = sorted({str(number) for number in range(num_slices)}.difference(*on_all_ranks), key=int)
+    missing = sorted({str(number) for number in range(num_partitions)}.difference(*on_all_ranks), key=int)
     if missing:
         raise NotFinished(f"{path.name}: no group has saved partitions [{', '.join(missing)}] of the optimizer state")
 

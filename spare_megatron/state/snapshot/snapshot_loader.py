@@ -176,7 +176,7 @@ class SnapshotLoader:
         return True
 
     def _servers(self, copy: _Copy, waiting: Sequence[RestartState], members: Collection[Member]) -> dict[str, _Holder]:
-        """The servers said to have the copy, in the order in which to ask, broken ones last."""
+        """The servers that should have the copy, in the order in which to ask, broken ones last."""
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}

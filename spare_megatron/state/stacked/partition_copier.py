@@ -35,7 +35,7 @@ class PartitionContent:
 
     @property
     def name(self) -> str:
-        return f"slice-{self._number}"
+        return f"partition-{self._number}"
 
     @property
     def num_pieces(self) -> int:

@@ -61,16 +61,18 @@ class PieceClient:
             asked = piece
 
     def _ask(self, name: str, step: int, piece: Piece) -> None:
-        self._channel.send(frames.Frame(frames.Kind.PIECE_WANTED, step, piece, name.encode("ascii")), self._timeout_s)
+        self._channel.send(
+            frames.Frame(frames.VoteFrameKind.PIECE_WANTED, step, piece, name.encode("ascii")), self._timeout_s
+        )
 
     def _await_answer(self, name: str, into: memoryview) -> None:
         """Fills `into` with the next piece that was asked for, one of the state of this name."""
         answer = self._channel.receive(into, self._timeout_s)
-        if answer.kind is frames.Kind.WRONG_STEP:
+        if answer.kind is frames.VoteFrameKind.WRONG_STEP:
             raise frames.WrongStep(answer.number)
-        if answer.kind is frames.Kind.NOT_OFFERED:
+        if answer.kind is frames.VoteFrameKind.NOT_OFFERED:
             raise frames.NotOffered(f"{name} is not offered")
-        if answer.kind is not frames.Kind.PIECE or len(answer.content) != len(into):
+        if answer.kind is not frames.VoteFrameKind.PIECE or len(answer.content) != len(into):
             raise frames.ConnectionBroken("an answer to another request")
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ ADVICE = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ProgramFinding:
     """A rule that the program breaks, the role or microbatch in which it shows, and what was seen."""
 
     rule: str
@@ -155,7 +155,7 @@ def _observed(process: "subprocess.Popen[str]", num_programs: int) -> list[dict[
 # ------------------------------------------------------------------------------------------------------- judgement
 
 
-def findings_of(trials: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def findings_of(trials: Sequence[Mapping[str, Any]]) -> list[ProgramFinding]:
     """What the trials of a program show, the most direct evidence first; empty for a program that breaks no rule.
 
     ValueError: its samples are not what the settings need.
@@ -164,9 +164,9 @@ def findings_of(trials: Sequence[Mapping[str, Any]]) -> list[Finding]:
         if "refused" in trial:
             raise ValueError(trial["refused"])
         if "error" in trial:
-            return [Finding(rule="raises", where="program", what=trial["error"])]
+            return [ProgramFinding(rule="raises", where="program", what=trial["error"])]
     direct = dict.fromkeys(tuple(fault) for trial in trials for fault in trial["faults"])
-    found = [Finding(rule=rule, where=where, what=what) for rule, where, what in direct]
+    found = [ProgramFinding(rule=rule, where=where, what=what) for rule, where, what in direct]
     rules = {one.rule for one in found}
     if "random" in rules:
         return found  # every difference may follow from it
@@ -177,21 +177,23 @@ def findings_of(trials: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return [*found, *(elsewhere or _between("hash_order", base, hashed, what="with another PYTHONHASHSEED it"))]
 
 
-def _between(rule: str, one: Mapping[str, Any], other: Mapping[str, Any], *, what: str) -> Iterator[Finding]:
+def _between(rule: str, one: Mapping[str, Any], other: Mapping[str, Any], *, what: str) -> Iterator[ProgramFinding]:
     """Differences between two trials in the first parameters, or else in their first passes."""
     if one["parameters"] != other["parameters"]:
-        yield Finding(rule=rule, where="model_provider", what=f"{what} builds other parameters")
+        yield ProgramFinding(rule=rule, where="model_provider", what=f"{what} builds other parameters")
         return
     yield from _differences(rule, one["passes"][0], other["passes"][0], what=what)
 
 
-def _differences(rule: str, one: Mapping[str, Any], other: Mapping[str, Any], *, what: str) -> Iterator[Finding]:
+def _differences(rule: str, one: Mapping[str, Any], other: Mapping[str, Any], *, what: str) -> Iterator[ProgramFinding]:
     """The first microbatch that differs."""
     for address, ours in one.items():
         theirs = other[address]
         if ours["batch"] != theirs["batch"]:
-            yield Finding(rule=rule, where=f"datasets_provider, {address}", what=f"{what} reads other samples")
+            yield ProgramFinding(rule=rule, where=f"datasets_provider, {address}", what=f"{what} reads other samples")
             return
         if ours != theirs:
-            yield Finding(rule=rule, where=f"forward_step, {address}", what=f"{what} gives another loss or gradient")
+            yield ProgramFinding(
+                rule=rule, where=f"forward_step, {address}", what=f"{what} gives another loss or gradient"
+            )
             return

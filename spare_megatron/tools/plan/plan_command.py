@@ -14,7 +14,7 @@ from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan import plan_options as options
 
 if TYPE_CHECKING:
-    from spare_megatron.tools.plan.plan_result import Answer
+    from spare_megatron.tools.plan.plan_result import PlanResult
 
 # Of `spare simulate`, too.
 Repair = Annotated[
@@ -82,11 +82,12 @@ _PolicyName = Annotated[
     ),
 ]
 _Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard. [default: the best]")]
-_SliceCopy = Annotated[
+_PartitionCopy = Annotated[
     str | None,
     typer.Option(
-        help="Time to copy one partition (slice) of the optimizer state whose host is lost.",
-        show_default=options.ASSUMED_SLICE_COPY,
+        "--slice-copy",
+        help="Time to copy one partition of the optimizer state whose host is lost.",
+        show_default=options.ASSUMED_PARTITION_COPY,
     ),
 ]
 _ShardSize = Annotated[str | None, typer.Option(help="Size of one shard in memory, as in 64MiB.")]
@@ -150,7 +151,7 @@ def plan(
     fetch: _Fetch = None,
     policy: _PolicyName = None,
     redundancy: _Redundancy = None,
-    slice_copy: _SliceCopy = None,
+    partition_copy: _PartitionCopy = None,
     shard_size: _ShardSize = None,
     memory: _Memory = None,
     read_rate: _ReadRate = None,
@@ -175,7 +176,7 @@ def plan(
 
     Exit code 2: invalid input.
     """
-    question = options.Question(
+    given = options.PlanOptions(
         groups=groups,
         restart=restart,
         save=save,
@@ -199,7 +200,7 @@ def plan(
         fetch=fetch,
         policy=policy,
         redundancy=redundancy,
-        slice_copy=slice_copy,
+        partition_copy=partition_copy,
         shard_size=shard_size,
         memory=memory,
         read_rate=read_rate,
@@ -209,50 +210,50 @@ def plan(
         slow_for=slow_for,
         slow_factor=slow_factor,
     )
-    _answer(question, plot, as_json=as_json)
+    _print_plan(given, plot, as_json=as_json)
 
 
-def _answer(question: options.Question, plot: Path | None, *, as_json: bool) -> None:
+def _print_plan(given: options.PlanOptions, plot: Path | None, *, as_json: bool) -> None:
     with explained_errors("plan"):
         if plot is not None:
             check_plot_file(plot)
-        answer = answer_to(question)
-        outputs: list[Callable[[], None]] = [partial(_show, answer, as_json=as_json)]
+        result = result_of(given)
+        outputs: list[Callable[[], None]] = [partial(_show, result, as_json=as_json)]
         if plot is not None:
-            outputs.append(partial(_draw, answer, plot, as_json=as_json))
+            outputs.append(partial(_draw, result, plot, as_json=as_json))
         do_each(outputs)
 
 
-def _show(answer: "Answer", *, as_json: bool) -> None:
-    from spare_megatron.tools.plan.plan_result import as_figures, print_answer
+def _show(result: "PlanResult", *, as_json: bool) -> None:
+    from spare_megatron.tools.plan.plan_result import as_figures, print_result
 
     if as_json:
-        say_json(as_figures(answer))
+        say_json(as_figures(result))
     else:
-        print_answer(answer)
+        print_result(result)
 
 
-def _draw(answer: "Answer", plot: Path, *, as_json: bool) -> None:
+def _draw(result: "PlanResult", plot: Path, *, as_json: bool) -> None:
     from spare_megatron.tools.plan.plan_plot import write_plot
 
-    write_plot(plot, answer.facts, answer.plan, answer.alternatives)
+    write_plot(plot, result.facts, result.plan, result.alternatives)
     if not as_json:
         say(f"curves in {plot}")
 
 
-def answer_to(question: options.Question) -> "Answer":
+def result_of(given: options.PlanOptions) -> "PlanResult":
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.tools.plan.partition_redundancy import plan_partitions
     from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict
-    from spare_megatron.tools.plan.plan_result import Answer
+    from spare_megatron.tools.plan.plan_result import PlanResult
     from spare_megatron.tools.plan.slow_group_costs import slow_cost
     from spare_megatron.tools.plan.width import plans_by_width
 
-    facts = options.facts_of(question)
-    limits = options.limits_of(question)
-    chosen = options.policy_of(question)
-    options.check_redundancy_asked(question, facts, limits)
-    fixed = question.redundancy
+    facts = options.facts_of(given)
+    limits = options.limits_of(given)
+    chosen = options.policy_of(given)
+    options.check_redundancy_asked(given, facts, limits)
+    fixed = given.redundancy
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
     if not best.time_to_train_ratio < _HOPELESS or best.time_to_wipe_out_s < facts.times.step_s:
         raise ValueError(
@@ -262,23 +263,23 @@ def answer_to(question: options.Question) -> "Answer":
             f"rate), --step and --save"
         )
     names = {
-        "step": question.step,
-        "reduce": question.reduce,
-        "microbatches": question.microbatches,
-        "slice_copy": question.slice_copy,
+        "step": given.step,
+        "reduce": given.reduce,
+        "microbatches": given.microbatches,
+        "slice_copy": given.partition_copy,
     }
-    if question.repair is not None or question.reform is not None:
-        names["join"] = question.join
-    if question.reform is not None:
-        names["steps"] = question.steps
-    lanes, over_groups_s = options.widths_of(question, facts.times.reduce_s)
-    rate, units = options.slow_rate_of(question), 1 if chosen == "stack" else facts.num_microbatches
-    return Answer(
+    if given.repair is not None or given.reform is not None:
+        names["join"] = given.join
+    if given.reform is not None:
+        names["steps"] = given.steps
+    lanes, over_groups_s = options.widths_of(given, facts.times.reduce_s)
+    rate, units = options.slow_rate_of(given), 1 if chosen == "stack" else facts.num_microbatches
+    return PlanResult(
         facts=facts,
         plan=best,
         frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
-        slices=plan_partitions(facts, best, options.partition_copy_s_of(question)),
-        alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(question)),
+        partitions=plan_partitions(facts, best, options.partition_copy_s_of(given)),
+        alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(given)),
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
 ASSUMED_MICROBATCHES = 16
-ASSUMED_SLICE_COPY = "60s"
+ASSUMED_PARTITION_COPY = "60s"
 ASSUMED_STEPS = 10_000
 ASSUMED_SLOW = "1h"
 ASSUMED_SLOW_FACTOR = 2.0
@@ -29,7 +29,7 @@ _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanOptions:
     """The options by their names, as the user wrote them; None where absent."""
 
     groups: int
@@ -55,7 +55,7 @@ class Question:
     fetch: str | None
     policy: str | None
     redundancy: int | None
-    slice_copy: str | None
+    partition_copy: str | None
     shard_size: str | None
     memory: str | None
     read_rate: str | None
@@ -66,97 +66,97 @@ class Question:
     slow_factor: float | None
 
 
-def facts_of(question: Question) -> "ClusterFacts":
+def facts_of(given: PlanOptions) -> "ClusterFacts":
     """The described cluster; raises ValueError if a value is out of range or the loss rate is missing or ambiguous."""
     from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.tools.plan.overhead import StepTimes
 
-    for option, value in (("--groups", question.groups), ("--microbatches", question.microbatches)):
+    for option, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} is below 1")
-    if question.groups > _MOST_GROUPS:
+    if given.groups > _MOST_GROUPS:
         raise ValueError(
-            f"--groups {question.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
+            f"--groups {given.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
             f"groups, not accelerators"
         )
     reduce_s = (
-        ASSUMED_REDUCE_S_PER_GROUP * question.groups
-        if question.reduce is None
-        else parse_duration_s("--reduce", question.reduce, is_zero_fine=True)
+        ASSUMED_REDUCE_S_PER_GROUP * given.groups
+        if given.reduce is None
+        else parse_duration_s("--reduce", given.reduce, is_zero_fine=True)
     )
-    if not question.last_resort:
-        _refuse(question, ("fetch",), "needs --last-resort: without it no group reads other shards")
-    groups_per_domain, domain_mtbf = _domains(question)
-    if domain_mtbf is not None and question.spares:
+    if not given.last_resort:
+        _refuse(given, ("fetch",), "needs --last-resort: without it no group reads other shards")
+    groups_per_domain, domain_mtbf = _domains(given)
+    if domain_mtbf is not None and given.spares:
         raise ValueError(
-            f"--spares {question.spares} plans for groups that are lost one by one, --groups-per-domain "
+            f"--spares {given.spares} plans for groups that are lost one by one, --groups-per-domain "
             f"{groups_per_domain} for groups lost together; leave out one of them"
         )
     times = StepTimes(
-        shard_s=parse_duration_s("--step", question.step or ASSUMED_STEP),
+        shard_s=parse_duration_s("--step", given.step or ASSUMED_STEP),
         reduce_s=reduce_s,
-        loss_interval_s=_loss_interval_s(question),
+        loss_interval_s=_loss_interval_s(given),
     )
     return ClusterFacts(
-        num_groups=question.groups,
+        num_groups=given.groups,
         times=times,
         checkpoint=CheckpointTimes(
-            save_s=parse_duration_s("--save", question.save),
-            restart_s=parse_duration_s("--restart", question.restart, is_zero_fine=True),
+            save_s=parse_duration_s("--save", given.save),
+            restart_s=parse_duration_s("--restart", given.restart, is_zero_fine=True),
         ),
-        num_microbatches=question.microbatches or ASSUMED_MICROBATCHES,
-        rejoin=_rejoin(question),
-        reform=_reform(question, times),
+        num_microbatches=given.microbatches or ASSUMED_MICROBATCHES,
+        rejoin=_rejoin(given),
+        reform=_reform(given, times),
         groups_per_domain=groups_per_domain,
         domain_interval_s=math.inf if domain_mtbf is None else parse_duration_s("--domain-mtbf", domain_mtbf),
-        last_resort=question.last_resort,
-        fetch_s=_duration_or_0("--fetch", question.fetch),
+        last_resort=given.last_resort,
+        fetch_s=_duration_or_0("--fetch", given.fetch),
     )
 
 
-def _reform(question: Question, times: "StepTimes") -> "ReformTimes | None":
+def _reform(given: PlanOptions, times: "StepTimes") -> "ReformTimes | None":
     from spare_megatron.tools.plan.reforming_costs import ReformTimes
 
-    if question.reform is None:
-        _refuse(question, ("machines_per_group", "steps"), "needs --reform, the time to re-form a group, as in 60s")
+    if given.reform is None:
+        _refuse(given, ("machines_per_group", "steps"), "needs --reform, the time to re-form a group, as in 60s")
         return None
-    if question.machines_per_group is None:
-        raise ValueError(f"--reform {question.reform} needs --machines-per-group, of which a loss takes one")
-    for option, value in (("machines-per-group", question.machines_per_group), ("steps", question.steps)):
+    if given.machines_per_group is None:
+        raise ValueError(f"--reform {given.reform} needs --machines-per-group, of which a loss takes one")
+    for option, value in (("machines-per-group", given.machines_per_group), ("steps", given.steps)):
         if value is not None and value < 1:
             raise ValueError(f"--{option} {value} is below 1")
     return ReformTimes(
-        machines_per_group=question.machines_per_group,
-        reform_s=parse_duration_s("--reform", question.reform, is_zero_fine=True),
-        run_s=(question.steps or ASSUMED_STEPS) * times.step_s,
-        repair_s=None if question.repair is None else parse_duration_s("--repair", question.repair),
-        transfer_s=_duration_or_0("--transfer", question.transfer),
-        join_s=_duration_or_0("--join", question.join),
-        num_spares=question.spares or 0,
+        machines_per_group=given.machines_per_group,
+        reform_s=parse_duration_s("--reform", given.reform, is_zero_fine=True),
+        run_s=(given.steps or ASSUMED_STEPS) * times.step_s,
+        repair_s=None if given.repair is None else parse_duration_s("--repair", given.repair),
+        transfer_s=_duration_or_0("--transfer", given.transfer),
+        join_s=_duration_or_0("--join", given.join),
+        num_spares=given.spares or 0,
     )
 
 
-def _rejoin(question: Question) -> "RejoinTimes | None":
+def _rejoin(given: PlanOptions) -> "RejoinTimes | None":
     from spare_megatron.tools.plan.readmission import RejoinTimes
 
-    if question.spares is not None and question.spares < 0:
-        raise ValueError(f"--spares {question.spares} is below 0")
-    if question.repair is None:
-        if question.reform is None:
+    if given.spares is not None and given.spares < 0:
+        raise ValueError(f"--spares {given.spares} is below 0")
+    if given.repair is None:
+        if given.reform is None:
             needs = "needs --repair, the time from a loss until the group is repaired"
-            _refuse(question, ("transfer", "join", "spares"), needs)
+            _refuse(given, ("transfer", "join", "spares"), needs)
         return None
     return RejoinTimes(
-        repair_s=parse_duration_s("--repair", question.repair),
-        transfer_s=_duration_or_0("--transfer", question.transfer),
-        join_s=_duration_or_0("--join", question.join),
-        num_spares=question.spares or 0,
+        repair_s=parse_duration_s("--repair", given.repair),
+        transfer_s=_duration_or_0("--transfer", given.transfer),
+        join_s=_duration_or_0("--join", given.join),
+        num_spares=given.spares or 0,
     )
 
 
-def _domains(question: Question) -> tuple[int, str | None]:
+def _domains(given: PlanOptions) -> tuple[int, str | None]:
     """Groups per domain, and the time between losses of domains; 1 and None without domains."""
-    size, mtbf, num_groups = question.groups_per_domain, question.domain_mtbf, question.groups
+    size, mtbf, num_groups = given.groups_per_domain, given.domain_mtbf, given.groups
     if (size is None) != (mtbf is None):
         missing = "--domain-mtbf, as in 30d" if mtbf is None else "--groups-per-domain, as in 4"
         raise ValueError(f"domains that are lost together need both: give {missing}")
@@ -172,10 +172,10 @@ def _domains(question: Question) -> tuple[int, str | None]:
     return size or 1, mtbf
 
 
-def _refuse(question: Question, names: Sequence[str], why: str) -> None:
+def _refuse(given: PlanOptions, names: Sequence[str], why: str) -> None:
     """Raises ValueError for the first of these options that is given."""
     for name in names:
-        if (value := getattr(question, name)) is not None:
+        if (value := getattr(given, name)) is not None:
             raise ValueError(f"--{name.replace('_', '-')} {value} {why}")
 
 
@@ -183,54 +183,54 @@ def _duration_or_0(option: str, text: str | None) -> float:
     return 0.0 if text is None else parse_duration_s(option, text, is_zero_fine=True)
 
 
-def _loss_interval_s(question: Question) -> float:
-    rate = question.failures_per_node_day
-    if question.mtbf is not None and rate is not None:
+def _loss_interval_s(given: PlanOptions) -> float:
+    rate = given.failures_per_node_day
+    if given.mtbf is not None and rate is not None:
         raise ValueError(
-            f"--mtbf {question.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
+            f"--mtbf {given.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
         )
-    if question.mtbf is not None:
+    if given.mtbf is not None:
         belongs = "belongs to --failures-per-node-day, not to --mtbf; leave it out"
-        _refuse(question, ("gpus_per_node", "gpus_per_group"), belongs)
-        return parse_duration_s("--mtbf", question.mtbf)
+        _refuse(given, ("gpus_per_node", "gpus_per_group"), belongs)
+        return parse_duration_s("--mtbf", given.mtbf)
     if rate is None:
         raise ValueError("how often are groups lost? give --mtbf, as in 300s, or --failures-per-node-day")
     if not (rate > 0 and math.isfinite(rate)):
         raise ValueError(f"--failures-per-node-day {rate} has to be above 0")
-    per_node = _gpus("--gpus-per-node", question.gpus_per_node)
-    num_nodes = question.groups * _gpus("--gpus-per-group", question.gpus_per_group) / per_node
+    per_node = _gpus("--gpus-per-node", given.gpus_per_node)
+    num_nodes = given.groups * _gpus("--gpus-per-group", given.gpus_per_group) / per_node
     return SECONDS_PER_DAY / (rate * num_nodes)
 
 
 def _gpus(option: str, count: int | None) -> int:
     if count is None or count < 1:
-        said = "is missing" if count is None else f"{count} is below 1"
-        raise ValueError(f"{option} {said}; --failures-per-node-day needs it to count the nodes of a group")
+        problem = "is missing" if count is None else f"{count} is below 1"
+        raise ValueError(f"{option} {problem}; --failures-per-node-day needs it to count the nodes of a group")
     return count
 
 
-def widths_of(question: Question, reduce_s: float) -> tuple[list[int], float]:
+def widths_of(given: PlanOptions, reduce_s: float) -> tuple[list[int], float]:
     """The numbers of lanes to compare, and the seconds of `reduce_s` in which gradients travel between groups.
 
     An assumed reduction is all of that kind. Raises ValueError for what are no numbers of lanes.
     """
-    lanes, over_groups = question.widths, question.over_groups
+    lanes, over_groups = given.widths, given.over_groups
     if lanes is None:
-        _refuse(question, ("over_groups",), "needs --widths, the numbers of lanes to compare, as in 1,2,4")
+        _refuse(given, ("over_groups",), "needs --widths, the numbers of lanes to compare, as in 1,2,4")
         return [], 0.0
     if not re.fullmatch(r"\d{1,8}(,\d{1,8})*", lanes):
         raise ValueError(f"--widths {lanes} has to be numbers of lanes in a group, as in 1,2,4")
-    over_groups_s = _duration_or_0("--over-groups", over_groups) if question.reduce or over_groups else reduce_s
+    over_groups_s = _duration_or_0("--over-groups", over_groups) if given.reduce or over_groups else reduce_s
     if over_groups_s > reduce_s:
         raise ValueError(f"--over-groups {over_groups} exceeds the rest of a step, --reduce, of {reduce_s:g} s")
     return [int(number) for number in lanes.split(",")], over_groups_s
 
 
-def slow_rate_of(question: Question) -> "SlowRate | None":
+def slow_rate_of(given: PlanOptions) -> "SlowRate | None":
     """How often groups turn slow; None if that was not asked. ValueError: out of range, or --slow-every is missing."""
     from spare_megatron.tools.plan.slow_group_costs import SlowRate
 
-    every, lasting, factor = question.slow_every, question.slow_for, question.slow_factor
+    every, lasting, factor = given.slow_every, given.slow_for, given.slow_factor
     if every is None:
         if lasting is not None or factor is not None:
             raise ValueError(
@@ -246,57 +246,57 @@ def slow_rate_of(question: Question) -> "SlowRate | None":
     )
 
 
-def policy_of(question: Question) -> "Policy":
+def policy_of(given: PlanOptions) -> "Policy":
     """The requested policy, or the one that the other options imply; raises ValueError if they contradict it."""
-    repair, is_last_resort = question.repair, question.last_resort
-    if question.policy is None and question.reform is not None:
+    repair, is_last_resort = given.repair, given.last_resort
+    if given.policy is None and given.reform is not None:
         return "reform"
-    if question.policy is None:
-        return "rejoin" if repair else "microbatch" if question.microbatches or is_last_resort else "stack"
-    match question.policy:
+    if given.policy is None:
+        return "rejoin" if repair else "microbatch" if given.microbatches or is_last_resort else "stack"
+    match given.policy:
         case "stack" if is_last_resort:
             raise ValueError("--last-resort shares out single microbatches, --policy stack moves whole shards")
         case "rejoin" if repair is None:
             raise ValueError("--policy rejoin needs --repair, the time until a lost group is back, as in 10m")
-        case "reform" if question.reform is None:
+        case "reform" if given.reform is None:
             raise ValueError("--policy reform needs --reform, the time to re-form a group, as in 60s")
         case "stack" | "microbatch" | "rejoin" | "reform":
-            return question.policy
+            return given.policy
         case _:
-            raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin, reform")
+            raise ValueError(f"--policy {given.policy} is unknown; known: stack, microbatch, rejoin, reform")
 
 
-def partition_copy_s_of(question: Question) -> float:
-    return parse_duration_s("--slice-copy", question.slice_copy or ASSUMED_SLICE_COPY)
+def partition_copy_s_of(given: PlanOptions) -> float:
+    return parse_duration_s("--slice-copy", given.partition_copy or ASSUMED_PARTITION_COPY)
 
 
-def policies_of(question: Question) -> "tuple[Policy, ...]":
-    found: list[Policy] = [] if question.last_resort else ["stack"]
+def policies_of(given: PlanOptions) -> "tuple[Policy, ...]":
+    found: list[Policy] = [] if given.last_resort else ["stack"]
     found.append("microbatch")
-    if question.repair is not None:
+    if given.repair is not None:
         found.append("rejoin")
-    if question.reform is not None:
+    if given.reform is not None:
         found.append("reform")
     return tuple(found)
 
 
-def limits_of(question: Question) -> "HoldingLimits | None":
+def limits_of(given: PlanOptions) -> "HoldingLimits | None":
     """Limits on stacks; None if no shard size is given. Raises ValueError for a limit without one."""
     from spare_megatron.tools.plan.facts import HoldingLimits
 
-    if question.shard_size is None:
-        _refuse(question, ("memory", "read_rate"), "limits nothing without --shard-size, as in 64MiB")
+    if given.shard_size is None:
+        _refuse(given, ("memory", "read_rate"), "limits nothing without --shard-size, as in 64MiB")
         return None
     return HoldingLimits(
-        shard_bytes=parse_bytes("--shard-size", question.shard_size),
-        memory_bytes=None if question.memory is None else parse_bytes("--memory", question.memory),
-        read_bytes_per_s=None if question.read_rate is None else parse_bytes("--read-rate", question.read_rate),
+        shard_bytes=parse_bytes("--shard-size", given.shard_size),
+        memory_bytes=None if given.memory is None else parse_bytes("--memory", given.memory),
+        read_bytes_per_s=None if given.read_rate is None else parse_bytes("--read-rate", given.read_rate),
     )
 
 
-def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
+def check_redundancy_asked(given: PlanOptions, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
     """Raises ValueError if the requested redundancy, or 1 if none is, exceeds the number of groups or the limits."""
-    wanted, num_groups = question.redundancy, question.groups
+    wanted, num_groups = given.redundancy, given.groups
     if wanted is not None and not 1 <= wanted <= num_groups:
         raise ValueError(
             f"--redundancy {wanted} has to be from 1 to {num_groups} (--groups): hosts are different groups"
@@ -304,6 +304,6 @@ def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "H
     largest = num_groups if limits is None else limits.largest_redundancy(num_groups, facts.times)
     if largest < (wanted or 1):
         raise ValueError(
-            f"--redundancy {wanted or 1}: shards of {question.shard_size} allow at most {largest} with "
-            f"--memory {question.memory or 'unlimited'} and --read-rate {question.read_rate or 'unlimited'}"
+            f"--redundancy {wanted or 1}: shards of {given.shard_size} allow at most {largest} with "
+            f"--memory {given.memory or 'unlimited'} and --read-rate {given.read_rate or 'unlimited'}"
         )

@@ -24,13 +24,13 @@ _LONG_CADENCE_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlanResult:
     facts: ClusterFacts
     plan: Plan
     """The plan of the requested policy."""
     frugal: Plan
     """The same policy with the least redundancy at which training hardly takes longer."""
-    slices: PartitionPlan
+    partitions: PartitionPlan
     """How many groups should host each state partition."""
     alternatives: tuple[Plan, ...]
     """The best plan of each policy that the options allow."""
@@ -43,9 +43,9 @@ class Answer:
     """What slow groups cost, if how often they are slow was given; beside the plan, which knows none."""
 
 
-def as_figures(answer: Answer) -> dict[str, Any]:
+def as_figures(result: PlanResult) -> dict[str, Any]:
     """The figures of `--json`; the first five keys are a contract."""
-    plan, limits = answer.plan, answer.limits
+    plan, limits = result.plan, result.limits
     figures: dict[str, Any] = {
         "redundancy": plan.redundancy,
         "cadence_s": plan.cadence_s,
@@ -55,23 +55,23 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "policy": plan.policy,
         "stretch": plan.stretch,
         "time_to_wipe_out_s": plan.time_to_wipe_out_s,
-        "frugal": asdict(answer.frugal),
-        "closed_form_redundancy": closed_form_redundancy(answer.facts.num_groups),
+        "frugal": asdict(result.frugal),
+        "closed_form_redundancy": closed_form_redundancy(result.facts.num_groups),
         "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
-        "read_s_per_step": read_s(answer),
-        "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
-        "slices": asdict(answer.slices),
+        "read_s_per_step": read_s(result),
+        "alternatives": {other.policy: asdict(other) for other in result.alternatives},
+        "slices": asdict(result.partitions),
         "audits": None
-        if num_judges(plan.redundancy, last_resort=answer.facts.last_resort) == 1
-        else asdict(audit_price(answer.facts.num_microbatches))
-        | {"curve": [asdict(one) for one in audit_curve(answer.facts.num_microbatches)]},
-        "facts": _as_facts(answer.facts),
-        "assumed": sorted(answer.assumed),
+        if num_judges(plan.redundancy, last_resort=result.facts.last_resort) == 1
+        else asdict(audit_price(result.facts.num_microbatches))
+        | {"curve": [asdict(one) for one in audit_curve(result.facts.num_microbatches)]},
+        "facts": _as_facts(result.facts),
+        "assumed": sorted(result.assumed),
     }
-    if answer.slow is not None:
-        figures["slow"] = asdict(answer.slow)
-    if answer.widths:
-        figures["widths"] = [asdict(one) for one in answer.widths]
+    if result.slow is not None:
+        figures["slow"] = asdict(result.slow)
+    if result.widths:
+        figures["widths"] = [asdict(one) for one in result.widths]
     return figures
 
 
@@ -80,73 +80,73 @@ def _as_facts(facts: ClusterFacts) -> dict[str, Any]:
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
 
 
-def read_s(answer: Answer) -> float | None:
+def read_s(result: PlanResult) -> float | None:
     """Seconds to read the stack of one step; None unless size and rate are given."""
-    if answer.limits is None or answer.limits.read_bytes_per_s is None:
+    if result.limits is None or result.limits.read_bytes_per_s is None:
         return None
-    return answer.plan.redundancy * answer.limits.shard_bytes / answer.limits.read_bytes_per_s
+    return result.plan.redundancy * result.limits.shard_bytes / result.limits.read_bytes_per_s
 
 
-def print_answer(answer: Answer) -> None:
+def print_result(result: PlanResult) -> None:
     console = RunConsole()
     console.tables(
-        Table(title="plan", rows=list(_plan_rows(answer))),
-        Table(title="partitioned optimizer state", rows=list(_partition_rows(answer))),
-        Table(title="for this cluster", rows=list(_fact_rows(answer))),
-        _alternatives(answer),
-        *([_widths(answer)] if answer.widths else []),
+        Table(title="plan", rows=list(_plan_rows(result))),
+        Table(title="partitioned optimizer state", rows=list(_partition_rows(result))),
+        Table(title="for this cluster", rows=list(_fact_rows(result))),
+        _alternatives(result),
+        *([_widths(result)] if result.widths else []),
     )
-    for text in _remarks(answer):
+    for text in _remarks(result):
         console.line(text)
 
 
-def _remarks(answer: Answer) -> Iterator[str]:
-    if answer.plan.redundancy == 1 and not answer.facts.last_resort:
+def _remarks(result: PlanResult) -> Iterator[str]:
+    if result.plan.redundancy == 1 and not result.facts.last_resort:
         yield "Restarting at every loss costs less here than going on without the lost groups."
-    if answer.plan.cadence_s > _LONG_CADENCE_S:
+    if result.plan.cadence_s > _LONG_CADENCE_S:
         yield "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
-    if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
+    if result.plan.cadence_s > result.plan.time_to_wipe_out_s:
         yield "Restarts come sooner than saves pay off: take a higher redundancy."
 
 
-def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
-    plan, limits = answer.plan, answer.limits
+def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
+    plan, limits = result.plan, result.limits
     yield "policy", f"{plan.policy} ({_DESCRIPTIONS[plan.policy]})"
     yield "redundancy", f"{_hosts(plan.redundancy)} per shard"
-    frugal = answer.frugal
+    frugal = result.frugal
     if frugal.redundancy < plan.redundancy:
         yield "hardly slower", f"{_hosts(frugal.redundancy)} per shard: {frugal.time_to_train_ratio:.2f} x"
     yield "save every", format_duration(plan.cadence_s)
     yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
     if plan.policy == "reform":
-        without = min(other.time_to_train_ratio for other in answer.alternatives if other.policy != "reform")
+        without = min(other.time_to_train_ratio for other in result.alternatives if other.policy != "reform")
         yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
-    if answer.slow is not None:
-        even, dealt = answer.slow.even_ratio, answer.slow.dealt_ratio
+    if result.slow is not None:
+        even, dealt = result.slow.even_ratio, result.slow.dealt_ratio
         yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
     yield "mean step between restarts", f"{plan.stretch:.2f} x that without losses"
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"
     yield "restart every", format_duration(plan.time_to_wipe_out_s)
-    yield from _audit_rows(answer)
-    if plan.policy in ("rejoin", "reform") and not answer.facts.last_resort:
+    yield from _audit_rows(result)
+    if plan.policy in ("rejoin", "reform") and not result.facts.last_resort:
         yield "pause for a host every", format_duration(plan.pause_interval_s)
     if limits is None:
         yield "memory for shards", f"{plan.redundancy} x that of one shard per group (--shard-size)"
         return
     of_limit = "" if limits.memory_bytes is None else f" of {format_bytes(limits.memory_bytes)}"
     yield "memory for shards", f"{format_bytes(plan.redundancy * limits.shard_bytes)}{of_limit} per group"
-    reading_s = read_s(answer)
+    reading_s = read_s(result)
     if reading_s is not None:
-        yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+        yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(result.facts.times.step_s)}"
 
 
-def _audit_rows(answer: Answer) -> Iterator[tuple[str, str]]:
-    judges = num_judges(answer.plan.redundancy, last_resort=answer.facts.last_resort)
+def _audit_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
+    judges = num_judges(result.plan.redundancy, last_resort=result.facts.last_resort)
     if judges == 1:
         yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
         return
-    audits = audit_price(answer.facts.num_microbatches)
+    audits = audit_price(result.facts.num_microbatches)
     every = f"{audits.every_steps} steps" if audits.every_steps > 1 else "step"
     yield "audits every", f"{every}: {audits.price:.1%} of a step more, which is not in the time to train"
     yield "they find", f"lasting faults of a group within {every}, {audits.found_share:.1%} of those in one microbatch"
@@ -154,18 +154,21 @@ def _audit_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "a mismatch", "may halt the run: with 3 hosts per shard a third one says who is wrong"
 
 
-def _partition_rows(answer: Answer) -> Iterator[tuple[str, str]]:
-    slices = answer.slices
-    copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
-    yield "redundancy", f"{_hosts(slices.redundancy)} per partition"
-    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, if a copy of a partition takes {copy}"
-    yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
-    yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
+def _partition_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
+    partitions = result.partitions
+    copy = format_duration(partitions.copy_s) + (" (assumed)" if "slice_copy" in result.assumed else "")
+    yield "redundancy", f"{_hosts(partitions.redundancy)} per partition"
+    yield (
+        "state wipe-out every",
+        f"{format_duration(partitions.time_to_wipe_out_s)}, if a copy of a partition takes {copy}",
+    )
+    yield "without copies", format_duration(partitions.time_to_wipe_out_without_copies_s)
+    yield "time to train", f"{partitions.time_to_train_ratio:.2f} x"
 
 
-def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
-    facts = answer.facts
-    mark = dict.fromkeys(answer.assumed, " (assumed)")
+def _fact_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
+    facts = result.facts
+    mark = dict.fromkeys(result.assumed, " (assumed)")
     yield "groups", str(facts.num_groups)
     yield "a group is lost every", format_duration(facts.times.loss_interval_s)
     yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
@@ -194,7 +197,7 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "last resort", f"any group, data there after {format_duration(facts.fetch_s)}"
 
 
-def _alternatives(answer: Answer) -> Table:
+def _alternatives(result: PlanResult) -> Table:
     rows = [
         (
             plan.policy,
@@ -204,9 +207,9 @@ def _alternatives(answer: Answer) -> Table:
             format_duration(plan.cadence_s),
             format_count(plan.endured_losses),
         )
-        for plan in answer.alternatives
+        for plan in result.alternatives
     ]
-    closed = closed_form_redundancy(answer.facts.num_groups)
+    closed = closed_form_redundancy(result.facts.num_groups)
     return Table(
         title="best of each policy",
         columns=("policy", "hosts", "time to train", "availability", "save every", "endured"),
@@ -216,7 +219,7 @@ def _alternatives(answer: Answer) -> Table:
     )
 
 
-def _widths(answer: Answer) -> Table:
+def _widths(result: PlanResult) -> Table:
     rows = [
         (
             str(one.num_lanes),
@@ -228,9 +231,9 @@ def _widths(answer: Answer) -> Table:
             f"1/{one.num_lanes}",
             f"1/{one.num_lanes}",
         )
-        for one in answer.widths
+        for one in result.widths
     ]
-    until = "until it is re-formed" if answer.plan.policy == "reform" else "until a group is back"
+    until = "until it is re-formed" if result.plan.policy == "reform" else "until a group is back"
     return Table(
         title="wide groups",
         columns=("lanes", "groups", "hosts", "time to train", "a loss takes", "save every", "over groups", "state"),

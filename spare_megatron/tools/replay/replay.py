@@ -10,7 +10,7 @@ from pathlib import Path
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_terms import terms_in
-from spare_megatron.core.audits.audits import Boundary, first_difference, word_of
+from spare_megatron.core.audits.audits import Boundary, combined_digest, first_difference
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.proofs.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.proofs.proof import fold_view
@@ -33,7 +33,7 @@ class GroupCompared:
     agrees: bool
     """Each of them is that of the replay."""
     differs_at: str
-    """Where it departs from the replay first, as a verdict says it; empty if it agrees or has not said."""
+    """Where it departs from the replay first, as in a verdict; empty if it agrees or has not stated it."""
     boundaries: list[tuple[str, int, int, str]]
     """Those of its first statement that differs, else of any: kind, stage, rank, digest."""
 
@@ -167,7 +167,7 @@ def _compared(
     address: Address, of_ranks: Sequence[Recomputed], stated: Mapping[int, Sequence[Stated]]
 ) -> MicrobatchReplay:
     boundaries = sorted(one for of_rank in of_ranks for one in of_rank.boundaries)
-    digest = f"{word_of(boundaries):016x}"
+    digest = f"{combined_digest(boundaries):016x}"
     return MicrobatchReplay(
         shard=address[0],
         index=address[1],
@@ -175,18 +175,20 @@ def _compared(
         samples=of_ranks[0].samples,
         digest=digest,
         boundaries=_shown(boundaries),
-        groups=[compared_group(group, said, digest, boundaries) for group, said in sorted(stated.items())],
+        groups=[compared_group(group, reported, digest, boundaries) for group, reported in sorted(stated.items())],
     )
 
 
-def compared_group(group: int, said: Sequence[Stated], digest: str, boundaries: Sequence[Boundary]) -> GroupCompared:
-    """What a group has said about a microbatch, beside what a replay has found."""
-    different = [one for one in said if one.digest != digest]
-    shown = next((one for one in (*different, *said) if one.boundaries), said[0])
+def compared_group(
+    group: int, reported: Sequence[Stated], digest: str, boundaries: Sequence[Boundary]
+) -> GroupCompared:
+    """What a group has stated about a microbatch, beside what a replay has found."""
+    different = [one for one in reported if one.digest != digest]
+    shown = next((one for one in (*different, *reported) if one.boundaries), reported[0])
     theirs = sorted(Boundary(*place, int(value, 16)) for place, value in shown.boundaries.items())  # type: ignore[arg-type]
     return GroupCompared(
         group=group,
-        digests=[one.digest for one in said],
+        digests=[one.digest for one in reported],
         agrees=not different,
         differs_at=str(first_difference(theirs, boundaries) or "") if different else "",
         boundaries=_shown(theirs),

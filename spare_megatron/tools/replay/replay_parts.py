@@ -57,7 +57,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ReplayPart:
     """The ranks on one machine. `node` is the number of its supervisor."""
 
     node: int
@@ -79,7 +79,7 @@ def folder_of_replay(run_dir: Path) -> Path:
 # --------------------------------------------------------------------------------------------------------- the parts
 
 
-def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[Part, ...]:
+def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[ReplayPart, ...]:
     """The group's ranks on the machines that hold its places at the end of the journal; with None those of a group that
     is alone on this machine. ValueError: there is no such group, or no machine holds a place of it.
     """
@@ -92,7 +92,7 @@ def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[P
     return _parts_by(_places(config, _assignments(view)), config, GroupId(group))
 
 
-def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tuple[GroupId, tuple[Part, ...]]:
+def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tuple[GroupId, tuple[ReplayPart, ...]]:
     """The last group that was whole with the machine, or its replacement, and the group's ranks on its machines of
     that time. ValueError: there is no such machine, or it is in several groups.
     """
@@ -112,7 +112,7 @@ def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tupl
     raise AssertionError("every machine begins in a group that is whole")
 
 
-def _parts_by(places: Places, config: RunConfig, group: GroupId) -> tuple[Part, ...]:
+def _parts_by(places: Places, config: RunConfig, group: GroupId) -> tuple[ReplayPart, ...]:
     parts = []
     for place in map(PlaceId, config.parallel.nodes_of(group)):
         holder = places.holder_of(place)
@@ -141,10 +141,10 @@ def _places(config: RunConfig, assignments: Sequence[Assignment]) -> Places:
     return places
 
 
-def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Part:
+def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> ReplayPart:
     layout = config.parallel
     ranks = [rank for on_place, rank in layout.ranks_on(place) if on_place == group]
-    return Part(
+    return ReplayPart(
         node=node,
         ranks=tuple(
             PartRank(rank=rank, device=device_of(config, group, rank), number=group * layout.ranks_per_group + rank)
@@ -156,7 +156,7 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Part:
 # ------------------------------------------------------------------------------------------------------- the machines
 
 
-def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], wanted: Wanted, where: Where) -> Computed:
+def compute(config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wanted: Wanted, where: Where) -> Computed:
     """Has the machines compute what is wanted, and leaves no process on any of them.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
@@ -191,7 +191,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[Part], wanted: Wan
         )
 
 
-def _remote(config: RunConfig, parts: Sequence[Part], where: Where) -> tuple[int, ...]:
+def _remote(config: RunConfig, parts: Sequence[ReplayPart], where: Where) -> tuple[int, ...]:
     """The nodes that other processes than this one are for."""
     nodes = tuple(part.node for part in parts)
     if where.group is None or config.cluster.launcher == "local":
@@ -241,7 +241,7 @@ def _start_step(
     return start_step(node_step(slurm, f"replay-{node}", names[node], words, job), log)
 
 
-def _check(config: RunConfig, parts: Sequence[Part], facts: Mapping[int, MachineFacts], where: Where) -> None:
+def _check(config: RunConfig, parts: Sequence[ReplayPart], facts: Mapping[int, MachineFacts], where: Where) -> None:
     """ValueError: a machine has another code, or lacks the devices of its ranks."""
     for part in parts:
         found = facts[part.node]

@@ -11,7 +11,7 @@ ParamsDigests = Mapping[tuple[int, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RunDifference:
     """The first step in which two runs differ, with the value of the quantity in each run."""
 
     step: int
@@ -24,7 +24,7 @@ class Equality:
     num_steps: tuple[int, int]
     num_common: int
     """Steps whose losses and gradient norms both journals hold."""
-    difference: Difference | None
+    difference: RunDifference | None
     """The first difference in these; None if there is none."""
     params_step: int | None
     """Committed steps after which parameters are compared: the first that differ, else the last; None if the journals
@@ -89,7 +89,7 @@ def compare(first: History, second: History) -> Equality | None:
     )
 
 
-def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, Difference | None]:
+def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, RunDifference | None]:
     left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
     common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)
     left, right = left[in_left], right[in_right]
@@ -101,7 +101,7 @@ def _compare_steps(first: CommittedSteps, second: CommittedSteps) -> tuple[int, 
     for quantity, (ours, theirs) in curves.items():
         for index in np.flatnonzero(ours.view(np.int64) != theirs.view(np.int64))[:1]:
             values = float(ours[index]), float(theirs[index])
-            found.append(Difference(step=int(common[index]), quantity=quantity, values=values))
+            found.append(RunDifference(step=int(common[index]), quantity=quantity, values=values))
     return len(common), min(found, key=lambda item: item.step, default=None)
 
 

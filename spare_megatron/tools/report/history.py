@@ -53,7 +53,7 @@ class CommittedSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paces:
+class MeasuredPaces:
     """How fast ranks computed, in some of the committed steps."""
 
     commit: npt.NDArray[np.intp]
@@ -96,7 +96,7 @@ class History:
     goodput: Goodput | None
     """Where its time went; None if it has no step."""
     steps: CommittedSteps
-    paces: Paces
+    paces: MeasuredPaces
     pace_changes: Sequence[tuple[int, Mapping[int, float]]]
     """Index of a committed step, and the paces by which it and later ones are dealt, over those of most groups; groups
     that are as fast as most are not named."""
@@ -180,10 +180,10 @@ def _told_commits(run_state: RunState) -> list[Committed]:
     return [commit for commit in run_state.folding.commits if commit.attempt < len(run_state.steps.loss)]
 
 
-def _paces(run_state: RunState) -> Paces:
+def _paces(run_state: RunState) -> MeasuredPaces:
     attempts = np.array([commit.attempt for commit in _told_commits(run_state)], np.int64)
     kept, pace_s = run_state.steps.paces.of(attempts)
-    return Paces(commit=kept, ratio=over_others(pace_s))
+    return MeasuredPaces(commit=kept, ratio=over_others(pace_s))
 
 
 def _steps(run_state: RunState) -> CommittedSteps:

@@ -174,7 +174,7 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     lanes = f" in {run.lanes} lanes" if run.lanes > 1 else ""
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{lanes}"
     yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
-    yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
+    yield "losses, and groups admitted again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     if history.num_places_taken:
         yield "places that other machines took", str(history.num_places_taken)
     for record in history.culprits[-_MOST_CULPRITS:]:
@@ -242,8 +242,9 @@ def _known(
 def _paces_of(history: History) -> Iterator[Plot]:
     slowest = find_slowest(history.paces.ratio)
     if slowest is not None:
-        note = "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. " + _told(
-            slowest, history.run.ranks_per_stage
+        note = (
+            "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. "
+            + _slowest_ranks(slowest, history.run.ranks_per_stage)
         )
         yield Plot("Compute of each rank", note, charts.rank_map(history))
     if any(paces for _, paces in history.pace_changes):
@@ -251,8 +252,8 @@ def _paces_of(history: History) -> Iterator[Plot]:
         yield Plot("Pace of each group", note, charts.dealt_paces(history))
 
 
-def _told(slowest: Slowest, ranks_per_stage: int) -> str:
-    """The slowest rank in words, and the next one, whose ratio shows how far scatter goes."""
+def _slowest_ranks(slowest: Slowest, ranks_per_stage: int) -> str:
+    """The slowest rank, and the next one, whose ratio shows how far scatter goes."""
     first = f"group {slowest.group} rank {slowest.rank} (stage {slowest.rank // ranks_per_stage})"
     second = f"group {slowest.next_group} rank {slowest.next_rank} (stage {slowest.next_rank // ranks_per_stage})"
     return f"Slowest: {first}: {slowest.ratio:.2f} x the median; next: {second}: {slowest.next_ratio:.2f} x."

@@ -32,9 +32,9 @@ class Scatter:
 
 def scatter_of(
     committed: Sequence[measured.MeasuredStep],
-    recoveries: Sequence[measured.RecoveryTimes],
+    recoveries: Sequence[measured.MeasuredRecovery],
     step_s: Callable[[measured.MeasuredStep], float],
-    recovery_s: Callable[[measured.RecoveryTimes], float],
+    recovery_s: Callable[[measured.MeasuredRecovery], float],
 ) -> Scatter:
     """The scatter of a run, given the typical time of a step without a loss (admission included) and of a recovery."""
     beyond_s: dict[measured.Disturbance, list[float]] = defaultdict(list)
@@ -146,7 +146,7 @@ def calibrate(journal: Journal) -> Calibration:
             partial(_typical_step_s, costs, run.microbatches_per_shard, {join.step for join in joins}),
             partial(_typical_recovery_s, costs, run.microbatches_per_shard),
         ),
-        untold=(*untold, *_untold_joins(committed, joins)),
+        untold=(*untold, *_unmeasured_joins(committed, joins)),
     )
 
 
@@ -160,7 +160,7 @@ def _typical_step_s(
     return join_s + compute_s + (costs.reduce_s + costs.update_s) * stretch(len(step.loads), costs)
 
 
-def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: measured.RecoveryTimes) -> float:
+def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: measured.MeasuredRecovery) -> float:
     loads = np.array(list(times.loads.values()))
     covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
@@ -191,7 +191,7 @@ def _spread(steps: Sequence[measured.MeasuredStep], fit: ComputeFit) -> float:
 
 
 def _fit_recoveries(
-    recoveries: Sequence[measured.RecoveryTimes], reduce_s: float, speed: CostModel
+    recoveries: Sequence[measured.MeasuredRecovery], reduce_s: float, speed: CostModel
 ) -> tuple[dict[str, float | None], tuple[str, ...]]:
     """Costs of losses apart from the patch, and what the run could not measure of them: medians over the recoveries
     from single losses, as only those separate the stages.
@@ -215,10 +215,10 @@ def _fit_recoveries(
         ]
         rebuild_s, retry_s = fit_rebuild(covered_s, [max(0.0, rest) for rest in rest_s])
     costs = {"detect_s": detect_s if single else None, "agree_s": agree_s, "rebuild_s": rebuild_s, "retry_s": retry_s}
-    return costs, tuple(_untold(single, retried, rebuild_s))
+    return costs, tuple(_unmeasured(single, retried, rebuild_s))
 
 
-def _detect_s(recoveries: Sequence[measured.RecoveryTimes]) -> float:
+def _detect_s(recoveries: Sequence[measured.MeasuredRecovery]) -> float:
     """From the loss to its fence: as survivors waited for it, or as journaled if their own compute always hid it."""
     waited = [times.recovery.detect_s for times in recoveries if times.hidden_s == 0]
     if waited:
@@ -267,13 +267,13 @@ def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> Fl
     return misfits
 
 
-def _untold_joins(committed: Sequence[measured.MeasuredStep], joins: Sequence[measured.JoinTime]) -> Iterator[str]:
+def _unmeasured_joins(committed: Sequence[measured.MeasuredStep], joins: Sequence[measured.JoinTime]) -> Iterator[str]:
     if not joins and any(step.disturbance == "join" for step in committed):
-        yield "how long taking groups in takes: a loss came with it each time, or no quiet step has as many groups"
+        yield "how long it takes to admit groups: a loss came with it each time, or no quiet step has as many groups"
 
 
-def _untold(
-    single: Sequence[measured.RecoveryTimes], retried: Sequence[measured.RecoveryTimes], rebuild_s: float | None
+def _unmeasured(
+    single: Sequence[measured.MeasuredRecovery], retried: Sequence[measured.MeasuredRecovery], rebuild_s: float | None
 ) -> Iterator[str]:
     if not single:
         yield "anything about recoveries, as it has none from a single loss"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
-from spare_megatron.tools.simulate.measured import MeasuredStep, RecoveryTimes
+from spare_megatron.tools.simulate.measured import MeasuredRecovery, MeasuredStep
 from spare_megatron.tools.simulate.scenario import CostModel
 
 FloatArray = npt.NDArray[np.float64]
@@ -90,7 +90,7 @@ class ComputeFit:
 
 def fit_compute(
     steps: Sequence[MeasuredStep],
-    recoveries: Sequence[RecoveryTimes],
+    recoveries: Sequence[MeasuredRecovery],
     num_microbatches: int,
     *,
     full_speed_groups: float,
@@ -139,7 +139,7 @@ def _weighted_median(values: FloatArray, weights: FloatArray) -> float:
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
 
 
-def _states(steps: Sequence[MeasuredStep], recoveries: Sequence[RecoveryTimes]) -> Iterator[State]:
+def _states(steps: Sequence[MeasuredStep], recoveries: Sequence[MeasuredRecovery]) -> Iterator[State]:
     found: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
     measured = [("step", step.loads, step.compute_s) for step in steps]
     measured += [("patch", times.loads, times.patch_s) for times in recoveries if len(times.recovery.lost) == 1]

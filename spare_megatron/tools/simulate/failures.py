@@ -28,7 +28,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class LossCause:
     """A cause of losses. ValueError if a value is out of its range."""
 
     name: str
@@ -66,7 +66,7 @@ class FailureSpec:
     nodes_per_group: int = 1
     groups_per_domain: int = 1
     """Groups of consecutive ids that form one domain, for the kind domain."""
-    mix: tuple[Cause, ...] = ()
+    mix: tuple[LossCause, ...] = ()
     """Causes of the losses, each drawn independently of all else. A trace names its own."""
     trace: tuple[Loss, ...] = ()
 

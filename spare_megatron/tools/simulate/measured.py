@@ -70,7 +70,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryTimes:
+class MeasuredRecovery:
     """The times of a recovery."""
 
     recovery: Recovery
@@ -150,7 +150,7 @@ def _step(
     )
 
 
-def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
+def read_recoveries(journal: Journal) -> tuple[MeasuredRecovery, ...]:
     """The recoveries in the order of their steps."""
     retried = read_retries(journal)
     lost_at = _lost_at(journal)
@@ -162,7 +162,7 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
         reported = records_of[recovery.step]
         computed_at_s = max(record.computed_at_s for record in reported)
         struck_at_s, fenced_at_s = lost_at[recovery.step]
-        times = RecoveryTimes(
+        times = MeasuredRecovery(
             recovery=recovery,
             num_alive=len(reported),
             loads={record.group: record.num_patched for record in reported},

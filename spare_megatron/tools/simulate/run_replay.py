@@ -19,8 +19,8 @@ from spare_megatron.tools.simulate.failures import Loss
 from spare_megatron.tools.simulate.measured import (
     JoinTime,
     LossTime,
+    MeasuredRecovery,
     MeasuredStep,
-    RecoveryTimes,
     in_order,
     read_joins,
     read_losses,
@@ -182,7 +182,7 @@ class JoinPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class RunReplay:
     """A run's measured times beside those predicted from given costs."""
 
     name: str
@@ -197,7 +197,7 @@ class Replay:
     """From the end of the first of these steps to the end of the last."""
 
 
-def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:
+def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> RunReplay:
     """Simulates the run of the journal with these costs, up to its first restart, and compares. `scatter` is added to
     the predicted wall time. ValueError if the journal has no run record or no committed step.
     """
@@ -214,7 +214,7 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
     compared = tuple(_compare_recovery(times, predicted) for _, times in sorted(recoveries.items()))
     simulated_steps = read_steps(simulated)
     joins = _compare_joins(read_joins(journal, steps), read_joins(simulated, simulated_steps))
-    return Replay(
+    return RunReplay(
         name=runs[0].name,
         steps=_compare_steps(steps, simulated_steps),
         recoveries=compared,
@@ -234,7 +234,7 @@ def _wall_s(steps: Sequence[MeasuredStep]) -> float:
 def _predicted_wall_s(
     simulated: Sequence[MeasuredStep],
     steps: Sequence[MeasuredStep],
-    recoveries: Iterable[RecoveryTimes],
+    recoveries: Iterable[MeasuredRecovery],
     scatter: Scatter,
 ) -> float | None:
     """None if the simulation restarted where the run did not, so that it lacks steps."""
@@ -289,7 +289,7 @@ def _by_num_alive(steps: Sequence[MeasuredStep]) -> dict[int, list[float]]:
     return found
 
 
-def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> RecoveryPrediction:
+def _compare_recovery(times: MeasuredRecovery, predicted_s: dict[int, float]) -> RecoveryPrediction:
     """Predicts only retried steps: the simulator has no losses after all survivors hold the sum."""
     recovery = times.recovery
     return RecoveryPrediction(

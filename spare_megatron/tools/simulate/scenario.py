@@ -122,9 +122,9 @@ class Scenario:
     """Prior mean time until a given group is lost, for saves at a measured cadence; None saves at the planned one."""
     last_resort: bool = False
     """Every group can read all data: any survivor computes any shard, after costs.fetch_s."""
-    slice_redundancy: int = 0
+    partition_redundancy: int = 0
     """Hosts of each state partition (r_o); 0 if every group holds all state. Policy spare only."""
-    slice_copy_s: float | None = None
+    partition_copy_s: float | None = None
     """Seconds to copy one state partition whose host is lost; None: only a restart makes copies."""
 
     def __post_init__(self) -> None:
@@ -181,15 +181,15 @@ class Scenario:
         counts one step after it is made, as in `tools.plan.partition_redundancy`.
         """
         shards_s = self._time_to_lost_shards_s()
-        if not self.slice_redundancy:
+        if not self.partition_redundancy:
             return shards_s
         costs, n = self.costs, self.num_groups
         step_s = costs.compute_s + costs.reduce_s + costs.update_s
-        back_s = None if self.slice_copy_s is None else self.slice_copy_s + step_s
+        back_s = None if self.partition_copy_s is None else self.partition_copy_s + step_s
         group_interval_s = n * self.failures.mean_interval_s(n)
         if group_interval_s == inf:
             return shards_s
-        partitions_s = state_time_to_wipe_out_s(n, self.slice_redundancy, group_interval_s, back_s)
+        partitions_s = state_time_to_wipe_out_s(n, self.partition_redundancy, group_interval_s, back_s)
         return 1 / (1 / shards_s + 1 / partitions_s)
 
     def _time_to_lost_shards_s(self) -> float:
@@ -283,13 +283,13 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append(f"groups_per_domain={scenario.groups_per_domain} needs the placement golomb; set one of them")
     if r > n:
         found.append(f"redundancy={r} exceeds num_groups={n}; lower it or take more groups")
-    if not 0 <= scenario.slice_redundancy <= n:
-        found.append(f"slice_redundancy={scenario.slice_redundancy} has to be from 0 to num_groups={n}")
-    if scenario.slice_redundancy and scenario.policy != "spare":
-        found.append(f"slice_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
-    if scenario.slice_copy_s is not None and not scenario.slice_redundancy:
-        found.append(f"slice_copy_s={scenario.slice_copy_s} is never used: slice_redundancy is 0")
-    for name in ("repair_s", "reform_s", "notice_s", "save_interval_s", "slice_copy_s"):
+    if not 0 <= scenario.partition_redundancy <= n:
+        found.append(f"partition_redundancy={scenario.partition_redundancy} has to be from 0 to num_groups={n}")
+    if scenario.partition_redundancy and scenario.policy != "spare":
+        found.append(f"partition_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
+    if scenario.partition_copy_s is not None and not scenario.partition_redundancy:
+        found.append(f"partition_copy_s={scenario.partition_copy_s} is never used: partition_redundancy is 0")
+    for name in ("repair_s", "reform_s", "notice_s", "save_interval_s", "partition_copy_s"):
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")

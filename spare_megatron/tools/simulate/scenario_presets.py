@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from spare_megatron.config.building import advice
 from spare_megatron.formats.whole_files import parsed_toml
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.tools.simulate.failures import UNNAMED, Cause, Loss
+from spare_megatron.tools.simulate.failures import UNNAMED, Loss, LossCause
 from spare_megatron.tools.simulate.scenario import Scenario
 
 
@@ -56,6 +56,7 @@ REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
 """What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
 MIX = "failures.mix."
 """Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
+_FORMER_KEYS = {"slice_redundancy": "partition_redundancy", "slice_copy_s": "partition_copy_s"}
 _TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 
@@ -80,6 +81,7 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
         raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
     values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
     values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
+    values = {_FORMER_KEYS.get(key, key): value for key, value in values.items()}
     _check_keys(values)
     if values.get("reform_s") not in (None, "none"):
         values = REFORM_COSTS | values
@@ -138,13 +140,13 @@ def _check_keys(values: Mapping[str, Any]) -> None:
             raise ScenarioError(f"unknown setting {key}; {advice(key, known)}")
 
 
-def _take_mix(values: dict[str, Any]) -> tuple[Cause, ...]:
+def _take_mix(values: dict[str, Any]) -> tuple[LossCause, ...]:
     """Removes the causes' keys from `values` and returns the causes, in the order in which they are first named."""
     keys = [key for key in values if key.startswith(MIX)]
     prefixes = dict.fromkeys(key.rpartition(".")[0] for key in keys)
     found = {key: values.pop(key) for key in keys}
     return tuple(
-        _build(Cause, found | {f"{prefix}.name": prefix.removeprefix(MIX)}, f"{prefix}.") for prefix in prefixes
+        _build(LossCause, found | {f"{prefix}.name": prefix.removeprefix(MIX)}, f"{prefix}.") for prefix in prefixes
     )
 
 

@@ -9,7 +9,7 @@ from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.journal.files import read_journal
 from spare_megatron.tools.simulate.calibrate import Calibration, calibrate
-from spare_megatron.tools.simulate.run_replay import Prediction, Replay, replay
+from spare_megatron.tools.simulate.run_replay import Prediction, RunReplay, replay
 from spare_megatron.tools.simulate.scenario import CostModel
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class Measured:
     """Costs measured in a run, and the replay of its losses or of another run's."""
 
     calibration: Calibration
-    replay: Replay
+    replay: RunReplay
 
 
 def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
@@ -89,7 +89,7 @@ def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     yield "largest misfit of compute", f"{worst.residual:+.0%}: {where}"
 
 
-def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
+def _replay_rows(found: RunReplay) -> Iterator[tuple[str, str, str, str]]:
     for step in found.steps:
         yield f"median of {step.num_steps} steps of {step.num_alive} groups", *_prediction_cells(step.time)
     for recovery in found.recoveries:

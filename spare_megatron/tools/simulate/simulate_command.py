@@ -19,12 +19,12 @@ from spare_megatron.tools.plan.plan_command import Join, Machines, Reform, Repai
 if TYPE_CHECKING:
     from spare_megatron.tools.simulate.scenario import Scenario
     from spare_megatron.tools.simulate.simulate_calibrate import Measured
-    from spare_megatron.tools.simulate.sweep import Figures
+    from spare_megatron.tools.simulate.sweep import SweepFigures
 
 DEFAULT_PRESET = "paper_n600"
 PLOTTED_REDUNDANCIES = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 MOST_JOURNAL_BYTES = 10**9
-"""A journal tells of every group in every step; larger ones take longer to write than anybody waits."""
+"""A journal has every group in every step; larger ones take too long to write."""
 MOST_CASES = 1_000_000
 """All are listed before the first is simulated, and a second each keeps 100 processors busy for three hours."""
 ALL_POLICIES = "all"
@@ -316,7 +316,7 @@ def _write_journal(request: SimulateRequest, scenario: "Scenario", num_steps: fl
     _print_path(request, "journal", request.journal)
 
 
-def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[Figures]") -> None:
+def _draw(request: SimulateRequest, base: "Scenario", drawn: "Sequence[SweepFigures]") -> None:
     from spare_megatron.tools.simulate.engine import timeline_of
     from spare_megatron.tools.simulate.simulate_plot import write_plot
     from spare_megatron.tools.simulate.world import Stalled
@@ -334,7 +334,7 @@ def _print_path(request: SimulateRequest, what: str, path: Path) -> None:
         say(f"{what} in {path}")
 
 
-def _show(request: SimulateRequest, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
+def _show(request: SimulateRequest, figures: "Sequence[SweepFigures]", measured: "Measured | None") -> None:
     if request.as_json:
         say_json(as_json_figures(figures, measured))
         return
@@ -350,7 +350,7 @@ def _show(request: SimulateRequest, figures: "Sequence[Figures]", measured: "Mea
         _print_path(request, "results", request.out)
 
 
-def as_json_figures(figures: "Sequence[Figures]", measured: "Measured | None") -> dict[str, Any]:
+def as_json_figures(figures: "Sequence[SweepFigures]", measured: "Measured | None") -> dict[str, Any]:
     """What `--json` prints: the figures of the scenario, of several those of the best and under `cases` all."""
     best = min(figures, key=lambda one: one.time_to_train_ratio.mean)
     found: dict[str, Any] = asdict(best)

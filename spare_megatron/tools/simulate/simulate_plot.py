@@ -18,7 +18,7 @@ from spare_megatron.tools.plan.plan_plot import INK, POLICY_STYLES, SETTINGS
 from spare_megatron.tools.simulate.engine import Moment
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.scenario_presets import published
-from spare_megatron.tools.simulate.sweep import Estimate, Figures, variant_name
+from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures, variant_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ _HIGHEST_RATIO = 3.0
 """Ratios up to this many times the least of the policies' best are always shown."""
 
 
-def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline: Sequence[Moment]) -> None:
+def write_plot(path: Path, base: Scenario, figures: Sequence[SweepFigures], timeline: Sequence[Moment]) -> None:
     """Plots time to train, availability and one run, as one PNG. ValueError: no figures. OSError: not writable."""
     if not figures:
         raise ValueError(f"--plot {path}: all simulations were given up, so there is nothing to draw")
@@ -70,8 +70,8 @@ def _describe(base: Scenario, num_seeds: int) -> str:
 def _over_redundancy(
     axes: "Axes",
     base: Scenario,
-    figures: Sequence[Figures],
-    value_of: Callable[[Figures], Estimate],
+    figures: Sequence[SweepFigures],
+    value_of: Callable[[SweepFigures], Estimate],
     *,
     is_ratio: bool,
 ) -> None:
@@ -116,7 +116,7 @@ def _over_redundancy(
     axes.legend(frameon=False, fontsize=9)
 
 
-def _ceiling(figures: Sequence[Figures]) -> float:
+def _ceiling(figures: Sequence[SweepFigures]) -> float:
     """Upper axis limit: above each policy's best but checkpoint_only's, which may be far off, and the paper's."""
     best: dict[tuple[str, str], float] = {}
     for one in figures:

@@ -6,13 +6,13 @@ from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.formats.quantities import format_count, format_duration
 from spare_megatron.tools.simulate.failures import UNNAMED
 from spare_megatron.tools.simulate.scenario_presets import published
-from spare_megatron.tools.simulate.sweep import Estimate, Figures, variant_name
+from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures, variant_name
 
 _SMALLEST_TERM = 5e-4
 """Smaller terms of the ratio round to zero and are left out."""
 
 
-def print_figures(listed: Sequence[Figures], console: RunConsole) -> None:
+def print_figures(listed: Sequence[SweepFigures], console: RunConsole) -> None:
     """Prints one scenario in full, or one line for each of several and the best in full."""
     best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
     tables = [_comparison(listed, best)] if len(listed) > 1 else []
@@ -23,11 +23,11 @@ def print_figures(listed: Sequence[Figures], console: RunConsole) -> None:
     console.tables(*tables)
 
 
-def _title(figures: Figures, *, is_best: bool) -> str:
+def _title(figures: SweepFigures, *, is_best: bool) -> str:
     return f"{'best: ' if is_best else ''}{figures.name}, {variant_name(figures.policy, figures.granularity)}"
 
 
-def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+def _rows(figures: SweepFigures) -> Iterator[tuple[str, str]]:
     yield "groups, hosts per shard", f"{figures.num_groups}, {figures.redundancy}"
     yield "seeds", str(figures.seeds)
     yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 3)} x failure-free"
@@ -40,24 +40,24 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "losses", format_count(figures.losses)
     for point in published(figures.name):
         if point.policy == figures.policy:
-            said = f"{point.time_to_train_ratio} x, {point.availability:.2%} at r = {point.redundancy}"
-            yield f"the paper's {point.policy}", f"{said}, at its settings"
+            ratios = f"{point.time_to_train_ratio} x, {point.availability:.2%} at r = {point.redundancy}"
+            yield f"the paper's {point.policy}", f"{ratios}, at its settings"
     yield "simulated in", f"{format_duration(figures.wall_s)}, {format_duration(figures.decision_s)} of it deciding"
 
 
-def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
+def _term_rows(figures: SweepFigures) -> Iterator[tuple[str, str]]:
     yield "without losses and saves", " 1.000"
     for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
         if abs(share) >= _SMALLEST_TERM:
             yield name.replace("_", " "), f"{share:+.3f}"
 
 
-def _cause_rows(figures: Figures) -> Iterator[tuple[str, str]]:
+def _cause_rows(figures: SweepFigures) -> Iterator[tuple[str, str]]:
     for name, count in sorted(figures.losses_by_cause.items(), key=lambda item: -item[1]):
         yield name.replace("_", " "), f"{count:.1f} ({count / figures.losses:.1%})"
 
 
-def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
+def _comparison(listed: Sequence[SweepFigures], best: SweepFigures) -> Table:
     rows = [
         (
             variant_name(figures.policy, figures.granularity),

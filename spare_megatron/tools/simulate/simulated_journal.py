@@ -56,7 +56,7 @@ class SimulatedJournal:
             reduce_mode="simulated",
             faults=[],
             last_resort=scenario.last_resort,
-            slice_redundancy=scenario.slice_redundancy,
+            slice_redundancy=scenario.partition_redundancy,
             num_processors=0 if scenario.costs.full_speed_groups == inf else round(scenario.costs.full_speed_groups),
             pipeline_fill=scenario.costs.pipeline_fill,
             groups_per_domain=scenario.placed_groups_per_domain,

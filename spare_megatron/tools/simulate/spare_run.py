@@ -90,7 +90,7 @@ class SpareRun:
         self._has_to_rebuild = False
         self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
-        self._copies = Copies(scenario.slice_copy_s)
+        self._copies = Copies(scenario.partition_copy_s)
 
     def _save_policy(self) -> SavePolicy:
         scenario = self._world.scenario
@@ -101,11 +101,11 @@ class SpareRun:
 
     def _partition_setup(self) -> PartitionSetup | None:
         scenario = self._world.scenario
-        if not scenario.slice_redundancy:
+        if not scenario.partition_redundancy:
             return None
         return PartitionSetup(
             num_groups=scenario.num_groups,
-            redundancy=scenario.slice_redundancy,
+            redundancy=scenario.partition_redundancy,
             groups_per_domain=scenario.placed_groups_per_domain,
         )
 

@@ -115,7 +115,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class SweepFigures:
     """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`."""
 
     policy: str
@@ -220,10 +220,10 @@ def estimate(samples: Sequence[float]) -> Estimate:
     return Estimate(mean=mean, ci95=quantile * float(np.std(samples, ddof=1)) / math.sqrt(n))
 
 
-def figures_of(results: Sequence[CaseResult]) -> Figures:
+def figures_of(results: Sequence[CaseResult]) -> SweepFigures:
     """The figures of one scenario over its results, at least one."""
     first = results[0]
-    return Figures(
+    return SweepFigures(
         policy=first.policy,
         granularity=first.granularity,
         num_groups=first.num_groups,
@@ -246,9 +246,11 @@ def _means(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([sample.get(name, 0.0) for sample in samples])) for name in names}
 
 
-def summarize(scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[str, CaseResult]) -> tuple[Figures, ...]:
+def summarize(
+    scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[str, CaseResult]
+) -> tuple[SweepFigures, ...]:
     """The figures of every scenario of which no seed was given up."""
-    found: list[Figures] = []
+    found: list[SweepFigures] = []
     for scenario in scenarios:
         cases = (Case(scenario=scenario, seed=seed) for seed in range(num_seeds))
         own = [results[case.digest] for case in cases]

@@ -36,8 +36,8 @@ def test_an_array_is_shown_and_cancelled_whole_or_by_its_jobs(
     (fake_slurm / "scontrol.out").write_text("JobId=18 JobState=PENDING Reason=Resources NodeList=(null)\n")
     shown = spare("status", folder)
     assert "task-0: optimizer.learning_rate=1e-4\njob 17_0: PENDING, reason Resources\ntask-1: " in shown
-    told = json.loads(spare("status", folder, "--json"))
-    assert (told["job_id"], told["tasks"]["task-1"]["job_id"]) == (17, "17_1")
+    status = json.loads(spare("status", folder, "--json"))
+    assert (status["job_id"], status["tasks"]["task-1"]["job_id"]) == (17, "17_1")
     assert "job 17_1: PENDING" in spare("status", f"{folder}/task-1")
     assert "is that of a job array: name one of task-0, task-1 in it" in spare("logs", folder, expected=2)
     (tmp_path / "job/task-1/slurm.log").write_text("one\n")

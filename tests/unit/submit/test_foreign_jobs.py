@@ -1,4 +1,4 @@
-"""A node that somebody starts by hand inside an allocation of his own, which is not the run's to end."""
+"""A node that is started by hand inside an allocation of its own, which is not the run's to end."""
 
 from pathlib import Path
 

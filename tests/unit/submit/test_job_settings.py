@@ -1,13 +1,13 @@
-"""Settings that cannot run as a job of Slurm are refused, doubtful ones told."""
+"""Settings that cannot run as a job of Slurm are refused, doubtful ones reported."""
 
 import pytest
 
-from spare_megatron.config.checks.validate import Machine, problems, warnings
+from spare_megatron.config.checks.validate import MachineResources, problems, warnings
 from tests.unit.submit.job_configs import configured
 
 
 def problems_of(*overrides: str) -> list[str]:
-    return problems(configured(*overrides), Machine(num_gpus=1024, num_cores=1024, has_corpus=True))
+    return problems(configured(*overrides), MachineResources(num_gpus=1024, num_cores=1024, has_corpus=True))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,12 @@ def test_a_job_of_several_nodes_needs_no_endpoints_and_by_hand_it_does() -> None
     assert any("needs control.endpoints" in text for text in problems_of(*several, "cluster.launcher=hand"))
 
 
-def test_what_may_not_be_meant_is_told() -> None:
-    here = Machine(num_gpus=0, num_cores=99, has_corpus=True)
+def test_what_may_not_be_meant_is_reported() -> None:
+    here = MachineResources(num_gpus=0, num_cores=99, has_corpus=True)
     found = warnings(configured("control.store=etcd", "cluster.num_nodes=2", "checkpoint.cadence=fixed"), here)
     assert any("the job would start over each time" in text for text in found)
     assert not [
-        text for text in warnings(configured(), Machine(num_gpus=0, num_cores=99, has_corpus=True)) if "job" in text
+        text
+        for text in warnings(configured(), MachineResources(num_gpus=0, num_cores=99, has_corpus=True))
+        if "job" in text
     ]

@@ -1,4 +1,4 @@
-"""A job that no partition can hold is told before Slurm queues it for ever."""
+"""A job that no partition can hold is reported before Slurm queues it for ever."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def partition(name: str, total: str, **fields: str) -> str:
         ),
     ],
 )
-def test_a_partition_that_cannot_hold_the_job_is_told_before_it_is_queued(
+def test_a_partition_that_cannot_hold_the_job_is_reported_before_it_is_queued(
     arguments: list[str], fake_slurm: Path, tmp_path: Path, answer: str, words: list[str], expected: str
 ) -> None:
     """Slurm would queue it, and not say so."""

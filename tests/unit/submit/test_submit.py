@@ -85,10 +85,10 @@ def test_a_folder_that_is_not_ones_own_is_refused(
     assert f"--run-dir {tmp_path / 'job'} cannot be written: {tmp_path} is not yours to write" in output
 
 
-def test_checkpoints_that_another_run_is_writing_are_told(
+def test_checkpoints_that_another_run_is_writing_are_reported(
     arguments: list[str], fake_slurm: Path, tmp_path: Path
 ) -> None:
-    """No more than told: the job may be meant to wait for that run."""
+    """No more than a warning: the job may be meant to wait for that run."""
     with locked(tmp_path / "ck"):
         output = spare("submit", *arguments, "--set", f"checkpoint.folder={tmp_path / 'ck'}")
     assert f"warning: checkpoint.folder: {tmp_path / 'ck'} is in use by process {os.getpid()}" in output
@@ -141,5 +141,5 @@ def test_a_job_is_shown_by_its_folder_and_cancelled(arguments: list[str], fake_s
     assert (fake_slurm / "calls").read_text().splitlines()[-1] == "scancel 17"
 
 
-def test_a_folder_of_no_job_is_told_apart(tmp_path: Path, fake_slurm: Path) -> None:
+def test_a_folder_of_no_job_is_recognized(tmp_path: Path, fake_slurm: Path) -> None:
     assert "no job.json, as the folder of a job does" in spare("status", str(tmp_path), expected=2)

@@ -16,7 +16,7 @@ from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.proofs.check_machines import check_quarantines
 from spare_megatron.journal.records import LadderRecord, PlacesRecord
 from spare_megatron.process.requests import read_requests, request
-from spare_megatron.slow_machines.slow_machine_drains import Ladder
+from spare_megatron.slow_machines.slow_machine_drains import SlowMachineDrains
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import StoreLost
@@ -81,7 +81,7 @@ def test_no_slowness_costs_more_than_about_twice_what_the_best_choice_would() ->
 
 
 class Driven:
-    """A ladder over a store in memory, in a run of 3 groups with a spare one, each on a machine of its own."""
+    """The drains over a store in memory, in a run of 3 groups with a spare one, each on a machine of its own."""
 
     def __init__(self, run_dir: Path, **spare: Any) -> None:
         self.config = RunConfig(
@@ -95,7 +95,7 @@ class Driven:
         self.store: Any = MemoryStore({keys.beat(place): "1" for place in range(4)})
         self.is_store_there = True
         self.journal = JournalWriter(run_dir, "driver")
-        self.ladder = Ladder(self.config, run_dir, self.journal, self.open_store)
+        self.drains = SlowMachineDrains(self.config, run_dir, self.journal, self.open_store)
         self.step, self.now_s = 0, 0.0
 
     def open_store(self) -> Any:
@@ -107,10 +107,10 @@ class Driven:
         """So many reports of five steps each."""
         for _ in range(num):
             for _ in range(5):
-                self.ladder.on_step(self.step, step_s)
+                self.drains.on_step(self.step, step_s)
                 self.step += 1
             self.now_s += 5 * step_s
-            self.ladder.consider(culprit, step_s, self.config.parallel.further_groups, self.now_s)
+            self.drains.consider(culprit, step_s, self.config.parallel.further_groups, self.now_s)
 
     @property
     def quarantined(self) -> list[tuple[int, str]]:
@@ -170,8 +170,8 @@ def test_without_a_replacement_compute_is_left_to_dealing(tmp_path: Path) -> Non
 def test_admissions_that_were_seen_are_what_a_change_costs(tmp_path: Path) -> None:
     driven = Driven(tmp_path)
     driven.report(SLOW_LINK)
-    driven.ladder.on_admission(driven.step)
-    driven.ladder.on_step(driven.step, 3.0)
+    driven.drains.on_admission(driven.step)
+    driven.drains.on_step(driven.step, 3.0)
     driven.step += 1
     driven.report(SLOW_LINK, 2)
     assert driven.quarantined == [(1, "slow")], "4 s in all, instead of 10 s"

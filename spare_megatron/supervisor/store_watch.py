@@ -44,7 +44,7 @@ linearly with the nodes."""
 
 
 _GRACE_INTERVALS = 3.0
-"""Heartbeat intervals that other nodes have to be heard again after the store was slow for this one."""
+"""Heartbeat intervals that other nodes have to beat again after the store was slow for this one."""
 
 _LEASE_S = 60
 """Lease of a heartbeat, in stores that have leases: the key of a lost node expires."""

@@ -36,7 +36,7 @@ SCENARIO = Scenario(
 SCENARIOS = {
     "restarts": SCENARIO,
     "rejoins": dataclasses.replace(SCENARIO, repair_s=100.0),
-    "partitions": dataclasses.replace(SCENARIO, slice_redundancy=2, slice_copy_s=30.0, repair_s=100.0),
+    "partitions": dataclasses.replace(SCENARIO, partition_redundancy=2, partition_copy_s=30.0, repair_s=100.0),
 }
 Lines = list[dict[str, Any]]
 

@@ -63,6 +63,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
         ),
         (["spare.groups_per_domain=0"], "spare.groups_per_domain=0 must be at least 1"),
         (["spare.microbatches_per_shard=0"], "spare.microbatches_per_shard=0 must be at least 1"),
+        (["spare.ramp_start=2", "spare.ramp_steps=2", "spare.ramp_increment=0"], "spare.ramp_increment=0 must be at"),
         (["spare.ramp_start=2"], "spare.ramp_start=2 has no effect without spare.ramp_steps; set both, or neither"),
         (
             ["spare.ramp_increment=2"],
@@ -279,6 +280,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ],
             "faults.trace has 2 faults for layout.num_groups=1",
         ),
+        (["metrics.run_id='a b'"], "metrics.run_id='a b' is not a valid id"),
         (["checkpoint.max_restarts=-1"], "checkpoint.max_restarts=-1 must be at least 0"),
         (["checkpoint.restart_wait_s=601"], "checkpoint.restart_wait_s=601.0 exceeds control.decision_timeout_s=600.0"),
         (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.config.checks.requirements import expert_problems
+from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_fields import field_problems
@@ -19,13 +19,13 @@ def configured(*overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("setting", ["expert_ffn_hidden_size=8", "experts_per_token=1", "num_dense_layers=1"])
 def test_settings_of_experts_need_experts(setting: str) -> None:
-    (found,) = expert_problems(configured(f"model.{setting}"))
+    (found,) = broken(EXPERTS, configured(f"model.{setting}"))
     assert found.startswith(f"model.{setting} has no effect without experts")
-    assert not list(expert_problems(configured(*MIXTURE, f"model.{setting}")))
+    assert not list(broken(EXPERTS, configured(*MIXTURE, f"model.{setting}")))
 
 
 def test_lanes_divide_nothing_without_experts() -> None:
-    (found,) = expert_problems(configured("layout.data_parallel=2", "layout.expert_parallel=2"))
+    (found,) = broken(EXPERTS, configured("layout.data_parallel=2", "layout.expert_parallel=2"))
     assert found.startswith("layout.expert_parallel=2 has no effect without experts")
 
 
@@ -36,6 +36,7 @@ def test_lanes_divide_nothing_without_experts() -> None:
         (["model.num_dense_layers=4"], "leaves none of model.num_layers=4"),
         (["model.linear_bias=true"], "set model.linear_bias=false"),
         (["layout.tensor_parallel=2"], "megatron.sequence_parallel=true"),
+        (["layout.tensor_parallel=0", "model.linear_bias=true"], "set model.linear_bias=false"),
         (["layout.tensor_parallel=2", "model.expert_ffn_hidden_size=33"], "model.expert_ffn_hidden_size=33 is not a"),
         (["megatron.moe_expert_capacity_factor=1.0"], "whether a token is dropped would depend on"),
         (["megatron.moe_router_load_balancing_type=global_aux_loss"], "global_aux_loss depends on other microbatches"),
@@ -47,7 +48,7 @@ def test_lanes_divide_nothing_without_experts() -> None:
 )
 def test_what_no_mixture_can_have_is_refused_with_the_reason(overrides: list[str], message: str) -> None:
     config = configured(*MIXTURE, *overrides)
-    found = [*field_problems(config), *expert_problems(config)]
+    found = [*field_problems(config), *broken(EXPERTS, config)]
     assert any(message in text for text in found), found
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.checks.validate_training import snapshot_warnings
+from spare_megatron.config.checks.validate import problems, warnings
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
 from tests.unit.configured import CPU, configured
 
@@ -27,18 +26,18 @@ def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig,
 
 def test_good_settings_and_none_raise_neither_errors_nor_warnings() -> None:
     for config in (GOOD, configured(), replace(GOOD, snapshot=SnapshotConfig(every_steps=2, redundancy=0))):
-        assert [*problems(config, CPU), *snapshot_warnings(config)] == []
+        assert [*problems(config, CPU), *warnings(config, CPU)] == []
 
 
 def test_more_copies_than_nodes_raise_a_warning() -> None:
-    (text,) = snapshot_warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)))
+    (text,) = warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)), CPU)
     assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "cluster.num_nodes=1" in text
 
 
 def test_more_copies_of_partitions_than_they_have_hosts_raise_a_warning() -> None:
-    (text,) = snapshot_warnings(replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=1)))
+    (text,) = warnings(replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=1)), CPU)
     assert "snapshot.redundancy=1 needs 2 copies" in text
     assert "each is kept on only 1" in text
     stacked = replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=2))
-    assert [*problems(stacked, CPU), *snapshot_warnings(stacked)] == []
+    assert [*problems(stacked, CPU), *warnings(stacked, CPU)] == []

@@ -1,8 +1,7 @@
 """Requirements between settings: a row has when it is broken, and the message, which names values, limit and remedy."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from operator import attrgetter
@@ -10,34 +9,19 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from spare_megatron.config.model_fields import as_written, model_fields
-from spare_megatron.config.schema import ControlConfig, FaultConfig, RunConfig
-from spare_megatron.faults.kinds import KINDS, Kind
+from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.training.terms import global_batch
+from spare_megatron.core.machines.reforming import places_per_group
+from spare_megatron.stacking.layout import GroupId, PlaceId
 
-
-@dataclass(frozen=True, slots=True)
-class FaultCase:
-    """The fault of a trace at an index."""
-
-    config: RunConfig
-    index: int
-
-    @property
-    def fault(self) -> FaultConfig:
-        return self.config.faults.trace[self.index]
-
-    @property
-    def kind(self) -> Kind:
-        return KINDS[self.fault.kind]
-
-
-Subject = TypeVar("Subject", RunConfig, FaultCase)
+Subject = TypeVar("Subject")
 
 
 class Rule(NamedTuple, Generic[Subject]):
     is_broken: Callable[[Subject], object]
     text: str
-    """`[spare.redundancy]` becomes the setting with its value, `<spare.redundancy>` the value alone; of a fault
-    `[.phase]` is a setting, and `<where>` its place in the trace.
+    """`[spare.redundancy]` becomes the setting with its value, `<spare.redundancy>` the value alone, `<head_width>` a
+    value of `_DERIVED`; of a fault `[.phase]` is a setting, and `<where>` its place in the trace.
     """
 
 
@@ -48,20 +32,19 @@ def broken(rules: Iterable[Rule[Subject]], subject: Subject) -> Iterator[str]:
             yield _SETTING.sub(partial(_shown, subject), rule.text)
 
 
-_SETTING = re.compile(r"\[(?=[a-z_]*\.)(?P<setting>[a-z_.]+)\]|<(?P<value>[a-z_.]+)(?P<form>!r|:g)?>")
+_SETTING = re.compile(r"\[(?=[a-z_]*\.)(?P<setting>[a-z_.]+)\]|<(?P<value>[a-z_.]+)(?P<form>!r|:[.0-9]*g)?>")
 
 
-def _shown(subject: RunConfig | FaultCase, match: re.Match[str]) -> str:
-    name = match["setting"] or match["value"]
-    where = f"faults.trace[{subject.index}]" if isinstance(subject, FaultCase) else ""
-    if name == "where":
-        return where
+def _shown(subject: Any, match: re.Match[str]) -> str:
+    """What stands for a name: of a fault an attribute of its own, else of its configuration."""
+    name, config = match["setting"] or match["value"], getattr(subject, "config", subject)
     of_fault = name.startswith(".")
-    root = subject.config if isinstance(subject, FaultCase) and not of_fault else subject
-    value: Any = reduce(getattr, f"fault{name}".split(".") if of_fault else name.split("."), root)
+    path = f"fault{name}".split(".") if of_fault else name.split(".")
+    derive = _DERIVED.get(name)
+    value: Any = derive(config) if derive else reduce(getattr, path, subject if hasattr(subject, path[0]) else config)
     text = str(value).lower() if isinstance(value, bool) else f"{{{match['form'] or ''}}}".format(value)
     text = "absent" if value is None else text
-    return f"{where if of_fault else ''}{name}={text}" if match["setting"] else text
+    return f"{subject.where if of_fault else ''}{name}={text}" if match["setting"] else text
 
 
 _DEFAULTS = RunConfig()
@@ -81,6 +64,94 @@ def _at_least(name: str, least: int) -> Rule[RunConfig]:
 def _fills_nodes(config: RunConfig) -> bool:
     layout = config.parallel
     return min(layout.num_ranks, layout.num_nodes) >= 1 and not layout.num_ranks % layout.num_nodes
+
+
+def _fitting_nodes(config: RunConfig) -> str:
+    num_ranks, gpus = config.parallel.num_ranks, config.slurm.gpus_per_node
+    return f" (cluster.num_nodes={num_ranks // gpus} fits)" if gpus > 0 and not num_ranks % gpus else ""
+
+
+def _groups_per_node(config: RunConfig) -> int:
+    layout = config.parallel
+    return max(len(layout.groups_on(PlaceId(node))) for node in range(layout.num_nodes))
+
+
+def _why_not_reformed(config: RunConfig) -> str:
+    """Why machines of broken groups cannot make whole ones; empty if they can, or if every group stands on one."""
+    layout = config.parallel
+    if layout.num_nodes < 2 or layout.num_ranks % layout.num_nodes:  # the latter is a problem of its own
+        return ""
+    if all(len(layout.nodes_of(GroupId(group))) <= 1 for group in range(layout.num_groups)):
+        return ""
+    try:
+        places_per_group(layout)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _hosts_in_domain(config: RunConfig) -> int:
+    """Most hosts of a shard that a better placement or a lower redundancy would keep out of one domain."""
+    spare = config.spare
+    if spare.redundancy in (1, config.layout.num_groups):
+        return 1
+    return config.placement.max_hosts_in_domain(spare.groups_per_domain)
+
+
+def _ramp_increases(config: RunConfig) -> int:
+    """Increases of the ramp; 0 without one, or if they do not end at `microbatches_per_shard`."""
+    spare = config.spare
+    if spare.ramp_start is None or spare.ramp_steps is None or spare.ramp_increment < 1:
+        return 0
+    rise = spare.microbatches_per_shard - spare.ramp_start
+    return 0 if rise % spare.ramp_increment else rise // spare.ramp_increment
+
+
+def _decay_end(config: RunConfig) -> int:
+    return config.optimizer.decay_steps or config.train.steps
+
+
+def _is_warmed_up(config: RunConfig) -> bool:
+    return not 0 < config.optimizer.warmup_steps >= _decay_end(config)
+
+
+def _head_width(config: RunConfig) -> Any:
+    return config.megatron.get("kv_channels") or config.model.hidden_size // max(config.model.num_attention_heads, 1)
+
+
+def _least_bucket_mib(config: RunConfig) -> float:
+    """The staging buffer of a gather holds at least eight bytes of each group, and their checksum."""
+    return 32 * (config.layout.num_groups + 1) / 2**20
+
+
+def _expert_width(config: RunConfig) -> int:
+    model = config.model
+    return model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
+
+
+def _tokens_per_step(config: RunConfig) -> int:
+    return global_batch(config) * config.model.seq_length
+
+
+_DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
+    "decay_end": lambda c: f"{'optimizer.decay_' if c.optimizer.decay_steps else 'train.'}steps={_decay_end(c)}",
+    "expert_width": _expert_width,
+    "first_of_container": lambda c: c.slurm.container[0],
+    "fitting_nodes": _fitting_nodes,
+    "groups_per_node": _groups_per_node,
+    "head_width": _head_width,
+    "hosts_in_domain": _hosts_in_domain,
+    "idle_lanes": lambda c: -c.spare.microbatches_per_shard % c.layout.data_parallel,
+    "least_bucket_mib": _least_bucket_mib,
+    "linear_bias": partial(as_written, field="add_bias_linear"),
+    "nodes_of_job": lambda c: c.cluster.num_nodes + c.slurm.num_spare_nodes,
+    "ramp_increases": _ramp_increases,
+    "sharing_lanes": lambda c: f"layout.{'expert' if c.layout.expert_parallel else 'data'}_parallel={c.row_size}",
+    "snapshot_copies": lambda c: c.snapshot.redundancy + 1,
+    "tokens_per_step": _tokens_per_step,
+    "why_not_reformed": _why_not_reformed,
+    "window": partial(as_written, field="window_size"),
+}
 
 
 def is_endpoint(endpoint: str) -> bool:
@@ -145,10 +216,29 @@ LAYOUT: tuple[Rule[RunConfig], ...] = (
          "[spare.ramp_increment] has no effect without spare.ramp_start and spare.ramp_steps; set all, or none"),
     Rule(lambda c: c.spare.ramp_start is not None and c.spare.ramp_steps is not None
          and (c.spare.ramp_start >= c.spare.microbatches_per_shard
-              or (c.spare.microbatches_per_shard - c.spare.ramp_start) % c.spare.ramp_increment),
+              or (c.spare.microbatches_per_shard - c.spare.ramp_start) % (c.spare.ramp_increment or 1)),
          "[spare.ramp_start] does not reach [spare.microbatches_per_shard] by steps of [spare.ramp_increment]; change "
          "one of them"),
+    Rule(lambda c: _ramp_increases(c) > max(c.spare.ramp_steps or 0, 0),
+         "[spare.ramp_steps] is below the <ramp_increases> increases from [spare.ramp_start] to "
+         "[spare.microbatches_per_shard]; raise it, or spare.ramp_increment"),
+    Rule(lambda c: c.spare.spares > 0 and _fills_nodes(c) and c.spare.spares > _groups_per_node(c),
+         "[spare.spares] exceeds the <groups_per_node> groups of a node: no more can be lost at a time; lower it"),
+    Rule(lambda c: c.spare.reform_after_s is not None and _why_not_reformed(c),
+         "spare.reform_after_s=<spare.reform_after_s:g> has no effect: <why_not_reformed>"),
+    Rule(lambda c: c.row_size > 1 and (c.model.num_experts or 0) % c.row_size,
+         "[model.num_experts] is no multiple of <sharing_lanes>, and each lane holds as many experts; change one of "
+         "them"),
+    Rule(lambda c: c.row_size > 1 and c.layout.data_parallel % c.row_size,
+         "[layout.data_parallel] is no multiple of <sharing_lanes>: lanes of one group divide the experts, never "
+         "groups, any of which may be lost; change one of them"),
+    Rule(lambda c: model_fields(c)["window_size"] is not None and c.layout.context_parallel > 1
+         and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
+         "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
+         "megatron.cp_comm_type to a2a or all_gather"),
 )
+
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: not re.fullmatch(r"[A-Za-z0-9_.-]+", c.name),  # it becomes part of paths, keys and the batch script
@@ -160,6 +250,12 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
          "model.precision=bf16"),
     Rule(lambda c: not (c.train.gradient_outlier_factor == 0.0 or c.train.gradient_outlier_factor > 1.0),
          "[train.gradient_outlier_factor] must be above 1, or 0 to disable the check; change it"),
+    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(_head_width(c), int) and _head_width(c) % 2,
+         "[model.position_embedding] rotates pairs of values, but a head is <head_width> wide ([model.hidden_size] / "
+         "[model.num_attention_heads], or megatron.kv_channels); make the width even"),
+    Rule(lambda c: c.metrics.run_id and not ID.fullmatch(c.metrics.run_id),
+         "metrics.run_id=<metrics.run_id!r> is not a valid id for Weights & Biases; use at most 64 letters, digits, "
+         "hyphens and underscores"),
     *(_ignored(f"model.{name}", lambda c: c.model.position_embedding != "rope",
          "[*] has no effect on [model.position_embedding]; remove it, or set that to rope")
       for name in ("rope_base", "rope_scaling_factor")),
@@ -183,7 +279,28 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.redundancy > c.layout.num_groups,
          "[optimizer.redundancy] exceeds [layout.num_groups]: a partition cannot have more hosts than there are "
          "groups; lower optimizer.redundancy or raise layout.num_groups"),
+    Rule(lambda c: c.optimizer.sharding == "stacked" and c.bucket_mib < _least_bucket_mib(c),
+         "reduce.bucket_mib=<bucket_mib> must be at least <least_bucket_mib:.2g> with [optimizer.sharding] and "
+         "[layout.num_groups]; raise it"),
+    Rule(lambda c: not _is_warmed_up(c),
+         "[optimizer.warmup_steps] must be below <decay_end>; lower the first or raise the second"),
+    Rule(lambda c: _is_warmed_up(c) and c.optimizer.decay_style == "wsd" and c.optimizer.wsd_decay_steps is not None
+         and c.optimizer.warmup_steps + c.optimizer.wsd_decay_steps > _decay_end(c),
+         "[optimizer.warmup_steps] and [optimizer.wsd_decay_steps] together exceed <decay_end>; lower one of the "
+         "former or raise the latter"),
 )
+
+_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
+"""Limits of the two digits in fp32 that `mcore.gradients.gradients` counts tokens with."""
+
+TOKENS: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.data.eod_mask_loss and c.reduce.mode != "reproducible"
+         and (c.layout.num_groups > _MOST_COUNTED_GROUPS or _tokens_per_step(c) > _MOST_COUNTED_TOKENS),
+         f"[data.eod_mask_loss] counts tokens exactly with [reduce.mode] in up to {_MOST_COUNTED_GROUPS} groups and "
+         f"{_MOST_COUNTED_TOKENS} tokens of a step, not in <layout.num_groups> groups and <tokens_per_step>; set "
+         f"reduce.mode=reproducible, or lower layout.num_groups or the batch"),
+)
+"""Of a run that trains on corpora."""
 
 EXPERTS: tuple[Rule[RunConfig], ...] = (
     *(_ignored(name, lambda c: c.model.num_experts is None, "[*] has no effect without experts; remove it, or set "
@@ -199,7 +316,16 @@ EXPERTS: tuple[Rule[RunConfig], ...] = (
      and not c.megatron.get("sequence_parallel"),
          "[layout.tensor_parallel] with [model.num_experts] needs megatron.sequence_parallel=true, which works on GPUs "
          "alone: without it every tensor-parallel rank would route all tokens; set it, or layout.tensor_parallel=1"),
+    Rule(lambda c: c.model.num_experts is not None and model_fields(c)["add_bias_linear"],
+         "<linear_bias> with [model.num_experts]: experts have no biases here; set model.linear_bias=false"),
+    Rule(lambda c: c.model.num_experts is not None and _expert_width(c) % (c.layout.tensor_parallel or 1),
+         "model.expert_ffn_hidden_size=<expert_width> is not a multiple of [layout.tensor_parallel]; change one of "
+         "them"),
+    Rule(lambda c: c.model.num_experts is not None
+         and (c.model.shared_expert_ffn_hidden_size or 0) % (c.layout.tensor_parallel or 1),
+         "[model.shared_expert_ffn_hidden_size] is not a multiple of [layout.tensor_parallel]; change one of them"),
 )
+"""Of a mixture of experts, and of settings that only mixtures have."""
 
 CHECKPOINTS: tuple[Rule[RunConfig], ...] = (
     *(_ignored(f"checkpoint.{name}", lambda c: c.checkpoint.cadence == "optimal",
@@ -227,6 +353,11 @@ STORE: tuple[Rule[RunConfig], ...] = (
     *(_ignored(f"control.{name}", lambda c: c.control.store == "embedded",
          "* has no effect on [control.store]; remove it or set control.store=etcd")
       for name in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file")),
+    Rule(lambda c: c.control.store != "embedded" and not c.control.endpoints and c.cluster.launcher != "srun",
+         'control.store=etcd needs control.endpoints, such as ["https://etcd-0:2379"]'),
+    Rule(lambda c: c.control.store != "embedded"
+         and len({urlsplit(one).scheme for one in c.control.endpoints if is_endpoint(one)}) > 1,
+         "control.endpoints mix http and https; use https for all"),
     Rule(lambda c: c.control.store != "embedded" and bool(c.control.cert_file) != bool(c.control.key_file),
          "control.cert_file and control.key_file go together; set both or neither"),
     *(_ignored(f"control.{name}", lambda c: c.control.store != "embedded" and not is_encrypted(c.control),
@@ -259,10 +390,19 @@ JOB: tuple[Rule[RunConfig], ...] = (
          "[slurm.etcd_port] leaves fewer than 6 ports up to 65535; lower it"),
     Rule(lambda c: c.cluster.device == "auto",
          "[cluster.device] cannot be resolved before the job runs; set it to gpu or cpu"),
+    Rule(lambda c: c.control.store == "embedded" and c.cluster.num_nodes + c.slurm.num_spare_nodes > 1,
+         "[control.store] serves one machine, but cluster.num_nodes + slurm.num_spare_nodes = <nodes_of_job>; set "
+         "control.store=etcd"),
+    Rule(lambda c: c.slurm.container and c.slurm.container[0].startswith("-"),
+         "slurm.container begins with <first_of_container!r>, but must begin with a command, such as apptainer; put "
+         "options of srun into slurm.step_options"),
     Rule(lambda c: _fills_nodes(c) and c.parallel.ranks_per_node % c.parallel.ranks_per_group
      and c.parallel.ranks_per_group % c.parallel.ranks_per_node,
          "groups of <parallel.ranks_per_group> ranks do not fill whole nodes of <parallel.ranks_per_node>: a group "
          "would share a node with a part of another; change [cluster.num_nodes] or the layout"),
+    Rule(lambda c: c.cluster.device == "gpu" and _fills_nodes(c) and c.parallel.ranks_per_node != c.slurm.gpus_per_node,
+         "each of [cluster.num_nodes] has <parallel.ranks_per_node> of <parallel.num_ranks> ranks, which do not fill "
+         "[slurm.gpus_per_node]; change one of them or layout.num_groups<fitting_nodes>"),
     Rule(lambda c: _fills_nodes(c) and c.parallel.ranks_per_node % c.layout.tensor_parallel, _DIVIDED_TENSOR_RANKS),
     *(_at_least(f"slurm.{name}", least)
       for name, least in (("end_before_limit_s", 1), ("max_requeues", 0), ("gpus_per_node", 1), ("num_spare_nodes", 0),
@@ -272,6 +412,18 @@ JOB: tuple[Rule[RunConfig], ...] = (
          "[slurm.end_before_limit_s] uses up all of [slurm.time_limit_minutes]; lower the first or raise the second"),
 )
 """Of a Slurm job."""
+
+ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.cluster.device == "cpu" and c.megatron.get("moe_token_dispatcher_type") == "alltoall",
+         "megatron.moe_token_dispatcher_type=alltoall needs cluster.device=gpu; remove it"),
+    Rule(lambda c: c.cluster.device == "cpu" and c.model.transformer_impl == "transformer_engine",
+         "[model.transformer_impl] needs cluster.device=gpu; set it to auto or local"),
+    Rule(lambda c: c.layout.context_parallel > 1
+         and (c.cluster.device == "cpu" or c.model.transformer_impl == "local"),
+         "[layout.context_parallel] needs the attention of transformer-engine; set it to 1, or use cluster.device=gpu "
+         "and model.transformer_impl=transformer_engine"),
+)
+"""Of a configuration whose device is resolved."""
 
 DOUBTS: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.spare.redundancy == 1,
@@ -288,25 +440,21 @@ DOUBTS: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.control.store == "etcd" and not is_encrypted(c.control)
          and not all(map(_is_loopback, c.control.endpoints)),
          "control.endpoints are http: passwords and decisions travel unencrypted; use https"),
+    Rule(lambda c: _hosts_in_domain(c) > 1,
+         "<hosts_in_domain> of the [spare.redundancy] hosts of some shard stand in one domain and may be lost "
+         "together: spare.redundancy x [spare.groups_per_domain] exceeds [layout.num_groups]; lower one of the former"),
+    Rule(lambda c: c.spare.microbatches_per_shard % c.layout.data_parallel,
+         "[spare.microbatches_per_shard] is no multiple of [layout.data_parallel]: in every step <idle_lanes> lanes of "
+         "each group wait for the time of a microbatch; change one of them"),
+    Rule(lambda c: c.snapshot.every_steps and c.snapshot.redundancy >= c.cluster.num_nodes,
+         "[snapshot.redundancy] needs <snapshot_copies> copies on different nodes, but [cluster.num_nodes]: each "
+         "rank's state is kept on only <cluster.num_nodes>"),
+    Rule(lambda c: c.snapshot.every_steps and c.optimizer.sharding == "stacked"
+         and c.snapshot.redundancy >= c.optimizer.redundancy,
+         "[snapshot.redundancy] needs <snapshot_copies> copies on different nodes, but with [optimizer.redundancy] "
+         "only so many groups hold a partition of the optimizer state: each is kept on only <optimizer.redundancy>"),
+    Rule(lambda c: c.spare.rejoins and c.spare.reform_after_s is None and _why_not_reformed(c),
+         "groups are not re-formed after losses of machines: <why_not_reformed>"),
 )
 """What warnings are about, in a configuration without problems."""
 # fmt: on
-
-
-def expert_problems(config: RunConfig) -> Iterator[str]:
-    """Why a mixture of experts cannot be trained as the settings say, or that they describe none."""
-    yield from broken(EXPERTS, config)
-    model, tensor = config.model, config.layout.tensor_parallel
-    if model.num_experts is None:
-        return
-    if model_fields(config)["add_bias_linear"]:
-        yield (
-            f"{as_written(config, 'add_bias_linear')} with model.num_experts={model.num_experts}: experts have no "
-            f"biases here; set model.linear_bias=false"
-        )
-    for key, value in (
-        ("expert_ffn_hidden_size", model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size),
-        ("shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size or tensor),
-    ):
-        if value % tensor:
-            yield f"model.{key}={value} is not a multiple of layout.tensor_parallel={tensor}; change one of them"

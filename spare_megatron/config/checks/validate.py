@@ -5,36 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spare_megatron.config.checks.requirements import (
-    CHECKPOINTS,
-    DOUBTS,
-    LAYOUT,
-    TRAINING,
-    broken,
-    expert_problems,
-)
-from spare_megatron.config.checks.validate_cluster import (
-    ProcessLimits,
-    launcher_problems,
-    limit_problems,
-    ramp_problems,
-    reforming_problems,
-    reforming_warnings,
-    spare_problems,
-    store_problems,
-)
-from spare_megatron.config.checks.validate_faults import fault_problems, rate_problems
-from spare_megatron.config.checks.validate_training import (
-    data_problems,
-    lane_problems,
-    lane_warnings,
-    memory_problems,
-    metrics_problems,
-    optimizer_problems,
-    snapshot_warnings,
-)
+from spare_megatron.config.checks import requirements, validate_cluster, validate_faults, validate_training
+from spare_megatron.config.checks.requirements import broken
 from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
+from spare_megatron.config.model.parameter_rules import rule_problems
 from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of
@@ -80,7 +55,7 @@ class MachineResources:
     """Memory of one machine."""
     process_memory_bytes: int | None = None
     """Memory that one process may use."""
-    limits: ProcessLimits | None = None
+    limits: validate_cluster.ProcessLimits | None = None
     """None on a machine that is not this one."""
 
 
@@ -101,31 +76,27 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
     unusable = dict(_unusable_paths(config))
     found = [
         *violations(config),
-        *broken(TRAINING, config),
-        *broken(LAYOUT, config),
+        *broken(requirements.TRAINING, config),
+        *validate_training.lane_problems(config),
+        *broken(requirements.LAYOUT, config),
         *_infinite(config),
         *audit_problems(on_device(config, machine)),
-        *spare_problems(config),
-        *reforming_problems(config),
-        *ramp_problems(config),
         *_indivisible(config),
-        *_rotation(config),
-        *_window(config),
-        *optimizer_problems(config),
-        *lane_problems(config),
+        *rule_problems(config),
         *evaluation_problems(config),
         *_timeouts(config),
-        *store_problems(config, can_listen=machine.can_listen),
-        *launcher_problems(config),
+        *validate_cluster.store_problems(config, can_listen=machine.can_listen),
+        *validate_cluster.launcher_problems(config),
         *field_problems(config),
-        *expert_problems(config),
-        *fault_problems(config),
-        *rate_problems(config),
-        *broken(CHECKPOINTS, config),
-        *metrics_problems(config.metrics),
+        *broken(requirements.EXPERTS, config),
+        *validate_faults.fault_problems(config),
+        *validate_faults.rate_problems(config),
+        *broken(requirements.CHECKPOINTS, config),
+        *validate_training.metrics_problems(config.metrics),
         *_profile(config),
         *_machine(config, machine),
-        *data_problems(
+        *broken(requirements.ON_A_DEVICE, on_device(config, machine)),
+        *validate_training.data_problems(
             config,
             has_corpus=machine.has_corpus,
             corpus_failure=machine.corpus_failure,
@@ -138,7 +109,7 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
     found += [f"{name}: {reason}" for name, reason in unusable.items()]
     # The sizes are those of the GPT of [model], not of a program's own model.
     if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
-        found = list(memory_problems(config, machine.memory_bytes))
+        found = list(validate_training.memory_problems(config, machine.memory_bytes))
     return found
 
 
@@ -148,23 +119,12 @@ def beyond_limits(config: RunConfig, machine: MachineResources) -> list[str]:
         return []
     is_cpu = resolve_device(config, machine) == "cpu" and "model_provider" not in machine.program
     rank_bytes = run_sizes(on_device(config, machine)).memory.total_bytes if is_cpu else 0
-    return list(limit_problems(config, machine.limits, rank_bytes))
+    return list(validate_cluster.limit_problems(config, machine.limits, rank_bytes))
 
 
 def warnings(config: RunConfig, machine: MachineResources) -> list[str]:
     """Doubtful settings of a configuration that has no problems."""
-    return [
-        *_oversubscribed(config, machine),
-        *broken(DOUBTS, config),
-        *_weak_redundancy(config),
-        *field_warnings(config),
-        *lane_warnings(config),
-        *snapshot_warnings(config),
-        *reforming_warnings(config),
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------- sizes
+    return [*_oversubscribed(config, machine), *broken(requirements.DOUBTS, config), *field_warnings(config)]
 
 
 def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -223,24 +183,12 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         divisions.append((*larger, *smaller))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
-    groups = "layout.num_groups" if config.layout.max_groups is None else "layout.max_groups"
-    of_group = "layout.tensor_parallel x layout.context_parallel x layout.data_parallel x layout.pipeline_parallel"
-    sizes = f"{groups} x {of_group}"
-    divisions.append((sizes, config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
+    groups = "layout.num_groups" if layout.max_groups is None else "layout.max_groups"
+    ranks = "layout.tensor_parallel x layout.context_parallel x layout.data_parallel x layout.pipeline_parallel"
+    divisions.append((f"{groups} x {ranks}", config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:
             yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"
-
-
-def _rotation(config: RunConfig) -> Iterator[str]:
-    model, heads = config.model, max(config.model.num_attention_heads, 1)
-    width = config.megatron.get("kv_channels") or model.hidden_size // heads
-    if model.position_embedding == "rope" and isinstance(width, int) and width % 2:
-        yield (
-            f"model.position_embedding=rope rotates pairs of values, but a head is {width} wide "
-            f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
-            f"make the width even"
-        )
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:
@@ -275,9 +223,6 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
         )
 
 
-# ----------------------------------------------------------------------------------------------------- machine
-
-
 def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
     if config.cluster.isolate_nodes and not machine.can_isolate:
         yield (
@@ -289,50 +234,17 @@ def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
             yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
     if machine.program_failure:
         yield machine.program_failure
-    yield from _device(config, machine)
-
-
-def _device(config: RunConfig, machine: MachineResources) -> Iterator[str]:
-    num_ranks = config.parallel.num_ranks
-    if resolve_device(config, machine) == "gpu":
-        num_needed = -(-num_ranks // config.cluster.ranks_per_gpu)
-        if num_needed > machine.num_gpus:
-            yield (
-                f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
-                f"{config.parallel.ranks_per_group} ranks) need {num_needed} GPUs, and there are {machine.num_gpus}; "
-                f"reduce the layout or set cluster.device=cpu"
-            )
-        if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
-            yield _only_transformer_engine(config)
+    if resolve_device(config, machine) == "cpu":
+        for field in fields_set(config, ON_GPUS_ALONE):
+            yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
         return
-    for field in fields_set(config, ON_GPUS_ALONE):
-        yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
-    if config.megatron.get("moe_token_dispatcher_type") == "alltoall":
-        yield "megatron.moe_token_dispatcher_type=alltoall needs cluster.device=gpu; remove it"
-    if config.model.transformer_impl == "transformer_engine":
-        yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
-    if config.layout.context_parallel > 1:
-        yield _only_transformer_engine(config)
-
-
-def _window(config: RunConfig) -> Iterator[str]:
-    context, exchange = config.layout.context_parallel, config.megatron.get("cp_comm_type")
-    window = model_fields(config)["window_size"]
-    if window is not None and context > 1 and exchange not in ("a2a", "all_gather"):
+    num_needed = -(-config.parallel.num_ranks // config.cluster.ranks_per_gpu)
+    if num_needed > machine.num_gpus:
         yield (
-            f"{as_written(config, 'window_size')} with layout.context_parallel={context} needs an exchange of "
-            f"transformer-engine that knows windows; set megatron.cp_comm_type to a2a or all_gather"
+            f"{config.parallel.num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
+            f"{config.parallel.ranks_per_group} ranks) need {num_needed} GPUs, and there are {machine.num_gpus}; "
+            f"reduce the layout or set cluster.device=cpu"
         )
-
-
-def _only_transformer_engine(config: RunConfig) -> str:
-    return (
-        f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine; "
-        f"set it to 1, or use cluster.device=gpu and model.transformer_impl=transformer_engine"
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- warnings
 
 
 def _oversubscribed(config: RunConfig, machine: MachineResources) -> Iterator[str]:
@@ -341,17 +253,4 @@ def _oversubscribed(config: RunConfig, machine: MachineResources) -> Iterator[st
         yield (
             f"{config.parallel.num_ranks} ranks with cluster.threads_per_rank={config.cluster.threads_per_rank} share "
             f"{machine.num_cores} cores; steps will be slow and their times uneven"
-        )
-
-
-def _weak_redundancy(config: RunConfig) -> Iterator[str]:
-    spare, num_groups = config.spare, config.layout.num_groups
-    if spare.redundancy in (1, num_groups):  # no other placement nor a lower redundancy does better
-        return
-    most = config.placement.max_hosts_in_domain(spare.groups_per_domain)
-    if most > 1:
-        yield (
-            f"{most} of the spare.redundancy={spare.redundancy} hosts of some shard stand in one domain and may be "
-            f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
-            f"layout.num_groups={num_groups}; lower one of the former"
         )

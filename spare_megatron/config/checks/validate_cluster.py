@@ -2,25 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from spare_megatron.config.checks.requirements import (
-    JOB,
-    SEVERAL_MACHINES,
-    STORE,
-    broken,
-    is_endpoint,
-)
+from spare_megatron.config.checks.requirements import JOB, SEVERAL_MACHINES, STORE, broken, is_endpoint
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.machines.reforming import places_per_group
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.formats.store_space import gib
-from spare_megatron.stacking.layout import GroupId
 
 _ETCD_MEMBERS = 3
-
-
 _OWN_FILES, _LEAST_OWN_FILES = 256, 128
 """Files for libraries, logs, the corpus and the store, with room for what a rank inherits; without that."""
 _FILES_PER_PEER = 4
@@ -114,95 +103,13 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
         )
     if launcher == "srun":
         yield from broken(JOB, config)
-        yield from _layout_problems(config)
-        yield from _job_problems(config)
-
-
-def _layout_problems(config: RunConfig) -> Iterator[str]:
-    layout, gpus = config.parallel, config.slurm.gpus_per_node
-    if min(layout.num_ranks, layout.num_nodes) < 1 or layout.num_ranks % layout.num_nodes:
-        return  # reported by `problems`
-    per_node = layout.ranks_per_node
-    if config.cluster.device == "gpu" and per_node != gpus:
-        fits = gpus > 0 and layout.num_ranks % gpus == 0
-        yield (
-            f"each of cluster.num_nodes={layout.num_nodes} has {per_node} of {layout.num_ranks} ranks, which do not "
-            f"fill slurm.gpus_per_node={gpus}; change one of them or layout.num_groups"
-            + (f" (cluster.num_nodes={layout.num_ranks // gpus} fits)" if fits else "")
-        )
-
-
-def _job_problems(config: RunConfig) -> Iterator[str]:
-    slurm, num_nodes = config.slurm, config.cluster.num_nodes
-    if config.control.store == "embedded" and num_nodes + slurm.num_spare_nodes > 1:
-        yield (
-            f"control.store=embedded serves one machine, but cluster.num_nodes + slurm.num_spare_nodes = "
-            f"{num_nodes + slurm.num_spare_nodes}; set control.store=etcd"
-        )
-    for key, command, example, options in (
-        ("options", "sbatch", "--qos=high", slurm.options),
-        ("step_options", "srun", "--container-image=IMAGE", slurm.step_options),
-    ):
-        for option in options:
-            if not option.startswith("-") or "\n" in option:
-                yield f"slurm.{key}: {option!r} is not an option of {command}, such as {example}; correct it"
-    if slurm.container and slurm.container[0].startswith("-"):
-        yield (
-            f"slurm.container begins with {slurm.container[0]!r}, but must begin with a command, such as apptainer; "
-            f"put options of srun into slurm.step_options"
-        )
-
-
-def spare_problems(config: RunConfig) -> Iterator[str]:
-    """Why the configured spare groups would never be used."""
-    spare, layout = config.spare, config.parallel
-    if spare.spares <= 0 or layout.num_nodes < 1 or layout.num_ranks % layout.num_nodes:
-        return
-    groups_per_node = max(len(layout.groups_on(node)) for node in range(layout.num_nodes))
-    if spare.spares > groups_per_node:
-        yield (
-            f"spare.spares={spare.spares} exceeds the {groups_per_node} groups of a node: no more can be lost at a "
-            f"time; lower it"
-        )
-
-
-def reforming_problems(config: RunConfig) -> Iterator[str]:
-    """Why groups cannot be re-formed as configured."""
-    if config.spare.reform_after_s is None:
-        return
-    for reason in _why_not_reformed(config):
-        yield f"spare.reform_after_s={config.spare.reform_after_s:g} has no effect: {reason}"
-
-
-def reforming_warnings(config: RunConfig) -> Iterator[str]:
-    """Says that no other machine can take the place of one that is lost for good, if groups stand on several."""
-    if config.spare.rejoins and config.spare.reform_after_s is None:
-        for reason in _why_not_reformed(config):
-            yield f"groups are not re-formed after losses of machines: {reason}"
-
-
-def _why_not_reformed(config: RunConfig) -> Iterator[str]:
-    layout = config.parallel
-    if layout.num_nodes < 2 or layout.num_ranks % layout.num_nodes:
-        return  # one machine, or reported by `problems`
-    if max(len(layout.nodes_of(GroupId(group))) for group in range(layout.num_groups)) > 1:
-        try:
-            places_per_group(layout)
-        except ValueError as error:
-            yield str(error)
-
-
-def ramp_problems(config: RunConfig) -> Iterator[str]:
-    """Why microbatches per shard cannot grow as configured."""
-    spare = config.spare
-    start, most, end, step = spare.ramp_start, spare.microbatches_per_shard, spare.ramp_steps, spare.ramp_increment
-    if start is None or end is None or start >= most or (most - start) % step:
-        return
-    if end < (most - start) // step:
-        yield (
-            f"spare.ramp_steps={end} is below the {(most - start) // step} increases from spare.ramp_start={start} to "
-            f"spare.microbatches_per_shard={most}; raise it, or spare.ramp_increment"
-        )
+        for key, command, example, options in (
+            ("options", "sbatch", "--qos=high", config.slurm.options),
+            ("step_options", "srun", "--container-image=IMAGE", config.slurm.step_options),
+        ):
+            for option in options:
+                if not option.startswith("-") or "\n" in option:
+                    yield f"slurm.{key}: {option!r} is not an option of {command}, such as {example}; correct it"
 
 
 def store_problems(config: RunConfig, *, can_listen: bool = True) -> Iterator[str]:
@@ -214,20 +121,6 @@ def store_problems(config: RunConfig, *, can_listen: bool = True) -> Iterator[st
             f"control.listen_address={control.listen_address} is not an address of this machine, or its network is "
             f"down; name one that `ip address` shows"
         )
-    if control.store != "embedded" and (control.endpoints or config.cluster.launcher != "srun"):
-        yield from _endpoint_problems(control.endpoints)
-
-
-def _endpoint_problems(endpoints: tuple[str, ...]) -> Iterator[str]:
-    if not endpoints:
-        yield 'control.store=etcd needs control.endpoints, such as ["https://etcd-0:2379"]'
-    for endpoint in endpoints:
-        if not is_endpoint(endpoint):
-            yield f"control.endpoints: {_without_user(endpoint)!r} is not of the form https://host:port; correct it"
-    if len({urlsplit(endpoint).scheme for endpoint in endpoints if is_endpoint(endpoint)}) > 1:
-        yield "control.endpoints mix http and https; use https for all"
-
-
-def _without_user(endpoint: str) -> str:
-    """Hides credentials that were put into an endpoint by mistake."""
-    return endpoint.rpartition("@")[2]
+    for endpoint in control.endpoints if control.store != "embedded" else ():
+        if not is_endpoint(endpoint):  # shown without credentials, which are there by mistake
+            yield f"control.endpoints: {endpoint.rpartition('@')[2]!r} is not of the form https://host:port; correct it"

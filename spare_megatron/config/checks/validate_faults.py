@@ -1,22 +1,14 @@
 """Problems of the faults to inject, both those of a trace and random ones."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from spare_megatron.config.checks.requirements import FaultCase, Rule, broken
+from spare_megatron.config.checks.requirements import Rule, broken
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.controller.comparison import LEAST_HOSTS_TO_COMPARE
-from spare_megatron.faults.kinds import KINDS
-from spare_megatron.faults.points import (
-    PHASES_AFTER_A_WIPE_OUT,
-    PHASES_BETWEEN_STEPS,
-    PHASES_OF_A_JOIN,
-    PHASES_OF_A_LOAD,
-    PHASES_OF_A_SAVE,
-    PHASES_OF_AN_EVALUATION,
-    PHASES_WITH_PARTITIONS,
-    FaultKind,
-    FaultPoint,
-)
+from spare_megatron.faults import points
+from spare_megatron.faults.kinds import KINDS, Kind
+from spare_megatron.faults.points import FaultKind, FaultPoint
 
 _AFTER_A_LOSS = (FaultPoint.PATCH, FaultPoint.REPAIR, FaultPoint.EVALUATION_PATCH)
 _OF_THE_FIRST_RANK = (FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP)
@@ -31,13 +23,55 @@ _NO_LOAD = (
 )
 
 
+def bits_of(config: RunConfig, kind: FaultKind) -> int:
+    """Bits of the number that a fault of this kind changes."""
+    flips = KINDS[kind].flips
+    if flips == "token":
+        return (config.model.vocab_size - 1).bit_length()
+    if flips == "bucket" and config.reduce.mode == "fast_bf16":
+        return 16
+    return 64 if flips in ("sum", "bucket") and config.reduce.mode == "reproducible" else 32
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCase:
+    """The fault of a trace at an index."""
+
+    config: RunConfig
+    index: int
+
+    @property
+    def fault(self) -> FaultConfig:
+        return self.config.faults.trace[self.index]
+
+    @property
+    def where(self) -> str:
+        return f"faults.trace[{self.index}]"
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.fault.kind]
+
+    @property
+    def phases(self) -> str:
+        return ", ".join(self.kind.phases)
+
+    @property
+    def num_bits(self) -> int:
+        return bits_of(self.config, self.fault.kind)
+
+    @property
+    def most_bit(self) -> int:
+        return self.num_bits - 1
+
+
 def _is_repair(at: FaultCase) -> bool:
     return at.fault.phase is FaultPoint.REPAIR and at.config.optimizer.sharding == "stacked"
 
 
 def _is_loaded(at: FaultCase) -> bool:
     """Whether a checkpoint may be loaded after a wipe-out or, where this phase is reached then, at the start."""
-    checkpoint, may_begin = at.config.checkpoint, at.fault.phase not in PHASES_AFTER_A_WIPE_OUT
+    checkpoint, may_begin = at.config.checkpoint, at.fault.phase not in points.PHASES_AFTER_A_WIPE_OUT
     return bool((may_begin and checkpoint.load) or (at.index > 0 and checkpoint.max_restarts > 0))
 
 
@@ -46,38 +80,38 @@ _OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
     Rule(lambda at: at.fault.phase in (FaultPoint.SEND, FaultPoint.RECEIVE) and at.config.layout.pipeline_parallel == 1,
          "[.phase] is never reached with [layout.pipeline_parallel]; choose another phase or raise "
          "layout.pipeline_parallel"),
-    Rule(lambda at: at.fault.phase in PHASES_WITH_PARTITIONS and at.config.optimizer.sharding == "replicated",
+    Rule(lambda at: at.fault.phase in points.PHASES_WITH_PARTITIONS and at.config.optimizer.sharding == "replicated",
          "[.phase] is never reached with [optimizer.sharding]; choose another phase or set optimizer.sharding to "
          "stacked"),
     Rule(lambda at: at.index == 0 and at.fault.phase in _AFTER_A_LOSS
-         and (at.fault.phase not in PHASES_WITH_PARTITIONS or at.config.optimizer.sharding == "stacked"),
+         and (at.fault.phase not in points.PHASES_WITH_PARTITIONS or at.config.optimizer.sharding == "stacked"),
          "[.phase] is never reached: no group is lost before it; add a fault before it"),
     Rule(lambda at: _is_repair(at) and at.fault.group is None,
          "[.phase] strikes a group that copies lost partitions; set <where>.group"),
     Rule(lambda at: _is_repair(at) and at.fault.kind == "hang",
          "[.kind] at phase=repair stalls a background thread that no step waits for; choose another kind or phase"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_AN_EVALUATION
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_AN_EVALUATION
          and (not at.config.eval.every_steps or not at.fault.step or at.fault.step % at.config.eval.every_steps),
          "[.phase] is reached only after as many steps as [eval.every_steps] divides, before the step that "
          "<where>.step names; set both so"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_JOIN and (at.index == 0 or not at.config.spare.rejoins),
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_JOIN and (at.index == 0 or not at.config.spare.rejoins),
          "[.phase] is reached only when a lost group comes back: add a fault before it, and raise [spare.rejoins] to "
          "at least 1"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_JOIN and at.fault.group is None,
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_JOIN and at.fault.group is None,
          "[.phase] strikes the donor or the group that comes back; set <where>.group"),
     Rule(lambda at: at.fault.phase is FaultPoint.JOIN_TRANSFER and not at.kind.in_background,
          f"[.kind] cannot strike the background transfer; choose {' or '.join(_IN_BACKGROUND)}"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and not at.config.checkpoint.is_wanted,
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_SAVE and not at.config.checkpoint.is_wanted,
          "[.phase] is reached only when a checkpoint is taken; set checkpoint.interval_steps or checkpoint.interval_s"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and not at.kind.in_background,
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_SAVE and not at.kind.in_background,
          f"[.kind] cannot strike a save; choose one of {', '.join(_IN_BACKGROUND)}"),
     Rule(lambda at: at.fault.phase in _OF_THE_FIRST_RANK and at.fault.rank != 0,
          "[.phase] is reached by rank 0 alone; set <where>.rank to 0"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_SAVE and at.fault.group is None,
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_SAVE and at.fault.group is None,
          "[.phase] strikes the group that saves, which changes; set <where>.group"),
-    Rule(lambda at: at.fault.phase in PHASES_OF_A_LOAD - PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at),
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_LOAD - points.PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at),
          f"{_NO_LOAD}, or set checkpoint.load"),
-    Rule(lambda at: at.fault.phase in PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at), _NO_LOAD),
+    Rule(lambda at: at.fault.phase in points.PHASES_AFTER_A_WIPE_OUT and not _is_loaded(at), _NO_LOAD),
     Rule(lambda at: at.fault.seconds is None and at.kind.duration == "passes",
          "[.kind] needs <where>.seconds, the delay or offset; set it"),
     Rule(lambda at: at.fault.seconds is not None and at.kind.duration == "lasts",
@@ -95,10 +129,15 @@ _OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
          "[.factor] must be above 1 and at most 1e+06; change it"),
     Rule(lambda at: at.kind.flips == "token" and (at.fault.rank != 0 or at.config.program.file),
          "[.kind] strikes the tokens that the first stage reads; set <where>.rank=0, without program.file"),
-    Rule(lambda at: at.kind.flips == "moment" and not at.fault.step and at.fault.phase not in PHASES_BETWEEN_STEPS,
+    Rule(lambda at: at.kind.flips == "moment" and not at.fault.step
+         and at.fault.phase not in points.PHASES_BETWEEN_STEPS,
          "[.kind] strikes moments, which the first update creates, but [.step] may come before it; set a step above 0"),
     Rule(lambda at: at.fault.bit is not None and not at.kind.flips,
          "[.bit] has no effect on kind=<.kind>; remove it"),
+    Rule(lambda at: at.kind.phases and at.fault.phase not in at.kind.phases,
+         "[.kind] strikes <kind.target> at phase=<.phase>; choose one of <phases>"),
+    Rule(lambda at: at.fault.bit is not None and not 0 <= at.fault.bit < at.num_bits,
+         "[.bit] lies outside 0 to <most_bit>; the number has <num_bits> bits"),
 )
 
 _OF_RATES: tuple[Rule[RunConfig], ...] = (
@@ -142,6 +181,9 @@ def _lacks(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
 def _why_not_survived(config: RunConfig, kind: FaultKind) -> Iterator[tuple[str, str]]:
     """Why random faults of this kind cannot strike the run, or would end it, and the remedy."""
     row, hosts = KINDS[kind], config.optimizer.redundancy
+    if row.costs == "run" or row.drawn == "never":
+        yield "ends the run" if row.costs == "run" else "is never drawn", "list it in faults.trace instead"
+        return
     yield from _lacks(config, kind)
     if row.costs == "node" and config.cluster.num_nodes == 1:
         yield "hits the only node", "raise cluster.num_nodes"
@@ -158,7 +200,6 @@ def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
         kind
         for kind, row in KINDS.items()
         if row.drawn == "survived"
-        and row.costs != "run"
         and not any(_why_not_survived(config, kind))
         and (row.costs != "departure" or config.spare.rejoins)
     )
@@ -198,24 +239,6 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
     yield from broken(_OF_A_FAULT, FaultCase(config, index))
     for reason, remedy in _lacks(config, fault.kind):
         yield f"{where}.kind={fault.kind} {reason}; {remedy}, or choose another kind"
-    row, num_bits = KINDS[fault.kind], bits_of(config, fault.kind)
-    if row.phases and fault.phase not in row.phases:
-        yield (
-            f"{where}.kind={fault.kind} strikes {row.target} at phase={fault.phase}; choose one of "
-            f"{', '.join(row.phases)}"
-        )
-    if fault.bit is not None and not 0 <= fault.bit < num_bits:
-        yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"
-
-
-def bits_of(config: RunConfig, kind: FaultKind) -> int:
-    """Bits of the number that a fault of this kind changes."""
-    flips = KINDS[kind].flips
-    if flips == "token":
-        return (config.model.vocab_size - 1).bit_length()
-    if flips == "bucket" and config.reduce.mode == "fast_bf16":
-        return 16
-    return 64 if flips in ("sum", "bucket") and config.reduce.mode == "reproducible" else 32
 
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
@@ -224,10 +247,5 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         return
     yield from broken(_OF_RATES, config)
     for kind in dict.fromkeys(config.faults.kinds):
-        row, where = KINDS[kind], f"faults.kinds has {kind}, which"
-        if row.costs == "run" or row.drawn == "never":
-            what = "ends the run" if row.costs == "run" else "is never drawn"
-            yield f"{where} {what}; remove it, or list it in faults.trace instead"
-            continue
         for reason, remedy in _why_not_survived(config, kind):
-            yield f"{where} {reason}; remove it, or {remedy}"
+            yield f"faults.kinds has {kind}, which {reason}; remove it, or {remedy}"

@@ -1,11 +1,10 @@
 """Problems of corpus, memory, metrics and optimizer."""
 
 import importlib.util
-import re
 from collections import Counter
 from collections.abc import Iterator
 
-from spare_megatron.config.model.parameter_rules import rule_problems
+from spare_megatron.config.checks.requirements import ID, TOKENS, broken
 from spare_megatron.config.model.rank_memory import rank_memory, ranks_per_machine
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.training.corpus import (
@@ -16,7 +15,6 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
-from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.store_space import gib
 
 INDEX_BYTES_PER_SAMPLE = 12
@@ -55,7 +53,7 @@ def data_problems(
             name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
             yield from _unfit(config, name, part.corpus, facts, memory_bytes)
         yield from _ends(config, corpus)
-        yield from _counted(config)
+        yield from broken(TOKENS, config)
         yield from _validation(config, corpus)
         if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
             ours, theirs = described_corpora(corpus.identity, data.identity)
@@ -116,21 +114,6 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
         yield f"data.end_of_document={given} is not below model.vocab_size={config.model.vocab_size}; change one"
 
 
-_MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
-"""Limits of the two digits in fp32 that `mcore.gradients.gradients` counts tokens with."""
-
-
-def _counted(config: RunConfig) -> Iterator[str]:
-    num_groups, num_tokens = config.layout.num_groups, run_sizes(config).tokens_per_step
-    is_exact = config.reduce.mode == "reproducible" or not config.data.eod_mask_loss
-    if not is_exact and (num_groups > _MOST_COUNTED_GROUPS or num_tokens > _MOST_COUNTED_TOKENS):
-        yield (
-            f"data.eod_mask_loss=true counts tokens exactly with reduce.mode={config.reduce.mode} in up to "
-            f"{_MOST_COUNTED_GROUPS} groups and {_MOST_COUNTED_TOKENS} tokens of a step, not in {num_groups} groups "
-            f"and {num_tokens}; set reduce.mode=reproducible, or lower layout.num_groups or the batch"
-        )
-
-
 def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
     data = config.data
     if repeated := [name for name, count in Counter(validation_names(data)).items() if count > 1]:
@@ -142,7 +125,7 @@ def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
     tokenizers = {facts.tokenizer for facts in [corpus, *(facts for _, facts in corpus.parts)]} - {""}
     for one, facts in zip(data.validation, corpus.validation, strict=True):
         name = named_set(one)
-        if not _ID.fullmatch(one.name):
+        if not ID.fullmatch(one.name):
             yield f"{name}: use at most 64 letters, digits, hyphens and underscores for the name"
         yield from _unfit(config, name, one.corpus, facts)
         if facts.num_tokens <= config.model.seq_length:
@@ -176,9 +159,6 @@ def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[st
         )
 
 
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
 def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
     wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
     for name, value in wanted.items():
@@ -188,30 +168,12 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
                 f"{name}={value} needs the package {package}, which is not installed: "
                 "pip install 'spare_megatron[metrics]', or remove the setting"
             )
-    if metrics.run_id and not _ID.fullmatch(metrics.run_id):
-        yield (
-            f"metrics.run_id={metrics.run_id!r} is not a valid id for Weights & Biases; "
-            "use at most 64 letters, digits, hyphens and underscores"
-        )
-
-
-def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    yield from _decay(config)
-    yield from rule_problems(config)
-    # A gather's staging buffer holds at least eight bytes of each group, and their checksum.
-    num_groups = config.layout.num_groups
-    least = 32 * (num_groups + 1) / 2**20
-    if config.optimizer.sharding == "stacked" and config.bucket_mib < least:
-        yield (
-            f"reduce.bucket_mib={config.bucket_mib} must be at least {least:.2g} with "
-            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
-        )
 
 
 def lane_problems(config: RunConfig) -> Iterator[str]:
     """Why the lanes of a group cannot share its work."""
     spare, num_lanes = config.spare, config.layout.data_parallel
-    if num_lanes == config.row_size == 1:
+    if num_lanes == config.row_size == 1 or config.row_size < 1:
         return
     lanes = f"layout.data_parallel={num_lanes}"
     sharing = lanes if config.layout.expert_parallel is None else f"layout.expert_parallel={config.row_size}"
@@ -229,53 +191,3 @@ def lane_problems(config: RunConfig) -> Iterator[str]:
                 f"spare.{name}={value} is below {lanes}, and some lanes would have nothing to compute; raise the "
                 f"former or lower the latter"
             )
-    if config.row_size > 1 and (config.model.num_experts or 0) % config.row_size:
-        yield (
-            f"model.num_experts={config.model.num_experts} is no multiple of {sharing}, and each lane holds as many "
-            f"experts; change one of them"
-        )
-    if num_lanes % config.row_size:
-        yield (
-            f"{lanes} is no multiple of {sharing}: lanes of one group divide the experts, never groups, any of which "
-            f"may be lost; change one of them"
-        )
-
-
-def lane_warnings(config: RunConfig) -> Iterator[str]:
-    """Lanes that wait for one another in every step."""
-    num_microbatches, num_lanes = config.spare.microbatches_per_shard, config.layout.data_parallel
-    if idle := -num_microbatches % num_lanes:
-        yield (
-            f"spare.microbatches_per_shard={num_microbatches} is no multiple of layout.data_parallel={num_lanes}: in "
-            f"every step {idle} lanes of each group wait for the time of a microbatch; change one of them"
-        )
-
-
-def _decay(config: RunConfig) -> Iterator[str]:
-    settings = config.optimizer
-    steps = settings.decay_steps or config.train.steps
-    end = f"{'optimizer.decay_steps' if settings.decay_steps else 'train.steps'}={steps}"
-    warmup, decay = settings.warmup_steps, settings.wsd_decay_steps
-    if warmup > 0 and warmup >= steps:
-        yield f"optimizer.warmup_steps={warmup} must be below {end}; lower the first or raise the second"
-    elif settings.decay_style == "wsd" and decay is not None and warmup + decay > steps:
-        yield (
-            f"optimizer.warmup_steps={warmup} and optimizer.wsd_decay_steps={decay} together exceed {end}; lower one "
-            f"of the former or raise the latter"
-        )
-
-
-def snapshot_warnings(config: RunConfig) -> Iterator[str]:
-    """Warns if fewer nodes may be lost than `snapshot.redundancy` says."""
-    num_copies, num_nodes = config.snapshot.redundancy + 1, config.cluster.num_nodes
-    if not config.snapshot.every_steps:
-        return
-    wanted = f"snapshot.redundancy={config.snapshot.redundancy} needs {num_copies} copies on different nodes, but"
-    if num_copies > num_nodes:
-        yield f"{wanted} cluster.num_nodes={num_nodes}: each rank's state is kept on only {num_nodes}"
-    optimizer = config.optimizer
-    if optimizer.sharding == "stacked" and num_copies > optimizer.redundancy:
-        yield (
-            f"{wanted} with optimizer.redundancy={optimizer.redundancy} only so many groups hold a "
-            f"partition of the optimizer state: each is kept on only {optimizer.redundancy}"
-        )

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.building import nearest
-from spare_megatron.config.checks.requirements import expert_problems
+from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
@@ -129,7 +129,7 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 def _refuse(config: RunConfig) -> None:
     """Raises ValueError with the field and the reason if `[megatron]` or the schedule is not supported."""
-    for problem in (*field_problems(config), *expert_problems(config)):
+    for problem in (*field_problems(config), *broken(EXPERTS, config)):
         raise ValueError(problem)
     known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for key in config.megatron:

@@ -56,7 +56,7 @@ REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
 """What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
 MIX = "failures.mix."
 """Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
-_FORMER_KEYS = {"slice_redundancy": "partition_redundancy", "slice_copy_s": "partition_copy_s"}
+_FORMER_KEYS = {"slice_redundancy": "partition_redundancy", "partition_copy_s": "partition_copy_s"}
 _TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.formats.codec import encode, set_fields
-from spare_megatron.formats.frames import Address, Frame, Inbox, VoteFrameKind, send_at_once
+from spare_megatron.formats.frames import Address, Frame, FrameKind, Inbox, send_at_once
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.open_store import open_store
@@ -58,9 +58,7 @@ class _Voter:
 
     def send(self) -> None:
         """Votes by way of its relay."""
-        frame = Frame(
-            VoteFrameKind.VOTE, self.leader.attempt, self.leader.member, _vote_text(self.is_complete).encode()
-        )
+        frame = Frame(FrameKind.VOTE, self.leader.attempt, self.leader.member, _vote_text(self.is_complete).encode())
         send_at_once(self.connection, frame.packed(self.token))
         self.is_relayed = True
 
@@ -68,7 +66,7 @@ class _Voter:
         """Reads what has come; whether the attempt is decided."""
         is_decided = False
         for frame in self.inbox.receive(self.connection):
-            if frame.kind is VoteFrameKind.CLOSED:
+            if frame.kind is FrameKind.CLOSED:
                 self.closed = frame.number
             elif self.is_relayed and frame.number == self.leader.index:
                 # If it is a loss, its relay, which is not lost, reads the votes.

@@ -104,7 +104,7 @@ def _await_connection(connection: socket.socket, timeout_s: float, is_over: Call
             raise TimeoutError(f"none within {timeout_s:g} s")
 
 
-class VoteFrameKind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says; below each kind: who gets it, its number, its pair of numbers, and its content."""
 
     VOTE = 0
@@ -124,7 +124,7 @@ class VoteFrameKind(IntEnum):
 
 
 class Frame(NamedTuple):
-    kind: VoteFrameKind
+    kind: FrameKind
     number: int = 0
     pair: tuple[int, int] = (0, 0)
     content: bytes | memoryview = b""
@@ -140,7 +140,7 @@ class Frame(NamedTuple):
 
 
 _PREFIX_BYTES = _HEAD.size + _MAC_BYTES
-_KINDS = {int(kind): kind for kind in VoteFrameKind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 def _size_in(prefix: bytes | memoryview, most_bytes: int) -> int:

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from spare_megatron.formats.frames import Address, ConnectionBroken, Frame, Inbox, VoteFrameKind, connect, send_at_once
+from spare_megatron.formats.frames import Address, ConnectionBroken, Frame, FrameKind, Inbox, connect, send_at_once
 from spare_megatron.stacking.layout import Member
 
 RETRY_ATTEMPTS = 100
@@ -46,7 +46,7 @@ class RelayLink:
             if self._last_entry < self._waited_for:
                 raise ConnectionBroken("it has not passed an entry on")
             if not is_closed:
-                frame = Frame(VoteFrameKind.VOTE, attempt, self._member, vote.encode())
+                frame = Frame(FrameKind.VOTE, attempt, self._member, vote.encode())
                 send_at_once(connection, frame.packed(self._token))
         except ConnectionBroken:
             self._give_up(attempt + RETRY_ATTEMPTS)
@@ -87,10 +87,10 @@ class RelayLink:
         """Receives what has arrived; returns the attempts on which the relay declines votes."""
         closed = []
         for frame in self._inbox.receive(connection):
-            if frame.kind is VoteFrameKind.ENTRY:
+            if frame.kind is FrameKind.ENTRY:
                 self._entries[frame.number] = str(frame.content, "utf-8")
                 self._last_entry = max(self._last_entry, frame.number)
-            elif frame.kind is VoteFrameKind.CLOSED:
+            elif frame.kind is FrameKind.CLOSED:
                 closed.append(frame.number)
                 self._waited_for = -1  # the relay owes no entry
         return closed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from spare_megatron.core.log.relays import BlockVotes
-from spare_megatron.formats.frames import ConnectionBroken, Frame, Inbox, VoteFrameKind, listen, send_at_once
+from spare_megatron.formats.frames import ConnectionBroken, Frame, FrameKind, Inbox, listen, send_at_once
 from spare_megatron.stacking.layout import GroupId, Member
 
 _POLL_S = 0.02
@@ -57,14 +57,14 @@ class VoteRelay:
                 break
         self._absent |= votes.missing
         self._entry_receivers = votes.entry_receivers
-        closed = Frame(VoteFrameKind.CLOSED, votes.attempt).packed(self.address.token)
+        closed = Frame(FrameKind.CLOSED, votes.attempt).packed(self.address.token)
         for connection, client in list(self._clients.items()):
             if client.member not in self._entry_receivers:
                 self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
         """Sends the log entry at the index to the members whose votes the last `collect` took."""
-        data = Frame(VoteFrameKind.ENTRY, index, content=entry.encode()).packed(self.address.token)
+        data = Frame(FrameKind.ENTRY, index, content=entry.encode()).packed(self.address.token)
         for connection, client in list(self._clients.items()):
             if client.member in self._entry_receivers:
                 self._send(connection, data)
@@ -115,7 +115,7 @@ class VoteRelay:
                 client.member = Member(GroupId(group), incarnation)
                 if client.member in self._absent:
                     self._absent -= {client.member}
-                if frame.kind is VoteFrameKind.VOTE:
+                if frame.kind is FrameKind.VOTE:
                     votes.add_vote(frame.number, client.member, str(frame.content, "utf-8"))
         except ConnectionBroken:
             self._drop(connection)

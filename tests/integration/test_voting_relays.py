@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from spare_megatron.core.log.relays import BlockVotes
-from spare_megatron.formats.frames import Frame, VoteFrameKind
+from spare_megatron.formats.frames import Frame, FrameKind
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.voting.relay_link import RETRY_ATTEMPTS, RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
@@ -247,7 +247,7 @@ def test_a_rank_with_many_descriptors_votes_like_any_other(relay: VoteRelay) -> 
 @pytest.mark.parametrize(
     "data",
     [
-        Frame(VoteFrameKind.VOTE, 0, (1, 0), b"forged").packed("00" * 32),
+        Frame(FrameKind.VOTE, 0, (1, 0), b"forged").packed("00" * 32),
         struct.pack("!BqqqI", 0, 0, 1, 0, 2**31) + b"x" * 100,
         struct.pack("!BqqqI", 77, 0, 1, 0, 0) + b"x" * 100,
         b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n" * 10,
@@ -266,7 +266,7 @@ def test_a_stranger_is_ignored(relay: VoteRelay, data: bytes) -> None:
 
 
 def test_a_damaged_vote_is_not_counted(relay: VoteRelay) -> None:
-    data = bytearray(Frame(VoteFrameKind.VOTE, 0, (1, 0), b"yes").packed(relay.address.token))
+    data = bytearray(Frame(FrameKind.VOTE, 0, (1, 0), b"yes").packed(relay.address.token))
     data[-1] ^= 1
     with socket.create_connection((relay.address.host, relay.address.port), timeout=LONG_S) as member:
         member.sendall(bytes(data))

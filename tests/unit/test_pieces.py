@@ -351,11 +351,11 @@ def test_a_frame_that_is_repeated_in_its_connection_is_not_taken() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.Channel(ours, token, b"nonce").send(
-            frames.Frame(frames.VoteFrameKind.PIECE, STEP, (3, 7), b"some"), TIMEOUT_S
+            frames.Frame(frames.FrameKind.PIECE, STEP, (3, 7), b"some"), TIMEOUT_S
         )
         ours.sendall(theirs.recv(PIECE_BYTES) * 2)
         channel = frames.Channel(theirs, token, b"nonce")
-        assert channel.receive(room, TIMEOUT_S) == frames.Frame(frames.VoteFrameKind.PIECE, STEP, (3, 7), b"some")
+        assert channel.receive(room, TIMEOUT_S) == frames.Frame(frames.FrameKind.PIECE, STEP, (3, 7), b"some")
         with pytest.raises(ConnectionBroken, match="damaged"):
             channel.receive(room, TIMEOUT_S)
 

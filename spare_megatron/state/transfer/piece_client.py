@@ -62,17 +62,17 @@ class PieceClient:
 
     def _ask(self, name: str, step: int, piece: Piece) -> None:
         self._channel.send(
-            frames.Frame(frames.VoteFrameKind.PIECE_WANTED, step, piece, name.encode("ascii")), self._timeout_s
+            frames.Frame(frames.FrameKind.PIECE_WANTED, step, piece, name.encode("ascii")), self._timeout_s
         )
 
     def _await_answer(self, name: str, into: memoryview) -> None:
         """Fills `into` with the next piece that was asked for, one of the state of this name."""
         answer = self._channel.receive(into, self._timeout_s)
-        if answer.kind is frames.VoteFrameKind.WRONG_STEP:
+        if answer.kind is frames.FrameKind.WRONG_STEP:
             raise frames.WrongStep(answer.number)
-        if answer.kind is frames.VoteFrameKind.NOT_OFFERED:
+        if answer.kind is frames.FrameKind.NOT_OFFERED:
             raise frames.NotOffered(f"{name} is not offered")
-        if answer.kind is not frames.VoteFrameKind.PIECE or len(answer.content) != len(into):
+        if answer.kind is not frames.FrameKind.PIECE or len(answer.content) != len(into):
             raise frames.ConnectionBroken("an answer to another request")
 
     def close(self) -> None:

@@ -97,12 +97,12 @@ class PieceServer:
 
     def _answer(self, asked: frames.Frame) -> frames.Frame:
         piece = Piece(*asked.pair)
-        if asked.kind is not frames.VoteFrameKind.PIECE_WANTED or not 0 < piece.size <= LARGEST_PIECE_BYTES:
+        if asked.kind is not frames.FrameKind.PIECE_WANTED or not 0 < piece.size <= LARGEST_PIECE_BYTES:
             raise frames.ConnectionBroken(f"{piece} is no piece of at most {LARGEST_PIECE_BYTES} bytes")
         try:
             content = self._source.read(str(asked.content, "ascii"), asked.number, piece)
         except frames.WrongStep as error:
-            return frames.Frame(frames.VoteFrameKind.WRONG_STEP, error.present)
+            return frames.Frame(frames.FrameKind.WRONG_STEP, error.present)
         except frames.NotOffered:
-            return frames.Frame(frames.VoteFrameKind.NOT_OFFERED)
-        return frames.Frame(frames.VoteFrameKind.PIECE, asked.number, asked.pair, content)
+            return frames.Frame(frames.FrameKind.NOT_OFFERED)
+        return frames.Frame(frames.FrameKind.PIECE, asked.number, asked.pair, content)

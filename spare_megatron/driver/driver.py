@@ -341,8 +341,10 @@ class Driver:
         self._on_event(report)
 
     def _require_start(self, lost: reports.GroupLost) -> None:
-        """Raises RunFailed if training has not begun, and cannot without the groups that are lost so far."""
-        if self._has_begun:
+        """Raises RunFailed if training cannot begin without the groups lost before it. Their loss may be reported here
+        after training has begun, as each supervisor has a pipe of its own.
+        """
+        if self._has_begun and not lost.before_training:
             return
         self._start = self._start or Start(self._config.parallel, controller_setup(self._config))
         group, rank, cause = GroupId(lost.record.group), lost.record.rank, lost.record.cause

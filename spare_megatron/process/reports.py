@@ -247,13 +247,15 @@ class NodeMissing:
 class GroupLost:
     """A group has been found lost and is fenced.
 
-    `error`: the exception behind it if other groups may meet the same, else empty. The rest is of `RankRaised`.
+    `error`: the exception behind it if other groups may meet the same, else empty. `before_training`: it was fenced
+    before all groups were ready or lost. The rest is of `RankRaised`.
     """
 
     record: records.LossRecord
     traceback: str = ""
     error: str = ""
     concerns_all: bool = False
+    before_training: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,11 @@ class RaisedExceptions:
         report = self._reports.get(key)
         return cause_of_end(code, report.traceback if report else "")
 
+    def concerns_all(self, group: GroupId, rank: int) -> bool:
+        """Whether the rank has raised what holds for all groups."""
+        report = self._reports.get((group, rank))
+        return report is not None and report.concerns_all
+
     def pop(self, group: GroupId, rank: int) -> RankRaised | None:
         return self._reports.pop((group, rank), None)
 

@@ -54,6 +54,7 @@ _LEASE_S = 60
 class FenceWanted:
     """Request to fence a group. `member`: the lost incarnation, if known. `rank`: -1 for a whole node. `error`: the
     exception behind it, if other groups may raise the same one. `from_index`: at or before the head of the log.
+    `concerns_all`: its cause holds for all groups, so training does not begin.
     """
 
     group: GroupId
@@ -62,15 +63,17 @@ class FenceWanted:
     cause: str
     error: str
     from_index: int
+    concerns_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceWritten:
-    """The group is fenced, by this entry of the log."""
+    """The group is fenced, by this entry of the log; `before_training`: before all groups were ready or lost."""
 
     wanted: FenceWanted
     member: Member
     entry_index: int
+    before_training: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,10 +316,11 @@ class StoreLink:
             self._outbox.send(HasLeft(member=member))
             return
         is_published = index is not None
+        before_training = not store.exists(keys.ALL_GROUPS_READY)
         if index is None:
             keep_beating = partial(self._keep_beating, store)
             # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
-            error = wanted.error if wanted.error and store.exists(keys.ALL_GROUPS_READY) else ""
+            error = "" if before_training else wanted.error
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
         (text,) = log.entries(range(index, index + 1))
         entry = None if text is None else decode_entry(text)
@@ -326,8 +330,10 @@ class StoreLink:
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         if isinstance(entry, Fence) and self._layout.num_nodes > 1:
             self._quarantine_if_outvoted(entry, member)
-        self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
-        if not store.exists(keys.ALL_GROUPS_READY):
+        self._outbox.send(
+            FenceWritten(wanted=wanted, member=member, entry_index=index, before_training=before_training)
+        )
+        if before_training and not wanted.concerns_all:
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
 
     def _quarantine_if_outvoted(self, entry: Fence, member: Member) -> None:

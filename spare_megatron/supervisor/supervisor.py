@@ -423,7 +423,13 @@ class Supervisor:
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
         member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
         wanted = store_watch.FenceWanted(
-            group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
+            group=group,
+            member=member,
+            rank=rank,
+            cause=cause,
+            error=error,
+            from_index=self._head_hint,
+            concerns_all=self._raised.concerns_all(group, rank),
         )
         self._link.fence(wanted)
         self._num_fences_wanted += 1
@@ -432,8 +438,8 @@ class Supervisor:
         while self._inbox.poll():
             event: store_watch.LinkEvent = self._inbox.recv()
             match event:
-                case store_watch.FenceWritten(wanted=wanted, member=member, entry_index=index):
-                    self._on_fence_written(wanted, member, index)
+                case store_watch.FenceWritten():
+                    self._on_fence_written(event)
                 case store_watch.NodeSilent(node=node, cause=cause, members=members, left=left):
                     self._lose_members(members, f"node {node}: {cause}")
                     if left:
@@ -502,8 +508,9 @@ class Supervisor:
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
-    def _on_fence_written(self, wanted: store_watch.FenceWanted, member: Member, index: int) -> None:
+    def _on_fence_written(self, fence: store_watch.FenceWritten) -> None:
         """Journals and reports a loss that is now in the log, and schedules the group's restart."""
+        wanted, member, index = fence.wanted, fence.member, fence.entry_index
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
         group = wanted.group
@@ -526,9 +533,14 @@ class Supervisor:
         )
         self._journal.write(record)
         raised = self._raised.pop(group, wanted.rank)
-        text, concerns_all = ("", False) if raised is None else (raised.traceback, raised.concerns_all)
         self._driver.report(
-            reports.GroupLost(record=record, traceback=text, error=wanted.error, concerns_all=concerns_all)
+            reports.GroupLost(
+                record=record,
+                traceback="" if raised is None else raised.traceback,
+                error=wanted.error,
+                concerns_all=wanted.concerns_all,
+                before_training=fence.before_training,
+            )
         )
 
     def _has_ended(self, wanted: store_watch.FenceWanted) -> bool:

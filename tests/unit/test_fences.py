@@ -12,6 +12,7 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.log.actions import StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, encode_entry
+from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -187,6 +188,22 @@ def test_who_loses_every_race_for_an_entry_goes_on_beating_and_knows_that_the_st
     assert event.entry_index == store.num_turns - 1 > 0
     assert store.num_beats >= NUM_BEATS
     assert max(unanswered_s) < 1e6
+
+
+@pytest.mark.parametrize("concerns_all", [True, False])
+def test_training_does_not_begin_without_a_group_that_raised_what_holds_for_all(concerns_all: bool) -> None:
+    """The others trained on until the driver had read of it: to the end, if that took long enough."""
+    store = MemoryStore()
+    link, inbox = link_to(store)  # type: ignore[arg-type]
+    for group in (0, 1):
+        note_ready(store, GroupId(group), "itself", 3)  # type: ignore[arg-type]
+    link.fence(replace(wanted(LOST), concerns_all=concerns_all))
+    link.start()
+    event = next_event(inbox)
+    link.stop(WAIT_S)
+    assert isinstance(event, FenceWritten)
+    assert event.before_training
+    assert store.exists(keys.ALL_GROUPS_READY) == (not concerns_all)
 
 
 def test_who_has_always_one_more_fence_to_write_goes_on_beating() -> None:

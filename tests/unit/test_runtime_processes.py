@@ -14,7 +14,7 @@ import pytest
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
 from spare_megatron.core.machines.places import Holding
 from spare_megatron.driver import driver as driver_module
-from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.driver import Driver, RunFailed
 from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
@@ -161,6 +161,14 @@ def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_ca
     driver._handle(RanksReady(group=GroupId(0)), 0)
     driver._handle(GroupLost(record=LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)), 0)
     assert driver._absent_groups == {1}
+
+
+def test_a_loss_before_training_is_judged_even_if_its_report_comes_after_training_has_begun(driver: Driver) -> None:
+    """Each supervisor has a pipe to the driver, and what one has seen first may be read last."""
+    driver._handle(RanksReady(group=GroupId(0)), 0)
+    record = LossRecord(group=1, rank=0, cause="ValueError: other data", entry_index=0)
+    with pytest.raises(RunFailed, match="group 1 was lost before training began: rank 0: ValueError: other data"):
+        driver._handle(GroupLost(record=record, concerns_all=True, before_training=True), 0)
 
 
 def test_a_machine_that_has_left_its_place_to_another_does_not_end_the_run_with_the_next_wipe_out(

@@ -51,6 +51,7 @@ def commit(num_digits: int = 40) -> str:
 
 
 def _git(*words: str) -> str:
-    command = ["git", "-C", str(PACKAGE), *words]
+    # No optional locks: git would refresh the index under a lock, in which a command of the user's then fails.
+    command = ["git", "--no-optional-locks", "-C", str(PACKAGE), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
     return done.stdout.strip()

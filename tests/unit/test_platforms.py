@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import kubernetes_validate
-import psutil
 import pytest
 import typer.main
 import yaml
@@ -32,7 +33,7 @@ KUBERNETES = "1.33"
 """The oldest version that the recipe is for."""
 INVALID_CONFIGURATION = 2
 FIRST_OF_SIGNALS = 128
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 SPARE = """#!/bin/sh
 echo "$@" >>calls
 [ -z "$HANGS" ] || { trap 'echo ended >>calls; exit 0' USR1; touch ready; while :; do sleep 0.02; done; }
@@ -167,20 +168,39 @@ def test_the_job_fails_by_the_codes_of_a_run_that_is_over() -> None:
 # ------------------------------------------------------------------------------------------------- what a pod runs
 
 
-def pod(folder: Path, index: int, code: int = 0, *, hangs: bool = False) -> subprocess.Popen[str]:
-    """A pod whose `spare` ends with `code`, or only on SIGUSR1."""
-    (folder / "spare").write_text(SPARE)
-    (folder / "spare").chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "JOB_COMPLETION_INDEX": str(index),
-        "CODE": str(code),
-        "HANGS": "yes" if hangs else "",
-        "TMPDIR": str(folder),
-    }
-    command = [POD, "run.toml", "run", "--resume"]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
+class StartPod(Protocol):
+    def __call__(self, index: int, code: int = 0, *, hangs: bool = False) -> subprocess.Popen[str]: ...
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[StartPod]:
+    """Starts pods whose `spare` ends with `code`, or only on SIGUSR1. None outlives the test."""
+    (tmp_path / "spare").write_text(SPARE)
+    (tmp_path / "spare").chmod(0o755)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(index: int, code: int = 0, *, hangs: bool = False) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "JOB_COMPLETION_INDEX": str(index),
+            "CODE": str(code),
+            "HANGS": "yes" if hangs else "",
+            "TMPDIR": str(tmp_path),
+        }
+        command = [POD, "run.toml", "run", "--resume"]
+        started.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def wait_for(file: Path) -> None:
@@ -196,24 +216,24 @@ def calls_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), *((code, 10 + code) for code in range(1, 6)), (137, 137)])
 def test_the_first_pod_drives_the_run_and_distinguishes_an_end_from_a_loss(
-    tmp_path: Path, code: int, expected: int
+    pod: StartPod, tmp_path: Path, code: int, expected: int
 ) -> None:
-    assert pod(tmp_path, 0, code).wait(TIMEOUT_S) == expected
+    assert pod(0, code).wait(TIMEOUT_S) == expected
     assert calls_in(tmp_path) == ["train --config run.toml --run-dir run --resume"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 137])
-def test_every_other_pod_supervises_its_node(tmp_path: Path, code: int) -> None:
-    assert pod(tmp_path, 3, code).wait(TIMEOUT_S) == code
+def test_every_other_pod_supervises_its_node(pod: StartPod, tmp_path: Path, code: int) -> None:
+    assert pod(3, code).wait(TIMEOUT_S) == code
     assert calls_in(tmp_path) == ["supervise run --node 3 --wait-s 1800"]
 
 
-def test_a_pod_that_replaces_a_lost_driver_waits_for_the_end_and_says_how_it_was(tmp_path: Path) -> None:
+def test_a_pod_that_replaces_a_lost_driver_waits_for_the_end_and_says_how_it_was(pod: StartPod, tmp_path: Path) -> None:
     (tmp_path / "run/journal").mkdir(parents=True)
     (tmp_path / "run/config.toml").touch()
     (tmp_path / "sleep").write_text(f"#!/bin/sh\ntouch waits\nexec {shutil.which('sleep')} 0.02\n")
     (tmp_path / "sleep").chmod(0o755)
-    replacement = pod(tmp_path, 0)
+    replacement = pod(0)
     wait_for(tmp_path / "waits")
     assert replacement.poll() is None
     summary = {"outcome": "finished", "verdict": "valid", "steps_left": 0}
@@ -221,44 +241,45 @@ def test_a_pod_that_replaces_a_lost_driver_waits_for_the_end_and_says_how_it_was
     assert replacement.wait(TIMEOUT_S) == 0
     for other in ({"outcome": "wipe_out"}, {"verdict": "unknown"}, {"steps_left": 3}):
         (tmp_path / "run/summary.json").write_text(json.dumps({**summary, **other}))
-        assert pod(tmp_path, 0).wait(TIMEOUT_S) == 11
-    assert pod(tmp_path, 2, code=1).wait(TIMEOUT_S) == 0, "the run is over, and needs no node"
+        assert pod(0).wait(TIMEOUT_S) == 11
+    assert pod(2, code=1).wait(TIMEOUT_S) == 0, "the run is over, and needs no node"
     assert calls_in(tmp_path) == []
 
 
-def test_a_run_that_all_have_left_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_all_have_left_is_not_waited_for(pod: StartPod, tmp_path: Path) -> None:
     (tmp_path / "run/journal").mkdir(parents=True)
     (tmp_path / "run/config.toml").touch()
     long_ago_s = time.time() - 3600.0
     os.utime(tmp_path / "run/journal", (long_ago_s, long_ago_s))
-    replacement = pod(tmp_path, 0)
+    replacement = pod(0)
     _, text = replacement.communicate(timeout=TIMEOUT_S)
     assert (replacement.returncode, text) == (11, "spare-pod: no node has written to run/journal for 15 minutes\n")
 
 
-def test_a_pod_passes_the_request_to_end_on(tmp_path: Path) -> None:
-    process = pod(tmp_path, 1, hangs=True)
+def test_a_pod_passes_the_request_to_end_on(pod: StartPod, tmp_path: Path) -> None:
+    process = pod(1, hangs=True)
     wait_for(tmp_path / "ready")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(TIMEOUT_S) == 0
     assert calls_in(tmp_path)[1:] == ["ended"]
 
 
-def test_a_pod_that_is_to_end_has_its_groups_leave_and_its_replacement_has_them_back(tmp_path: Path) -> None:
+def test_a_pod_that_is_to_end_has_its_groups_leave_and_its_replacement_has_them_back(
+    pod: StartPod, tmp_path: Path
+) -> None:
     """As the first process of a container it ignored SIGTERM: the machine was lost, or the whole Job unsaved."""
     (tmp_path / "run").mkdir()
-    process = pod(tmp_path, 1, hangs=True)
+    process = pod(1, hangs=True)
     wait_for(tmp_path / "ready")
     process.send_signal(signal.SIGTERM)
     wait_for(tmp_path / "spare-notice-1")
     assert process.poll() is None, "its groups have time to leave"
-    for one in (*psutil.Process(process.pid).children(), process):
-        one.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait(TIMEOUT_S)
-    assert pod(tmp_path, 1).wait(TIMEOUT_S) == 0
+    assert pod(1).wait(TIMEOUT_S) == 0
     assert calls_in(tmp_path)[1:] == ["grow run node:1", "supervise run --node 1 --wait-s 1800"]
     assert not (tmp_path / "spare-notice-1").exists()
-    assert pod(tmp_path, 1).wait(TIMEOUT_S) == 0
+    assert pod(1).wait(TIMEOUT_S) == 0
     assert calls_in(tmp_path)[3:] == ["supervise run --node 1 --wait-s 1800"]
 
 

@@ -4,10 +4,13 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 from spare_megatron.machine.gpus import visible_gpus
 from tests.integration.etcd_cluster import find_etcd
@@ -29,6 +32,8 @@ def pytest_configure() -> None:
     os.environ.pop("COLUMNS", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if find_spec("triton") is None and Version(version("megatron-core")) >= Version("0.18"):
+        import spare_megatron.mcore  # noqa: F401  (tests import megatron first, which needs triton unless this did)
     gc.disable()  # until all tests are found: to examine what is imported takes nearly as long as to import it
 
 

@@ -47,8 +47,8 @@ def with_megatron(**megatron: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("package", "installed"),
     [
-        *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1")),
-        *(("torch", version) for version in (None, "2.10.2", "2.14.0", "2.14.0a0+git1234")),
+        *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.20.0", "1.16.1", "0.16.0rc1")),
+        *(("torch", version) for version in (None, "2.12.1", "2.16.0", "2.16.0a0+git1234")),
         *(("transformer-engine", version) for version in (None, "1.13.0", "2.8.0", "2.12.0")),
     ],
 )
@@ -60,8 +60,8 @@ def test_other_versions_are_refused_with_the_remedy(package: str, installed: str
 @pytest.mark.parametrize(
     ("package", "installed"),
     [
-        *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10")),
-        *(("torch", version) for version in ("2.11.0+cu130", "2.13.1+cpu", "2.13.0a0+nv26.1")),
+        *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10", "0.19.2")),
+        *(("torch", version) for version in ("2.13.1+cpu", "2.13.0a0+nv26.1", "2.15.0+cu132")),
         *(("transformer-engine", version) for version in ("2.9.0", "2.11+abc")),
     ],
 )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 
+from spare_megatron.mcore.model.compatibility import is_counted_on_tensor_rank
 from spare_megatron.mcore.model.model import Chunk
 
 
@@ -56,4 +56,4 @@ def is_divided_expert(parameter: torch.nn.Parameter) -> bool:
 
 def counts_for_norm(parameter: torch.nn.Parameter, groups: ProcessGroupCollection) -> bool:
     """Whether Megatron counts the gradient on this rank for the norm; it skips duplicates within the group."""
-    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, groups.tp))
+    return bool(param_is_not_shared(parameter)) and is_counted_on_tensor_rank(parameter, groups)

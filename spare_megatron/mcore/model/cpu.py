@@ -1,4 +1,4 @@
-"""Patches of hard-coded CUDA devices that let megatron-core 0.16 run on a CPU, each with the files that need it."""
+"""Patches of hard-coded CUDA devices that let megatron-core run on a CPU, each with the files that need it."""
 
 import sys
 from collections.abc import Callable
@@ -17,6 +17,7 @@ def install() -> None:
     _current_device_is_the_cpu()
     _cuda_literals_mean_the_cpu()
     _cuda_moves_nothing()
+    _no_stream_is_current()
     _optimizer_takes_cpu_tensors()
 
 
@@ -57,6 +58,15 @@ def _cuda_moves_nothing() -> None:
         return tensor
 
     torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+
+
+def _no_stream_is_current() -> None:
+    """Handles `torch.cuda.current_stream()`: distributed/param_and_grad_buffer.py (from megatron-core 0.19 on)."""
+
+    def current_stream(_device: object = None) -> None:
+        return None
+
+    torch.cuda.current_stream = current_stream  # type: ignore[assignment]
 
 
 def _optimizer_takes_cpu_tensors() -> None:

@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spare_megatron.mcore.model.compatibility import experts_submodules
+
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron asks for it in each router, and defines it with that package alone
 
@@ -98,7 +100,7 @@ def _with_loss(activation: Tensor, loss: Tensor) -> Tensor:
 
 def prepare_experts(spec: ModuleSpec) -> None:
     """Changes the specification of a layer with experts to ours; checkpoints name norms alike in all of them."""
-    spec.submodules.mlp.submodules.router = Router
+    experts_submodules(spec.submodules.mlp).router = Router
     names = spec.submodules.sharded_state_dict_keys_map
     spec.submodules.sharded_state_dict_keys_map = {
         local: stored for local, stored in names.items() if local != "pre_mlp_layernorm."

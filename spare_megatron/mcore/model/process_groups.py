@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from spare_megatron.mcore.model.compatibility import names_of_data_parallel_group
 from spare_megatron.stacking.layout import Layout
 
 _AXES = "pdect"
@@ -62,7 +63,8 @@ def _publish_groups(groups: ProcessGroupCollection) -> None:
     transformer/moe/token_dispatcher.py (memory for gathered tokens) and transformer/moe/moe_utils.py (expert biases).
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
-    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
+    for name in names_of_data_parallel_group():
+        setattr(parallel_state, name, groups.dp_cp)
     parallel_state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tp_dp_cp
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from spare_megatron.mcore.model.compatibility import without_triton
+
 _SERVICES = ("wandb", "torch.utils.tensorboard")
 
 
@@ -18,6 +20,7 @@ def import_megatron() -> None:
     torch.compile = partial(compile_when_called, compile_now)
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]
+    without_triton()
     try:
         import megatron.core  # noqa: F401
     finally:

@@ -17,7 +17,6 @@ from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
@@ -35,6 +34,7 @@ from spare_megatron.config.training.terms import global_batch, sequences_before,
 from spare_megatron.formats.store_space import gib
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.batches import stacked
+from spare_megatron.mcore.model.compatibility import part_of_context_rank
 
 
 class _Vocabulary:
@@ -410,4 +410,4 @@ def on_device(
     if config.data.reset_attention_mask:
         assert config.data.end_of_document is not None, "the driver has found the token that ends a document"
         batch["attention_mask"] = document_mask(batch["tokens"], config.data.end_of_document)
-    return get_batch_on_this_cp_rank(batch, context_parallel)
+    return part_of_context_rank(batch, context_parallel)

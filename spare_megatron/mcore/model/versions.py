@@ -15,8 +15,8 @@ class Range(NamedTuple):
 
 
 SUPPORTED = {
-    "torch": Range("2.11", "2.14"),
-    "megatron-core": Range("0.16.1", "0.17"),
+    "torch": Range("2.13", "2.16"),
+    "megatron-core": Range("0.16.1", "0.20"),
     "transformer-engine": Range("2.9", "2.12"),
     # Aborting a communicator may hang in older versions (reported by torchft).
     "NCCL": Range("2.26", "3"),

@@ -1,0 +1,74 @@
+"""Differences between the supported versions of megatron-core, one function each, found by what it has.
+
+A paragraph that begins with "Until" names the oldest version with which a branch, or the function, is dead.
+"""
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
+_KERNEL_NAMES = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+
+
+def without_triton() -> None:
+    """Lets megatron-core be imported without triton, which builds of torch for CPUs lack: from 0.18 on its schedules
+    import the kernels of `moe_paged_stash`, which is refused. To be called before the import.
+    """
+    if find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
+        module = ModuleType(_TRITON_KERNELS)
+        module.__dict__.update(dict.fromkeys(_KERNEL_NAMES))
+        sys.modules[_TRITON_KERNELS] = module
+
+
+def part_of_context_rank(batch: dict[str, Tensor], context_parallel: ProcessGroup) -> dict[str, Tensor]:
+    """The part of each sequence that this context-parallel rank computes.
+
+    Until 0.18 is the oldest: versions before it have no `is_hybrid_cp`, which later ones require.
+    """
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    options = {"is_hybrid_cp": False} if _takes(get_batch_on_this_cp_rank, "is_hybrid_cp") else {}
+    part: dict[str, Tensor] = get_batch_on_this_cp_rank(batch, cp_group=context_parallel, **options)
+    return part
+
+
+def experts_submodules(mlp: Any) -> Any:
+    """The submodules in the specification of a layer's experts.
+
+    Until 0.19 is the oldest: 0.16 has a ModuleSpec, 0.19 a `functools.partial`.
+    """
+    return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
+
+
+def names_of_data_parallel_group() -> tuple[str, ...]:
+    """Globals of `parallel_state` from which megatron-core reads the group of data- and context-parallel ranks.
+
+    Until 0.19 is the oldest: versions before it lack the second.
+    """
+    from megatron.core import parallel_state
+
+    names = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+    return tuple(name for name in names if hasattr(parallel_state, name))
+
+
+def is_counted_on_tensor_rank(parameter: Tensor, groups: Any) -> bool:
+    """Whether this tensor-parallel rank counts a parameter in norms: it is divided, or the rank is the first.
+
+    Until 0.19 is the oldest: versions before it do not take the group of experts, which equals the other one here.
+    """
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate as is_counted
+
+    options = {"expert_tp_group": groups.expt_tp} if _takes(is_counted, "expert_tp_group") else {}
+    return bool(is_counted(parameter, groups.tp, **options))
+
+
+@cache
+def _takes(function: Any, name: str) -> bool:
+    return name in signature(function).parameters

@@ -33,7 +33,7 @@ def check_version(package: str, installed: str | None) -> None:
     remedy = _REMEDIES.get(package, f"pip install '{package}{wanted}'")
     if installed is None:
         raise ImportError(f"{package}{wanted} is not installed: {remedy}")
-    if not _release(wanted.first) <= _release(installed) < _release(wanted.before):
+    if not release(wanted.first) <= release(installed) < release(wanted.before):
         raise ImportError(f"{package} {installed} is installed, spare_megatron needs {wanted}: {remedy}")
 
 
@@ -57,10 +57,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _release(text: str) -> tuple[int, ...]:
+def release(text: str) -> tuple[int, ...]:
     """The numbers of a version.
 
-    >>> _release("2.13.0+cu128"), _release("0.17.0rc1")
+    >>> release("2.13.0+cu128"), release("0.17.0rc1")
     ((2, 13, 0), (0, 17, 0))
     """
     found = re.match(r"\d+(\.\d+)*", text)

@@ -1,5 +1,5 @@
 """Reads the pickled parts of a checkpoint without running code: unknown classes become inert objects. A folder of
-weights may come from anywhere, and Megatron's own reader of `common.pt` and `.metadata` runs what is in them.
+weights may come from anywhere, and Megatron's own readers of `common.pt` and `.metadata` may run what is in them.
 """
 
 import argparse
@@ -86,14 +86,10 @@ def _load(file: IO[bytes], **options: Any) -> Any:
     return InertUnpickler(file, **options).load()
 
 
-def read_common(file: Path) -> dict[str, Any]:
-    """The content of `common.pt`. Raises ValueError if it is not one."""
+def read_pickled(file: Path | IO[bytes]) -> Any:
+    """What `torch.save` wrote; `named_damage` is for what it raises."""
     reader = SimpleNamespace(Unpickler=InertUnpickler, load=_load, __name__=__name__)
-    with named_damage(file):
-        found = torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no dictionary")
-    return found
+    return torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
 
 
 def read_metadata(file: Path) -> Metadata:

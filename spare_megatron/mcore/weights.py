@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -41,7 +42,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from spare_megatron.config.model.model_tensors import ModelTensor
 from spare_megatron.formats.codec import encode
 from spare_megatron.mcore.group_checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
-from spare_megatron.mcore.inert_pickle import named_damage, read_metadata
+from spare_megatron.mcore.inert_pickle import named_damage, read_metadata, read_pickled
 from spare_megatron.mcore.model.model import Chunk
 
 
@@ -95,6 +96,15 @@ class StoredWeights:
         with named_damage(f"{self._folder}: {name}"):
             self._reader.read_data(LoadPlan(items), _BoxPlanner(into))
 
+    def read_object(self, key: str) -> Any:
+        """The object under one of `objects`, read without running code. Raises ValueError if it cannot be read."""
+        start, index = torch.Size([0]), MetadataIndex(key)
+        item = ReadItem(LoadItemType.BYTE_IO, index, start, index, start, start)
+        planner = _ObjectPlanner()
+        with named_damage(f"{self._folder}: {key}"):
+            self._reader.read_data(LoadPlan([item]), planner)
+            return read_pickled(planner.content)[0]  # a list of the objects under a key
+
     def _tensor(self, key: str) -> TensorStorageMetadata:
         if key not in self._tensors:
             raise ValueError(f"{self._folder} has no tensor {key}")
@@ -111,6 +121,11 @@ class _BoxPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
+
+
+class _ObjectPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002  (it is the only one)
+        self.content = value
 
 
 def load_weights(folder: Path, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from spare_megatron.config.schema import RunConfig
 
 Args = Mapping[str, Any]
+EMPTY: Args = {}
 
 
 def build(args: Args, num_tensor: int, num_stages: int) -> GPTModel:
@@ -60,8 +61,12 @@ def build(args: Args, num_tensor: int, num_stages: int) -> GPTModel:
     ).eval()
 
 
-def save(_config: RunConfig, args: Args, sizes: tuple[int, int], folders: Mapping[Path, Args]) -> None:
-    """Saves random parameters as `save_checkpoint` of Megatron-LM does, with each metadata into its folder."""
+def save(
+    _config: RunConfig, args: Args, sizes: tuple[int, int], folders: Mapping[Path, Args], others: Args = EMPTY
+) -> None:
+    """Saves random parameters as `save_checkpoint` of Megatron-LM does, with each metadata into its folder. `others`:
+    arguments that are saved, too.
+    """
     model = build(args, *sizes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,7 +83,7 @@ def save(_config: RunConfig, args: Args, sizes: tuple[int, int], folders: Mappin
     for folder, metadata in folders.items():
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = {
-            "args": argparse.Namespace(**args),
+            "args": argparse.Namespace(**{**others, **args}),
             "checkpoint_version": 3.0,
             "iteration": 7,
             "model": model.sharded_state_dict(metadata={**metadata, "dp_cp_group": data}),

@@ -6,14 +6,16 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from packaging.version import Version
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import model_tensors
@@ -22,10 +24,14 @@ from spare_megatron.mcore.weights import StoredWeights
 from spare_megatron.tools.weights.megatron_args import args_of
 from spare_megatron.tools.weights.megatron_folder import export_megatron, import_megatron
 from spare_megatron.tools.weights.weights_folder import ExportOptions
+from tests.megatron_folders.folders import digest, kept, read_by_megatron, unpack
 
 CONFIG = RunConfig(model=ModelConfig(num_layers=2, hidden_size=16, vocab_size=20, activation="swiglu", qk_norm=True))
 
 ARGS = {**args_of(CONFIG), "params_dtype": torch.float32}
+
+COMMON = {"args": argparse.Namespace(**ARGS)}
+COMMON_OBJECT = "common_state/shard_0_1"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,11 +46,15 @@ def layers_apart() -> Tensors:
     return found
 
 
-def write(folder: Path, tensors: Tensors, common: dict[str, Any] | None = None) -> Path:
+def write(folder: Path, tensors: Mapping[str, Any], common: Any = COMMON, *, is_object: bool = False) -> Path:
+    """`is_object`: what is common is stored among the tensors, as by Megatron 0.19, and not in a file beside them."""
     iteration = folder / "iter_0000012"
     iteration.mkdir(parents=True)
-    torch_checkpoint.save(dict(tensors), checkpoint_id=iteration, no_dist=True)
-    torch.save({"args": argparse.Namespace(**ARGS)} if common is None else common, iteration / "common.pt")
+    objects = {COMMON_OBJECT: [common]} if is_object else {}
+    planner = torch_checkpoint.DefaultSavePlanner(flatten_state_dict=False)
+    torch_checkpoint.save({**tensors, **objects}, checkpoint_id=iteration, planner=planner, no_dist=True)
+    if not is_object:
+        torch.save(common, iteration / "common.pt")
     (iteration / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
     return folder
@@ -140,7 +150,7 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
             "has a tensor decoder.layers.2.mlp.linear_fc2.bias",
         ),
         ({"mtp.layers.0.eh_proj.weight": torch.zeros(2)}, "mtp.layers.0.eh_proj.weight, which has no place in the"),
-        ({QKV: torch.zeros(47, 16)}, f"{QKV} is of (47, 16), and (48, 16) by its common.pt"),
+        ({QKV: torch.zeros(47, 16)}, f"{QKV} is of (47, 16), and (48, 16) by its arguments"),
         (
             {"output_layer.weight": torch.zeros(20, 16)},
             "has a tensor output_layer.weight, which has no place in the model",
@@ -174,9 +184,11 @@ def test_a_number_of_layers_that_no_folder_has_is_refused_at_once(tmp_path: Path
         import_megatron(write(tmp_path / "saved", layers_apart(), common), tmp_path / "out")
 
 
-def test_drawn_damage_is_named_in_one_line(tmp_path: Path) -> None:
-    folder = write(tmp_path / "saved", layers_apart())
-    files = {name: (folder / "iter_0000012" / name).read_bytes() for name in (".metadata", "common.pt", "__0_0.distcp")}
+@pytest.mark.parametrize("is_object", [False, True])
+def test_drawn_damage_is_named_in_one_line(tmp_path: Path, is_object: bool) -> None:
+    folder = write(tmp_path / "saved", layers_apart(), is_object=is_object)
+    names = [".metadata", "__0_0.distcp", *([] if is_object else ["common.pt"])]
+    files = {name: (folder / "iter_0000012" / name).read_bytes() for name in names}
     draw = random.Random(2)
     num_refused = 0
     for number in range(300):
@@ -198,7 +210,7 @@ def test_drawn_damage_is_named_in_one_line(tmp_path: Path) -> None:
         except ValueError as found:
             error = str(found)
         if error:
-            assert str(folder) in error or "common.pt" in error
+            assert str(folder) in error or "arguments in the folder" in error
             assert error.isprintable()
             num_refused += 1
         (folder / "iter_0000012" / name).write_bytes(files[name])
@@ -238,6 +250,52 @@ def test_a_folder_that_is_none_of_torch_dist_is_refused_with_what_to_do(tmp_path
     assert "--auto-detect-ckpt-format --ckpt-convert-format torch_dist" in refusal(folder)
 
 
+def test_arguments_among_the_tensors_are_refused_by_name_where_they_are_missing_or_damaged(tmp_path: Path) -> None:
+    def refusal(name: str, common: Any) -> str:
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path / name / "iter_0000012"))) as error:
+            import_megatron(write(tmp_path / name, layers_apart(), common, is_object=True), tmp_path / "out")
+        return str(error.value)
+
+    assert f"{COMMON_OBJECT} has no args, which describe the model" in refusal("without", {"iteration": 12})
+    assert f"{COMMON_OBJECT} holds no dictionary" in refusal("list", [COMMON])
+    assert f"{COMMON_OBJECT} has model.decoder.gate pickled" in refusal(
+        "pickled", {**COMMON, "model": {"decoder.gate": torch.ones(2)}}
+    )
+    folder = write(tmp_path / "neither", layers_apart())
+    (folder / "iter_0000012" / "common.pt").unlink()
+    with pytest.raises(ValueError, match=f"has neither common.pt nor an object {COMMON_OBJECT} in .metadata"):
+        import_megatron(folder, tmp_path / "out")
+    folder = write(tmp_path / "object", {**layers_apart(), COMMON_OBJECT: {"no": "list"}})
+    (folder / "iter_0000012" / "common.pt").unlink()
+    with pytest.raises(ValueError, match=f"iter_0000012: {COMMON_OBJECT} cannot be read"):
+        import_megatron(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("of_version", kept())
+def test_a_kept_folder_of_each_form_becomes_the_tensors_that_its_own_version_read(
+    tmp_path: Path, of_version: str
+) -> None:
+    folder = unpack(of_version, tmp_path)
+    assert (folder / "iter_0000007" / "common.pt").exists() == (of_version == "0.16.1")
+    import_megatron(folder, tmp_path / "out")
+    stored = StoredWeights(tmp_path / "out" / "checkpoints" / "step-00000000")
+    found = {}
+    for key in stored.names():
+        values = torch.empty(stored.shape(key), dtype=stored.dtype(key))
+        stored.read(key, [0 for _ in values.shape], values)
+        found[key] = digest(values)
+    assert found == kept()[of_version]
+    model = load_run_config(tmp_path / "out" / "config.toml").config.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (2, 16, 24, 32)
+    assert (model.num_attention_heads, model.num_query_groups, model.norm_eps) == (4, 2, 1e-6)
+
+
+@pytest.mark.parametrize("of_version", [name for name in kept() if Version(name) <= Version(version("megatron-core"))])
+def test_the_installed_megatron_reads_the_same_of_a_kept_folder(tmp_path: Path, of_version: str) -> None:
+    found = read_by_megatron(unpack(of_version, tmp_path) / "iter_0000007")
+    assert {key: digest(values) for key, values in found.items()} == kept()[of_version]
+
+
 class Color(enum.Enum):
     """Stands for an enum of a package that is not installed."""
 
@@ -254,11 +312,12 @@ class Harmful:
         return Path.touch, (self._file,)
 
 
-def test_no_code_of_a_folder_runs_and_unknown_classes_do_no_harm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_object", [False, True])
+def test_no_code_of_a_folder_runs_and_unknown_classes_do_no_harm(tmp_path: Path, is_object: bool) -> None:
     touched = tmp_path / "touched"
     args = argparse.Namespace(**ARGS, color=Color.RED, harmful=Harmful(touched))
     common = {"args": args, "rng": torch.zeros(3), "harmful": [Harmful(touched)], Color.RED: {1}}
-    folder = write(tmp_path / "saved", layers_apart(), common)
+    folder = write(tmp_path / "saved", layers_apart(), common, is_object=is_object)
     import_megatron(folder, tmp_path / "out")
     assert imported(tmp_path / "out").keys() == layers_apart().keys()
     metadata = folder / "iter_0000012" / ".metadata"

@@ -1,7 +1,7 @@
 """A run's model to and from the arguments of Megatron-LM's `pretrain_gpt.py`, as its checkpoints hold them.
 
 Both directions raise ValueError for what the other side does not have. The arguments are those of Megatron-LM 0.16.1
-and, where it renamed them, of earlier versions. Loads without torch.
+to 0.19 and, where 0.16.1 renamed them, of earlier versions. Loads without torch.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,6 +54,8 @@ _ONLY: Mapping[str, Collection[object]] = {
     "mtp_num_layers": (None, 0),
     "is_hybrid_model": (False,),
     "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "use_mup": (False,),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
     "experimental_attention_variant": (None,),
@@ -194,7 +196,7 @@ class _Args:
     window_attn_skip_freq: int | list[int] | None = None
 
 
-_WHERE = "common.pt: "
+_WHERE = "arguments in the folder: "
 
 
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:

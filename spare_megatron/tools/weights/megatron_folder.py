@@ -14,7 +14,7 @@ from torch import Tensor
 from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.model.model_tensors import LAYERS, WORDS, ModelTensor, model_tensors, with_local_norms
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.inert_pickle import read_common
+from spare_megatron.mcore.inert_pickle import named_damage, read_pickled
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights import weights_folder
@@ -22,6 +22,8 @@ from spare_megatron.tools.weights.megatron_args import args_of, settings_in
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""The object in whose place megatron-core 0.16 has `common.pt`; 0.19 writes it."""
 _FORMAT = "metadata.json"
 _VERSION = 3.0
 """Of the order of rows of queries, keys and values: by query group."""
@@ -38,7 +40,7 @@ _STATES = (
 """Modules of a layer for which transformer-engine or Megatron's own layers demand an extra state, which is empty."""
 
 _CHUNK = re.compile(r"model\d*$")
-"""Keys of common.pt for parts of the model that Megatron does not store as tensors; usually there are none."""
+"""Keys beside the tensors for parts of the model that Megatron does not store as tensors; usually there are none."""
 _MODULES = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?(optimizer|param_state)\b")
 
@@ -112,28 +114,45 @@ def import_megatron(folder: Path, out: Path) -> Checkpoint:
     Raises ValueError if the folder has another format, or its model is not supported here.
     """
     iteration = _iteration_at(folder)
-    common = read_common(iteration / _COMMON)
+    stored = StoredWeights(iteration)
+    common, where = _read_common(iteration, stored)
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
-        raise ValueError(
-            f"{iteration / _COMMON} has no args, which describe the model; Megatron-LM's training saves them"
-        )
-    stored = StoredWeights(iteration)
-    _require_no_others(common, stored, iteration)
+        raise ValueError(f"{where} has no args, which describe the model; Megatron-LM's training saves them")
+    _require_no_others(common, where, stored, iteration)
     names = {name for name in stored.names() if not _OF_OPTIMIZER.match(name)}
     precision = weights_folder.precision_of({name: stored.dtype(name) for name in names}, iteration)
     settings = settings_in(vars(args), (stored.shape(WORDS) or (0,))[0], precision)
     return weights_folder.write_import(folder, out, settings, lambda config: _reader(stored, names, config, iteration))
 
 
-def _require_no_others(common: Mapping[Any, Any], stored: StoredWeights, folder: Path) -> None:
+def _read_common(folder: Path, stored: StoredWeights) -> tuple[dict[Any, Any], str]:
+    """What is saved beside the tensors, and where; Megatron prefers the file, too. Raises ValueError."""
+    if (file := folder / _COMMON).exists():
+        where = str(file)
+        with named_damage(file):
+            found = read_pickled(file)
+    elif _COMMON_OBJECT in stored.objects():
+        where = f"{folder}: {_COMMON_OBJECT}"
+        found = stored.read_object(_COMMON_OBJECT)
+    else:
+        raise ValueError(
+            f"{folder} has neither {_COMMON} nor an object {_COMMON_OBJECT} in .metadata; one of them must hold the "
+            f"arguments that describe the model"
+        )
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds no dictionary")
+    return found, where
+
+
+def _require_no_others(common: Mapping[Any, Any], where: str, stored: StoredWeights, folder: Path) -> None:
     """Raises ValueError for parts of the model that are stored where no tensors are looked for."""
     chunks = {key: part for key, part in common.items() if _CHUNK.match(str(key)) and isinstance(part, dict)}
     pickled = [f"{key}.{name}" for key, part in chunks.items() for name in part]
     objects = [key for key in stored.objects() if key.startswith(_MODULES) and "_extra_state" not in key]
-    for file, names in ((_COMMON, pickled), (".metadata", objects)):
+    for place, names in ((where, pickled), (folder / ".metadata", objects)):
         if names:
-            raise ValueError(f"{folder / file} has {names[0]} pickled, and only tensors are read")
+            raise ValueError(f"{place} has {names[0]} pickled, and only tensors are read")
 
 
 def _iteration_at(path: Path) -> Path:
@@ -178,7 +197,7 @@ def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: P
     used = {key for source in sources.values() for key in source.keys}
     if foreign := sorted(names - used):
         raise ValueError(
-            f"{folder} has a tensor {foreign[0]}, which has no place in the model of its common.pt, and {len(foreign)} "
+            f"{folder} has a tensor {foreign[0]}, which has no place in the model of its arguments, and {len(foreign)} "
             f"such in all"
         )
 
@@ -198,7 +217,7 @@ def _source(tensor: ModelTensor, names: Set[str], folder: Path) -> _Source:
             if names >= set(found):
                 return _Source(keys=found, offset=offset)
     usual = f" nor {tensor.key_in_layer}" if tensor.layer is not None else ""
-    raise ValueError(f"{folder} has no tensor {tensor.key}{usual}, which the model of its common.pt has")
+    raise ValueError(f"{folder} has no tensor {tensor.key}{usual}, which the model of its arguments has")
 
 
 def _keys_of(tensor: ModelTensor) -> Iterator[Sequence[str]]:
@@ -215,7 +234,7 @@ def _require_shape(stored: StoredWeights, tensor: ModelTensor, source: _Source, 
     wanted = (*stack, num_rows // len(source.keys), *others)
     for key in source.keys:
         if stored.shape(key) != wanted:
-            raise ValueError(f"{folder}: {key} is of {stored.shape(key)}, and {wanted} by its common.pt")
+            raise ValueError(f"{folder}: {key} is of {stored.shape(key)}, and {wanted} by its arguments")
 
 
 def _read(stored: StoredWeights, key: str, offset: int | None) -> Tensor:

@@ -18,7 +18,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
-from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.gradients.digests import TensorsDigest, prepare_digests
 from spare_megatron.mcore.gradients.gradients import make_gradient_sums
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
@@ -97,6 +97,7 @@ class GroupTrainer:
             cpu.install()
         self._config, self._device = config, device
         self._probe = SilentProbe() if probe is None else probe
+        prepare_digests(device)
         transformer = transformer_config(config, device)
         timeout = timedelta(seconds=config.control.group_timeout_s)
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)

@@ -78,12 +78,17 @@ def words_digest(tensor: Tensor) -> Tensor:
     return (sums * multipliers_on(tensor.device)[:, : len(sums)].t()).sum(0)
 
 
+def prepare_digests(device: torch.device) -> None:
+    """Compiles what digests on this device need, so that no later one has to wait for that."""
+    _has_kernel(device)
+
+
 def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     from spare_megatron.mcore.gradients.kernels import can_sum_blocks
 
-    return can_sum_blocks(device)
+    return can_sum_blocks(device, BLOCK_WORDS)
 
 
 def _words(data: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Import only with a GPU: Triton comes with torch's CUDA builds alone.
 
 import subprocess
 from functools import cache
+from itertools import product
 
 import torch
 import triton
@@ -14,6 +15,11 @@ from torch import Tensor
 
 _BLOCK = 1024
 """Elements that a program of a kernel takes at a time."""
+
+_OFFSETS = (0, 1)
+"""Of the first element from an address that a multiple of 16 bytes divides. Triton compiles a variant for each, as only
+aligned loads are wide; which of them a patch needs depends on where the kept buckets end.
+"""
 
 _NOT_COMPILED = (OSError, RuntimeError, subprocess.SubprocessError)
 """What Triton raises without a C compiler or Python's headers."""
@@ -26,10 +32,12 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
 
 
 def check_fixed_point(device: torch.device) -> None:
-    """Runs the kernel once. Raises ValueError if it cannot be compiled here."""
+    """Compiles all variants of the kernel. Raises ValueError if that is not possible here."""
     try:
-        nothing = torch.zeros(_BLOCK, dtype=torch.int64, device=device)
-        add_rounded(nothing, nothing.float(), 1.0, torch.zeros((), device=device))
+        sums, largest = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        for dtype, first, other in product((torch.float32, torch.bfloat16), _OFFSETS, _OFFSETS):
+            values = torch.zeros(2, dtype=dtype, device=device)
+            add_rounded(sums[first : first + 1], values[other : other + 1], 1.0, largest)
     except _NOT_COMPILED as error:
         raise ValueError(
             f"reduce.mode=reproducible compiles a kernel where there is a GPU, and that failed: {error}; install a C "
@@ -37,8 +45,10 @@ def check_fixed_point(device: torch.device) -> None:
         ) from error
 
 
-@triton.jit
-def _add_rounded(sums, values, largest_bits, scale, num_elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+# The number of elements differs between patches: without these marks Triton would compile variants for 1, for multiples
+# of 16, and for 2^31 and more.
+@triton.jit(do_not_specialize=["num_elements"], do_not_specialize_on_alignment=["largest_bits"])
+def _add_rounded(sums, values, largest_bits, scale, num_elements: tl.int64, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = places < num_elements
     scaled = tl.load(values + places, mask=is_inside, other=0.0).to(tl.float32) * scale
@@ -69,13 +79,13 @@ def sum_blocks(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 @cache
-def can_sum_blocks(device: torch.device) -> bool:
-    """Whether the kernel compiles here: it needs a C compiler and Python's headers. Tried once."""
+def can_sum_blocks(device: torch.device, block_words: int) -> bool:
+    """Whether the kernel compiles here, which needs a C compiler and Python's headers: compiles all variants, once."""
     try:
-        sum_blocks(
-            torch.zeros(1, _BLOCK, dtype=torch.int32, device=device),
-            torch.ones(2, _BLOCK, dtype=torch.int64, device=device),
-        )
+        words = torch.zeros(block_words + 1, dtype=torch.int32, device=device)
+        multipliers = torch.ones(2, block_words, dtype=torch.int64, device=device)
+        for first in _OFFSETS:
+            sum_blocks(words[first : first + block_words].view(1, -1), multipliers)
     except _NOT_COMPILED:
         return False
     return True

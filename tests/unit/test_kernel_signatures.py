@@ -1,0 +1,167 @@
+"""How many variants of a kernel Triton compiles: all before the first step, whatever a recovery adds or compares."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spare_megatron.mcore import gradients
+from spare_megatron.mcore.gradients import digests, fixed_point
+
+CPU = torch.device("cpu")
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+
+Signature = tuple[Any, ...]
+
+
+class Kernel:
+    """A function under `triton.jit`, which is never run: a launch only notes the variant that it needs."""
+
+    def __init__(self, function: Callable[..., None], compiled: set[Signature], marks: dict[str, list[str]]) -> None:
+        self._name = function.__name__
+        self._parameters = inspect.signature(function).parameters
+        self._unmarked = frozenset(self._parameters).difference(marks.get("do_not_specialize", ()))
+        self._aligned = self._unmarked.difference(marks.get("do_not_specialize_on_alignment", ()))
+        assert marks.keys() <= {"do_not_specialize", "do_not_specialize_on_alignment"}
+        assert {name for names in marks.values() for name in names} <= self._parameters.keys()
+        self._compiled = compiled
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*given: Any, **constants: int) -> None:
+            arguments = dict(zip(self._parameters, given, strict=False)) | constants
+            assert arguments.keys() == self._parameters.keys()
+            self._compiled.add((self._name, *(self.variant(name, value) for name, value in arguments.items())))
+
+        return launch
+
+    def variant(self, name: str, value: Any) -> Signature:
+        """The type of an argument, and what Triton assumes of its value."""
+        annotation = self._parameters[name].annotation
+        if annotation == "constexpr":
+            return "constexpr", value
+        is_aligned = name in self._aligned
+        if isinstance(value, Tensor):
+            return f"*{TYPES[value.dtype]}", "D" if is_aligned and value.data_ptr() % 16 == 0 else ""
+        if isinstance(value, float):
+            return "fp32", ""
+        if value == 1 and name in self._unmarked and annotation is inspect.Parameter.empty:
+            return "constexpr", 1
+        fits = -(2**31) <= value < 2**31
+        kind = annotation if annotation is not inspect.Parameter.empty else "i32" if fits else "i64"
+        return kind, "D" if is_aligned and value % 16 == 0 else ""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Signature]]:
+    """The variants that are compiled, with a stand-in for Triton, which is not installed with torch for CPUs."""
+    found: set[Signature] = set()
+
+    def jit(function: Callable[..., None] | None = None, **marks: list[str]) -> Any:
+        return Kernel(function, found, marks) if function else lambda function: Kernel(function, found, marks)
+
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(triton).update(jit=jit, cdiv=lambda numerator, denominator: -(-numerator // denominator), language=language)
+    vars(language).update(constexpr="constexpr", int64="i64")
+    name = "spare_megatron.mcore.gradients.kernels"
+    for module in (triton, language):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module(name)
+    yield found
+    del sys.modules[name]
+    del gradients.kernels
+
+
+def test_nothing_is_compiled_for_the_gradients_of_a_patch(compiled: set[Signature]) -> None:
+    """Buckets that are kept end at any element, so a patch adds the rest of a parameter: any size, at any address."""
+    from spare_megatron.mcore.gradients import kernels
+
+    kernels.check_fixed_point(CPU)
+    assert len(compiled) == 8, "2 types of gradients, each aligned or not, and sums aligned or not"
+    at_start = set(compiled)
+    sums, largest = torch.zeros(5003, dtype=torch.int64), torch.zeros(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.zeros(5003, dtype=dtype)
+        for first in (*range(64), 1023, 1024, 4987, 5002):
+            for size in (5003 - first, 1, 16, 1024):
+                kernels.add_rounded(sums[first:][:size], values[first:][:size], 2.0**31, largest[first % 3])
+    for size in (2**31 - 1, 2**31, 2**33):  # of embeddings, on a device that computes nothing
+        huge = torch.empty(size, device="meta")
+        kernels.add_rounded(torch.empty(size, dtype=torch.int64, device="meta"), huge, 1.0, largest[0])
+    assert compiled == at_start
+
+
+def test_nothing_is_compiled_for_the_digests_of_a_recovery(
+    compiled: set[Signature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spare_megatron.mcore.gradients import kernels
+
+    compile_all = kernels.can_sum_blocks
+    monkeypatch.setattr(digests, "_has_kernel", lambda _: compile_all(CPU, digests.BLOCK_WORDS))  # as on a GPU
+    digests.prepare_digests(CPU)
+    assert len(compiled) == 2, "words aligned or not"
+    at_start = set(compiled)
+    words = torch.zeros(3 * digests.BLOCK_WORDS + 7, dtype=torch.int32)
+    for first in range(6):
+        for num_words in (digests.BLOCK_WORDS, 2 * digests.BLOCK_WORDS, len(words) - first, 5):
+            digests.words_digest(words[first : first + num_words])
+    for first in range(9):  # in bf16, and in bytes that begin in no word
+        digests.words_digest(words.view(torch.bfloat16)[first:])
+        digests.words_digest(words.view(torch.uint8)[first:])
+    assert compiled == at_start
+
+
+def test_the_variants_are_told_apart_as_triton_does() -> None:
+    """The rules of this file against Triton's own, where that is installed; it needs no GPU for them."""
+    pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; its 286 MB are too much for the tests")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from spare_megatron.mcore.gradients import kernels
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    jitted = kernels._add_rounded
+    bind = create_function_from_signature(jitted.signature, jitted.params, backend)
+    marks = {
+        "do_not_specialize": list(jitted.do_not_specialize),
+        "do_not_specialize_on_alignment": list(jitted.do_not_specialize_on_alignment),
+    }
+    ours = Kernel(jitted.fn, set(), marks)
+    assert list(map(str, ours._parameters)) == [parameter.name for parameter in jitted.params]
+    pairs = set()
+    sums, values = torch.zeros(64, dtype=torch.int64), torch.zeros(64)
+    for first in range(5):
+        for dtype in (torch.float32, torch.bfloat16):
+            for size in (1, 16, 17, 2**31):
+                given = (sums[first:], values.to(dtype)[first:], torch.zeros(9, dtype=torch.int32)[first:], 2.0, size)
+                theirs = tuple(map(str, bind(*given, 1024)[1]))
+                pairs.add((theirs, tuple(map(str, map(ours.variant, ours._parameters, (*given, 1024))))))
+    theirs_of, ours_of = (len({pair[side] for pair in pairs}) for side in range(2))
+    assert (theirs_of, ours_of, len(pairs)) == (6, 6, 6), "one to one, and the size matters to neither"
+
+
+def test_the_check_of_a_machine_compiles_every_variant_or_says_why_not(
+    compiled: set[Signature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variant that fails is the reason, not the first one alone."""
+    from spare_megatron.mcore.gradients import kernels
+
+    launched: list[Tensor] = []
+
+    def add_rounded(_sums: Tensor, values: Tensor, _scale: float, _largest: Tensor) -> None:
+        launched.append(values)
+        if values.dtype == torch.bfloat16:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels, "add_rounded", add_rounded)
+    with pytest.raises(ValueError, match=r"Failed to find C compiler; install a C compiler"):
+        kernels.check_fixed_point(CPU)
+    assert [values.dtype for values in launched] == [torch.float32] * 4 + [torch.bfloat16]
+    assert fixed_point.choose_add_rounded(CPU) is fixed_point.add_rounded

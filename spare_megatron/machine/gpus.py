@@ -6,8 +6,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
 """NVML's own limit for names and UUIDs."""
@@ -30,6 +32,7 @@ class _Memory(ctypes.Structure):
 class Gpu:
     """One GPU as CUDA shows it to a process; `name` is its model, `free_bytes` its unused memory."""
 
+    uuid: str
     name: str
     memory_bytes: int
     free_bytes: int
@@ -56,19 +59,85 @@ def visible_gpus() -> tuple[Gpu, ...]:
     MIG instances CUDA shows only one, and here none beside a whole GPU. Empty where no driver is loaded.
     """
     with _library() as nvml:
-        return tuple(_describe(nvml, device) for device in _visible_devices(nvml))
+        return tuple(_describe(nvml, device) for device in _visible_devices(nvml, os.environ.get(_VISIBLE)))
 
 
-def reduced_clocks() -> tuple[str, ...]:
-    """Of each device of `visible_gpus` why its clock is reduced, and to what; empty for one that is not throttled."""
+def reduced_clocks(names: str | None = None) -> tuple[str, ...]:
+    """Of each device that CUDA shows under `names`, as in CUDA_VISIBLE_DEVICES, why its clock is reduced, and to what;
+    empty for one that is not throttled.
+    """
     with _library() as nvml:
-        return tuple(_reduced_clock(nvml, device) for device in _visible_devices(nvml))
+        return tuple(_reduced_clock(nvml, device) for device in _visible_devices(nvml, names))
+
+
+def list_file(run_dir: Path, node: int) -> Path:
+    """The list of the GPUs of this node's machine, by UUID, in the order in which its ranks have them."""
+    return run_dir / "gpus" / f"node-{node}"
+
+
+def read_list(file: Path) -> tuple[str, ...]:
+    """Empty if there is none yet."""
+    with contextlib.suppress(FileNotFoundError):
+        return tuple(file.read_text().split())
+    return ()
+
+
+def write_list(file: Path, uuids: Sequence[str]) -> None:
+    """Writes it as a whole or not at all; OSError: the disk does not take it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text("".join(f"{uuid}\n" for uuid in uuids))
+    unfinished.replace(file)
+
+
+def gpus_of_machine(kept: Sequence[str], here: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs of a machine in the order of the list `kept`, of which some may be lost, where it has those of `here`
+    now. With none of the list here, this is another machine, which begins a list of its own.
+    """
+    return tuple(kept if not here or set(kept).intersection(here) else here)
+
+
+def show(uuids: Sequence[str]) -> None:
+    """Has this process, and those that it starts, see these GPUs alone, in this order. CUDA is not in use yet."""
+    os.environ[_VISIBLE] = ",".join(uuids)
+
+
+@contextlib.contextmanager
+def shown_to_children(uuid: str | None) -> Iterator[None]:
+    """Processes that are spawned meanwhile see this GPU alone, from before their first import; with None, what this
+    process sees. Not for two threads at a time.
+    """
+    own = os.environ.get(_VISIBLE)
+    if uuid is not None:
+        show([uuid])
+    try:
+        yield
+    finally:
+        restore_shown(own)
+
+
+def restore_shown(names: str | None) -> None:
+    """Sets CUDA_VISIBLE_DEVICES as it was."""
+    if names is None:
+        os.environ.pop(_VISIBLE, None)
+    else:
+        os.environ[_VISIBLE] = names
+
+
+def hide_all() -> str | None:
+    """Has this process see no GPU until `restore_shown` gets what this returns."""
+    own = os.environ.get(_VISIBLE)
+    show([])
+    return own
 
 
 class ClockReader:
-    """Returns what its last call found by `reduced_clocks`, in a thread: with a broken GPU NVML may not return."""
+    """Returns what its last call found by `reduced_clocks`, in a thread: with a broken GPU NVML may not return. Of the
+    GPUs that this process sees now; what children are shown later does not matter to the thread.
+    """
 
     def __init__(self) -> None:
+        self._names = os.environ.get(_VISIBLE)
         self._found: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
 
@@ -79,7 +148,7 @@ class ClockReader:
         return self._found
 
     def _read(self) -> None:
-        self._found = reduced_clocks()
+        self._found = reduced_clocks(self._names)
 
 
 @contextlib.contextmanager
@@ -97,8 +166,8 @@ def _library() -> Iterator[Any]:
         nvml.nvmlShutdown()
 
 
-def _visible_devices(nvml: Any) -> Sequence[_Device]:
-    return () if nvml is None else _visible(_cards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _visible_devices(nvml: Any, names: str | None) -> Sequence[_Device]:
+    return () if nvml is None else _visible(_cards(nvml), names)
 
 
 def _visible(cards: Sequence[_Card], names: str | None) -> Sequence[_Device]:
@@ -152,7 +221,7 @@ def _describe(nvml: Any, device: _Device) -> Gpu:
     memory = _Memory()
     nvml.nvmlDeviceGetMemoryInfo(device.handle, ctypes.byref(memory))
     name = _text(nvml.nvmlDeviceGetName, device.handle)
-    return Gpu(name=name, memory_bytes=memory.total, free_bytes=memory.free)
+    return Gpu(uuid=device.uuid, name=name, memory_bytes=memory.total, free_bytes=memory.free)
 
 
 def _reduced_clock(nvml: Any, device: _Device) -> str:

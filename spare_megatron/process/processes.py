@@ -25,6 +25,7 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.formats.printable import printable
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
+from spare_megatron.machine.gpus import restore_shown
 from spare_megatron.machine.interrupts import never_in_children
 from spare_megatron.machine.network import HUB_ADDRESS, run_in_network_of, serve_hub
 from spare_megatron.machine.standard_streams import outlast
@@ -138,7 +139,10 @@ def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) 
     """Runs the target in a child of the fork server, which dies with the server. That ends when no process holds the
     other end of its pipe, which every child inherits: each closes it, so that only the driver holds it.
     """
+    from spare_megatron.process.fork_server import VISIBLE_TO_CHILDREN  # which only the server itself imports
+
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    restore_shown(VISIBLE_TO_CHILDREN)
     # A collection would examine all that the server has imported, for 0.2 s, and copy their shared pages.
     gc.freeze()
     gc.enable()

@@ -19,7 +19,7 @@ class RankSpec:
     """What a rank's process needs to know. `incarnation`: of the group; `rank`: index inside it. `page`: inherited by
     the process; a spec that is sent has none. `seconds_left`: until the run ends with the current step.
     `wiped_out_at_s`: monotonic time at which the supervisor learned of the wipe-out that caused this start. `code`: the
-    driver's digest.
+    driver's digest. `gpu`: UUID of the only GPU that the process sees; empty on CPUs, and where its machine lacks one.
     """
 
     config: RunConfig
@@ -27,7 +27,7 @@ class RankSpec:
     group: GroupId
     incarnation: int
     rank: int
-    device: str
+    gpu: str = ""
     store: StoreSpec
     faults: tuple[Fault, ...]
     page: HeartbeatPage | None = None
@@ -41,6 +41,10 @@ class RankSpec:
         return f"group-{self.group:04d}-rank-{self.rank}" + (f"-life-{self.incarnation}" if self.incarnation else "")
 
     @property
+    def device(self) -> str:
+        return "cuda:0" if self.config.cluster.device == "gpu" else "cpu"
+
+    @property
     def member(self) -> Member:
         return Member(self.group, self.incarnation)
 
@@ -50,18 +54,21 @@ class RankSpec:
         return self.group * self.config.parallel.ranks_per_group + self.rank
 
 
-def devices_on(config: RunConfig, node: int) -> list[str]:
-    """The device of each rank of a node, in order. With the local launcher all nodes share the GPUs of one machine."""
+def gpus_on(config: RunConfig, node: int) -> list[int | None]:
+    """Which of its machine's GPUs each rank of a node has, in order; None on CPUs. With the local launcher all nodes
+    share the GPUs of one machine.
+    """
     cluster, layout = config.cluster, config.parallel
+    if cluster.device != "gpu":
+        return [None] * layout.ranks_per_node
     first = node * layout.ranks_per_node if cluster.launcher == "local" else 0
-    indices = [(first + position) // cluster.ranks_per_gpu for position in range(layout.ranks_per_node)]
-    return [f"cuda:{index}" if cluster.device == "gpu" else "cpu" for index in indices]
+    return [(first + position) // cluster.ranks_per_gpu for position in range(layout.ranks_per_node)]
 
 
-def device_of(config: RunConfig, group: GroupId, rank: int) -> str:
-    """The device of a rank of a group, on the machine that holds its place."""
+def gpu_of(config: RunConfig, group: GroupId, rank: int) -> int | None:
+    """The same of one rank of a group, on the machine that holds its place."""
     node = config.parallel.node_of(group, rank)
-    return devices_on(config, node)[config.parallel.ranks_on(node).index((group, rank))]
+    return gpus_on(config, node)[config.parallel.ranks_on(node).index((group, rank))]
 
 
 RankMain = Callable[[RankSpec, Connection], None]
@@ -71,7 +78,8 @@ RankMain = Callable[[RankSpec, Connection], None]
 class NodeSpec:
     """What a supervisor's process needs to know. `hub_pid`: holds the bridge between the nodes' networks.
     `incarnation`: of the supervisor. `is_remote`: the driver is on another machine, and may be lost without the node.
-    `ends_at_s`: when training is to end, on the machine's monotonic clock. `code`: digest of the driver's code.
+    `ends_at_s`: when training is to end, on the machine's monotonic clock. `code`: digest of the driver's code. `gpus`:
+    UUIDs of the machine's GPUs, which its supervisor finds.
     """
 
     config: RunConfig
@@ -85,6 +93,7 @@ class NodeSpec:
     is_remote: bool = False
     ends_at_s: float | None = None
     code: str = field(default_factory=code_digest)
+    gpus: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -19,7 +19,13 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.bootstrap import check_same_device, check_shared_data, choose_device, join_group
+from spare_megatron.rank.bootstrap import (
+    check_same_device,
+    check_shared_data,
+    choose_device,
+    join_group,
+    refuse_lost_gpu,
+)
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
@@ -65,6 +71,7 @@ class Assembly:
         probe: RankProbe,
         progress: RankProgress,
     ) -> None:
+        refuse_lost_gpu(spec)
         device = choose_device(spec.config, spec.device, spec.number)
         self.ranks = join_group(spec, store, device)
         trainer = _trainer(spec, controller, device, store, probe)

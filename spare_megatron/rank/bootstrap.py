@@ -9,18 +9,32 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.machine.starvation import unstarved_clock
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.process.span_ring import PassTimes
-from spare_megatron.process.specs import RankSpec
+from spare_megatron.process.specs import RankSpec, gpu_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
 
 _MARGIN_S = 30.0
 """Ranks wait this much longer for their leader than the leader waits for the store."""
+
+
+def refuse_lost_gpu(spec: RankSpec) -> None:
+    """RuntimeError: the driver does not list the rank's GPU, the only one that this process sees."""
+    if spec.device == "cpu" or visible_gpus():
+        return
+    number = gpu_of(spec.config, spec.group, spec.rank)
+    if not spec.gpu:
+        raise RuntimeError(f"GPU {number} of this machine is not there: no CUDA-capable device is left for the rank")
+    raise RuntimeError(
+        f"GPU {number} of this machine, {spec.gpu}, is lost: no CUDA-capable device has this UUID now (see "
+        f"`nvidia-smi -L` and `dmesg`); the rank gets no other one until the machine is replaced"
+    )
 
 
 def choose_device(config: RunConfig, name: str, number: int) -> torch.device:

@@ -18,7 +18,7 @@ from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
 from spare_megatron.machine.machine_signs import starved_s, throttled_s
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
-from spare_megatron.process.specs import NodeSpec, devices_on
+from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
@@ -81,7 +81,8 @@ class Examiner:
         """Starts an examination; ends the one before it."""
         self.end_all()
         config, now_s = self._spec.config, time.monotonic()
-        devices = tuple(dict.fromkeys(devices_on(config, self._spec.node)))
+        gpus = dict.fromkeys(gpus_on(config, self._spec.node))  # of the supervisor's list, which the process sees
+        devices = tuple("cpu" if gpu is None else f"cuda:{gpu}" for gpu in gpus)
         faults = [fault for fault, until_s in self._lasting if now_s < until_s]
         task = ExaminationTask(
             wanted=wanted,

@@ -18,6 +18,7 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
 from spare_megatron.machine import end_signal
+from spare_megatron.machine.gpus import gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
 from spare_megatron.machine.lock import held_path
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
@@ -77,7 +78,11 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
     machine = MachineId(spec.node + num_places * spec.incarnation)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
     minutes = spec.config.train.max_minutes
-    spec = dataclasses.replace(spec, ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes)
+    spec = dataclasses.replace(
+        spec,
+        ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes,
+        gpus=_keep_gpus(spec) if spec.config.cluster.device == "gpu" else (),
+    )
     examiner = Examiner(spec, machine)
     former: Supervisor | None = None
     taken = None
@@ -100,6 +105,25 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
             return spec.node if is_orphaned else None
         supervisor.leave()
         former, taken, is_placed = supervisor, end.to, end.to is not None
+
+
+def _keep_gpus(spec: NodeSpec) -> tuple[str, ...]:
+    """Has this process see the machine's GPUs in the order of its list, which its first supervisor writes: if one falls
+    off the bus, all others stay those of the ranks that had them.
+    """
+    file = list_file(spec.run_dir, spec.node)
+    kept, here = read_list(file), [gpu.uuid for gpu in visible_gpus()]
+    found = gpus_of_machine(kept, here)
+    for number, uuid in enumerate(found):
+        if uuid not in here:
+            say(f"GPU {number} of this machine is lost: the driver does not list {uuid}, and {file} does")
+    if found != kept:
+        try:
+            write_list(file, found)
+        except OSError as error:  # a disk that is full
+            say(f"{file} cannot be written: {error}; if a GPU is lost, later ranks may get those of others")
+    show(found)
+    return found
 
 
 def _take_place(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Examiner) -> PlaceTaken | None:

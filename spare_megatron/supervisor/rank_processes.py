@@ -6,9 +6,10 @@ import os
 import signal
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from spare_megatron.faults.points import Fault
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
 from spare_megatron.journal.records import FaultRecord
+from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.starvation import Starvation
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
@@ -32,7 +34,7 @@ from spare_megatron.process.processes import (
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
-from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, device_of
+from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, gpu_of
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 
@@ -55,37 +57,42 @@ class RankProcess:
 
 
 class Spares:
-    """Creates rank processes, and keeps `num_kept` idle ones as spares."""
+    """Creates rank processes, and keeps idle ones as spares: so many for each GPU, or for the only key, None, on CPUs.
+    A process sees one GPU from its start, as what it imports may use one.
+    """
 
-    def __init__(self, context: BaseContext, rank_main: RankMain, num_kept: int) -> None:
+    def __init__(self, context: BaseContext, rank_main: RankMain, num_kept: Mapping[str | None, int]) -> None:
         self._context = context
         self._rank_main = rank_main
         self._num_kept = num_kept
-        self._waiting: deque[RankProcess] = deque()
+        self._waiting: dict[str | None, deque[RankProcess]] = {gpu: deque() for gpu in num_kept}
 
     def warm(self) -> None:
-        self._drop_dead()
-        self._waiting += [self.new() for _ in range(self._num_kept - len(self._waiting))]
+        for gpu, waiting in self._waiting.items():
+            self._drop_dead(waiting)
+            waiting += [self.new(gpu) for _ in range(self._num_kept[gpu] - len(waiting))]
 
-    def pop(self, num_wanted: int) -> list[RankProcess]:
-        """Takes up to `num_wanted` spares, the oldest first."""
-        self._drop_dead()
-        return [self._waiting.popleft() for _ in range(min(num_wanted, len(self._waiting)))]
+    def pop(self, gpu: str | None = None) -> RankProcess | None:
+        """Takes the oldest spare, if there is one."""
+        self._drop_dead(self._waiting[gpu])
+        return self._waiting[gpu].popleft() if self._waiting[gpu] else None
 
-    def new(self) -> RankProcess:
+    def new(self, gpu: str | None = None) -> RankProcess:
         """Starts a process that is not kept as a spare."""
         page = new_page(self._context)
-        child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page)
+        with shown_to_children(gpu):
+            child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page)
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
     def end_all(self) -> None:
-        while self._waiting:
-            end_child(self._waiting.pop().child)
+        for waiting in self._waiting.values():
+            while waiting:
+                end_child(waiting.pop().child)
 
-    def _drop_dead(self) -> None:
-        for process in [process for process in self._waiting if not process.child.process.is_alive()]:
+    def _drop_dead(self, waiting: deque[RankProcess]) -> None:
+        for process in [process for process in waiting if not process.child.process.is_alive()]:
             end_child(process.child)
-            self._waiting.remove(process)
+            waiting.remove(process)
 
 
 def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, reports: Connection) -> None:
@@ -130,8 +137,7 @@ class RankProcesses:
             set_gpu_environment(spec.config.parallel)
         self._ends_at_s = spec.ends_at_s
         self._keys = spec.config.parallel.ranks_on(spec.node)
-        most_ranks = max(len(self.of(group)) for group in spec.config.parallel.groups_on(spec.node))
-        self._spares = Spares(self._context, spec.rank_main, spec.config.spare.spares * most_ranks)
+        self._spares = Spares(self._context, spec.rank_main, self._num_spares())
         self._processes: dict[RankKey, RankProcess] = {}
         self._faults = set(spec.faults)  # those that have not struck yet
         if spec.incarnation:  # some have, while another machine had this place
@@ -146,12 +152,26 @@ class RankProcesses:
         self.exits: dict[RankKey, int] = {}
         self.foreign = set(self._incarnations) if spec.incarnation else set()
 
+    def _num_spares(self) -> dict[str | None, int]:
+        """For each GPU, or for all ranks on CPUs: enough to replace any `spare.spares` groups."""
+        of_groups = [
+            Counter(map(self._gpu_of, self.of(group)))
+            for group in self._spec.config.parallel.groups_on(self._spec.node)
+        ]
+        num_groups = self._spec.config.spare.spares
+        return {gpu: sum(nlargest(num_groups, (ranks[gpu] for ranks in of_groups))) for gpu in set().union(*of_groups)}
+
+    def _gpu_of(self, key: RankKey) -> str | None:
+        """UUID of the rank's GPU, empty if the machine has too few; None on CPUs."""
+        number = gpu_of(self._spec.config, *key)
+        return None if number is None else "".join(self._spec.gpus[number : number + 1])
+
     def start_all(self) -> None:
         """Starts the snapshot server and, for the first time, every rank of the node that the run begins with."""
         self.ensure_snapshot_server()
         for key in self._keys:
             if key[0] not in self.further_groups:
-                self._start(key, self._spares.new())
+                self._start(key, self._spares.new(self._gpu_of(key)))
 
     def warm_spares(self) -> None:
         self._spares.warm()
@@ -168,12 +188,13 @@ class RankProcesses:
             self.sentinels.pop(child.process.sentinel, None)
         if self._spec.config.cluster.device == "gpu":  # a GPU has no room for both
             _end_all(former)
-        spares = self._spares.pop(len(keys)) if takes_spares else []
-        new = [self._spares.new() for _ in keys[len(spares) :]]
-        for key, process in zip(keys, [*spares, *new], strict=True):
+        gpus = [self._gpu_of(key) for key in keys]
+        spares = [self._spares.pop(gpu) if takes_spares else None for gpu in gpus]
+        processes = [spare or self._spares.new(gpu) for gpu, spare in zip(gpus, spares, strict=True)]
+        for key, process in zip(keys, processes, strict=True):
             self._start(key, process, wiped_out_at_s)
         _end_all(former)  # last: they were killed before, and end while the new ones start
-        return len(spares)
+        return len(spares) - spares.count(None)
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
@@ -184,7 +205,7 @@ class RankProcesses:
             group=group,
             incarnation=self._incarnations[group],
             rank=rank,
-            device=device_of(self._spec.config, *key),
+            gpu=self._gpu_of(key) or "",
             store=self._spec.store,
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
@@ -199,8 +220,7 @@ class RankProcesses:
 
     def device_index(self, key: RankKey) -> int | None:
         """Which of the machine's GPUs the rank computes on; None on CPUs."""
-        _, _, index = device_of(self._spec.config, *key).partition(":")
-        return int(index) if index else None
+        return gpu_of(self._spec.config, *key)
 
     def ask_to_end(self, *, at_once: bool = False) -> None:
         """Ends the run after the current step; `at_once`: ranks give it up and save alone. Safe in a signal handler."""

@@ -48,3 +48,30 @@ def test_an_import_that_raises_is_one_line_and_ends_the_start(tmp_path: Path) ->
     assert done.stdout == "refused\n"
     assert done.stderr.splitlines()[0].endswith("raising_module.py:1: OSError: a [library] is broken")
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_fork_server_imports_sees_no_gpu_and_its_children_see_all(tmp_path: Path) -> None:
+    """transformer-engine asks for the kind of GPU as it is imported; the server held a context on GPU 0 to the end."""
+    (tmp_path / "curious_module.py").write_text("import os\nSEEN = os.environ.get('CUDA_VISIBLE_DEVICES')\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from spare_megatron.process import processes\n"
+        "def answer(pipe):\n"
+        "    import curious_module\n"
+        "    pipe.send((curious_module.SEEN, os.environ.get('CUDA_VISIBLE_DEVICES')))\n"
+        "if __name__ == '__main__':\n"
+        "    processes._IMPORTED = ('curious_module',)\n"
+        "    child = processes.start_child(processes.fork_server(), 'child', answer)\n"
+        "    assert child.reports.poll(60.0)\n"
+        "    print(child.reports.recv(), os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+        "    processes.end_child(child)\n"
+    )
+    for given in ("2,GPU-a", None):
+        environment = {**os.environ, "PYTHONPATH": with_checkout(tmp_path)}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        environment |= {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+        done = subprocess.run(
+            [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.stdout == f"('', {given!r}) {given}\n", done.stderr

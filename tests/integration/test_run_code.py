@@ -132,7 +132,6 @@ def test_a_rank_whose_code_is_not_that_of_the_run_does_not_begin(tmp_path: Path)
         group=GroupId(1),
         incarnation=1,
         rank=0,
-        device="cpu",
         store=TcpStoreSpec(host="127.0.0.1", port=1),
         faults=(),
         code="0" * 64,

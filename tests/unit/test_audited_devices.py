@@ -44,7 +44,7 @@ def test_audits_are_off_by_default_where_sums_inside_groups_may_be_added_in_anot
 def test_clocks_are_read_beside_the_caller_and_only_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, may_answer = threading.Semaphore(0), threading.Event()
 
-    def read() -> tuple[str, ...]:
+    def read(_names: str | None) -> tuple[str, ...]:
         asked.release()
         may_answer.wait(30.0)
         return ("power cap",)

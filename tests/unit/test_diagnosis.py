@@ -29,7 +29,7 @@ def configured(*overrides: str) -> RunConfig:
 CONFIG = configured()
 CHECKPOINT = run_sizes(CONFIG).checkpoint_bytes
 RANK = run_sizes(CONFIG).memory.total_bytes
-GPU = Gpu(name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB)
+GPU = Gpu(uuid="GPU-a", name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB)
 FACTS = NodeFacts(
     host="machine",
     versions={"torch": "2.13.0", "CUDA": "13.0", "NCCL": "2.29", "spare_megatron": "0.1.0 (abc)"},
@@ -95,7 +95,12 @@ def test_of_healthy_nodes_nothing_is_reported() -> None:
     [
         ({"facts": None, "failure": "no answer"}, "node", True, "no answer"),
         ({"gpus": (GPU,) * 7}, "gpus", True, "7 GPUs are visible, and its 8 ranks need 8;"),
-        ({"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)}, "gpus", True, "GPU 0 has"),
+        (
+            {"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)},
+            "gpus",
+            True,
+            "GPU 0 (GPU-a) has",
+        ),
         ({"gpus": (*(GPU,) * 7, replace(GPU, free_bytes=RANK - 1))}, "gpus", True, "others use it"),
         ({"gpus": (replace(GPU, name="A100"), *(GPU,) * 7)}, "gpus", False, "1 x A100, 7 x H100, and elsewhere 8 x"),
         ({"gpu_driver": "535.2"}, "gpus", False, "driver is 535.2, and 570.1 elsewhere"),

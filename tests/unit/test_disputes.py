@@ -24,6 +24,7 @@ from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, 
 from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.machine.gpus import Gpu
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.replay.replay import MicrobatchReplay, Replay, ReplayMachine, compared_group
@@ -325,7 +326,8 @@ def test_parameters_that_are_damaged_and_devices_that_are_not_here_are_refused(
     assert f"{tmp_path} is no run's directory" in refusal()
     config = RunConfig(cluster=ClusterConfig(device="gpu"), layout=LayoutConfig(pipeline_parallel=4))
     (tmp_path / "config.toml").write_text(dump_run_config(config))
-    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: ("one", "two"))
+    gpu = Gpu(uuid="GPU-a", name="H100", memory_bytes=1, free_bytes=1)
+    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: (gpu, gpu))
     assert "CPUs give other bits: a group needs 4, and this machine shows 2; use a machine of the run" in refusal()
     cut_short(saved / "0.distcp")
     assert "its parameters in" in refusal()

@@ -119,7 +119,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_gpu_is_described_by_its_model_and_memory(install: Any) -> None:
     nvml = install(Nvml([Part("GPU-aa", "Tesla V100", 32 * GIB)]))
-    assert visible_gpus() == (Gpu(name="Tesla V100", memory_bytes=32 * GIB, free_bytes=16 * GIB),)
+    assert visible_gpus() == (Gpu(uuid="GPU-aa", name="Tesla V100", memory_bytes=32 * GIB, free_bytes=16 * GIB),)
     assert nvml.num_open == 0
 
 

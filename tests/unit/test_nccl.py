@@ -29,7 +29,7 @@ from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.process.processes import set_gpu_environment
-from spare_megatron.process.specs import NodeSpec, RankSpec, device_of
+from spare_megatron.process.specs import NodeSpec, RankSpec, gpu_of
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store.spec import TcpStoreSpec
@@ -538,7 +538,7 @@ def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pyte
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"  # before any rank imports what uses a GPU
     placed = []
     for group in config.parallel.groups_on(0):
-        spec = RankSpec(group=group, incarnation=0, rank=0, device=device_of(config, group, 0), **common)
-        device = choose_device(config, spec.device, spec.number)
-        placed.append((device.index, os.environ["NCCL_HOSTID"].rpartition("-")[2]))
+        spec = RankSpec(group=group, incarnation=0, rank=0, **common)
+        choose_device(config, spec.device, spec.number)
+        placed.append((gpu_of(config, group, 0), os.environ["NCCL_HOSTID"].rpartition("-")[2]))
     assert placed == [(0, "0"), (0, "1"), (1, "0"), (1, "1")]

@@ -1,12 +1,14 @@
 """How the ranks of plain Megatron are started, beside which ours are measured."""
 
 import multiprocessing
+import os
 from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from typing import Any
 
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, RunConfig
+from spare_megatron.machine.gpus import Gpu
 from spare_megatron.tools.bench import bench_plain
 
 
@@ -20,15 +22,23 @@ def test_on_gpus_plain_ranks_are_no_forks_of_a_server_that_may_have_used_one(
 ) -> None:
     """With transformer-engine, which the server imports, they ended: CUDA cannot be used in a fork."""
     contexts: list[BaseContext] = []
+    shown: list[str | None] = []
 
     def start_child(context: BaseContext, *_arguments: Any) -> None:
         contexts.append(context)
-        raise Refused
+        shown.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if len(contexts) == 2:
+            raise Refused
 
+    gpus = tuple(Gpu(uuid=f"GPU-{letter}", name="H100", memory_bytes=1, free_bytes=1) for letter in "ba")
+    monkeypatch.setattr(bench_plain, "visible_gpus", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     monkeypatch.setattr(bench_plain, "preflight", lambda _config: None)
     monkeypatch.setattr(bench_plain.processes, "fork_server", lambda: multiprocessing.get_context("forkserver"))
     monkeypatch.setattr(bench_plain.processes, "start_embedded_store", lambda *_arguments, **_options: (None, None))
     monkeypatch.setattr(bench_plain.processes, "start_child", start_child)
     with pytest.raises(Refused):
         bench_plain.run_plain(RunConfig(cluster=ClusterConfig(device=device)))
-    assert [type(context) for context in contexts] == [expected]
+    assert [type(context) for context in contexts] == [expected] * 2
+    assert shown == (["GPU-b", "GPU-a"] if device == "gpu" else ["1,0"] * 2), "each sees its own alone"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

@@ -25,6 +25,7 @@ from spare_megatron.driver.slurm.slurm_commands import note_job
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.machine.gpus import Gpu, list_file, write_list
 from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.tools.replay import replay_ranks
 from spare_megatron.tools.replay.replay_parts import (
@@ -62,17 +63,17 @@ def parts(config: RunConfig, group: int | None, *holdings: list[list[int]]) -> t
     return parts_of(config, view_of(config, *holdings), group)
 
 
-def placed(found: tuple[ReplayPart, ...]) -> list[tuple[int, list[tuple[int, str]]]]:
-    return [(part.node, [(one.rank, one.device.removeprefix("cuda:")) for one in part.ranks]) for part in found]
+def placed(found: tuple[ReplayPart, ...]) -> list[tuple[int, list[tuple[int, int | None]]]]:
+    return [(part.node, [(one.rank, one.gpu) for one in part.ranks]) for part in found]
 
 
 @pytest.mark.parametrize(
     ("launcher", "num_nodes", "ranks_per_gpu", "expected"),
     [
-        ("hand", 6, 1, [(2, [(0, "0"), (1, "1")]), (3, [(2, "0"), (3, "1")])]),
-        ("local", 6, 1, [(2, [(0, "4"), (1, "5")]), (3, [(2, "6"), (3, "7")])]),
-        ("hand", 1, 1, [(0, [(0, "4"), (1, "5"), (2, "6"), (3, "7")])]),
-        ("srun", 1, 2, [(0, [(0, "2"), (1, "2"), (2, "3"), (3, "3")])]),
+        ("hand", 6, 1, [(2, [(0, 0), (1, 1)]), (3, [(2, 0), (3, 1)])]),
+        ("local", 6, 1, [(2, [(0, 4), (1, 5)]), (3, [(2, 6), (3, 7)])]),
+        ("hand", 1, 1, [(0, [(0, 4), (1, 5), (2, 6), (3, 7)])]),
+        ("srun", 1, 2, [(0, [(0, 2), (1, 2), (2, 3), (3, 3)])]),
     ],
 )
 def test_ranks_are_replayed_with_the_devices_of_their_group(
@@ -82,10 +83,10 @@ def test_ranks_are_replayed_with_the_devices_of_their_group(
     found = parts(config, 1)
     assert placed(found) == expected
     assert [one.number for part in found for one in part.ranks] == [4, 5, 6, 7]
-    alone = [(rank, str(rank // ranks_per_gpu)) for rank in range(4)]
+    alone = [(rank, rank // ranks_per_gpu) for rank in range(4)]
     assert placed(parts(config, None)) == [(0, alone)], "without a group they are alone on this machine"
     on_cpus = replace(config, cluster=replace(config.cluster, device="cpu"))
-    assert {one.device for part in parts(on_cpus, 1) for one in part.ranks} == {"cpu"}
+    assert {one.gpu for part in parts(on_cpus, 1) for one in part.ranks} == {None}
 
 
 def test_a_group_is_replayed_by_the_machines_that_hold_its_places_now() -> None:
@@ -144,14 +145,19 @@ def answering(*answers: object, requests: list[object]) -> Callable[[Connection]
     return serve
 
 
-FIT = MachineFacts(host="other", num_gpus=2, code=code_digest())
+TWO_GPUS = tuple(Gpu(uuid=f"GPU-{letter}", name="H100", memory_bytes=1, free_bytes=1) for letter in "ab")
+FIT = MachineFacts(host="other", gpus=("GPU-a", "GPU-b"), code=code_digest())
 
 
 @pytest.mark.parametrize(
     ("answers", "device", "message"),
     [
         ([replace(FIT, code="0" * 64)], "cpu", r"node 3 \(other\) has code 0+ of spare_megatron, and this process "),
-        ([replace(FIT, num_gpus=1)], "gpu", r"group 1 needs 2, and node 3 \(other\) shows 1; use a machine of the run"),
+        (
+            [replace(FIT, gpus=("GPU-a",))],
+            "gpu",
+            r"group 1 needs 2, and node 3 \(other\) shows 1; use a machine of the ",
+        ),
         ([], "cpu", "node 3: its process ended before its answer"),
         ([FIT, PartFailed(reason="rank 2 ended")], "cpu", r"node 3 \(other\): rank 2 ended"),
         ([FIT], "cpu", r"node 3 \(other\): its process has ended before it has computed"),
@@ -160,7 +166,7 @@ FIT = MachineFacts(host="other", num_gpus=2, code=code_digest())
 def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[object], device: str, message: str
 ) -> None:
-    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: ("one", "two"))
+    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: TWO_GPUS)
     config = config_of(3, 6, device=device)
     requests: list[object] = []
     thread = attending(tmp_path, 3, answering(*answers, requests=requests))
@@ -175,6 +181,34 @@ def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(
     orders = [one for one in requests if isinstance(one, ComputePart)]
     assert len(orders) == (answers[:1] == [FIT])
     assert [path.name for path in folder_of_replay(tmp_path).rglob("*")] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "kept", "expected"),
+    [
+        ("ba", "ab", "ab"),  # as in the run, whatever it is shown now
+        ("abc", "", "ab"),  # it was in no run
+        ("cd", "ab", "cd"),  # another machine takes part in its stead
+        ("bc", "ab", r"group 1 has computed on GPU-a, which node 3 \(other\) does not show now; repair it"),
+    ],
+)
+def test_a_replay_has_the_gpus_that_the_ranks_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, kept: str, expected: str
+) -> None:
+    monkeypatch.setattr("spare_megatron.tools.replay.replay_ranks.visible_gpus", lambda: TWO_GPUS)
+    if kept:
+        write_list(list_file(tmp_path, 3), [f"GPU-{letter}" for letter in kept])
+    config, requests = config_of(3, 6, device="gpu"), list[object]()
+    facts = replace(FIT, gpus=tuple(f"GPU-{letter}" for letter in shown))
+    is_refused = len(expected) > 2
+    answers = [facts] if is_refused else [facts, PartFailed(reason="enough")]
+    thread = attending(tmp_path, 3, answering(*answers, requests=requests))
+    with pytest.raises(ValueError, match=expected if is_refused else "enough"):
+        compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S))
+    thread.join(WAIT_S)
+    orders = [one for one in requests if isinstance(one, ComputePart)]
+    gpus = [(task.rank.gpu, task.gpu) for order in orders for task in order.tasks]
+    assert gpus == ([] if is_refused else [(at, f"GPU-{letter}") for at, letter in enumerate(expected)])
 
 
 def test_a_machine_that_does_not_come_is_named_and_no_rank_starts(tmp_path: Path) -> None:
@@ -269,8 +303,8 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
         assert asking is not None
         asking.send(DescribeMachine())
         assert asking.recv().host == socket.gethostname()
-        one = replay_ranks.PartRank(rank=0, device="cpu", number=0)
-        task = replay_ranks.ReplayTask(store=silent_store, rank=one, wanted=WANTED)
+        one = replay_ranks.PartRank(rank=0, gpu=None, number=0)
+        task = replay_ranks.ReplayTask(store=silent_store, rank=one, wanted=WANTED, gpu=None)
         asking.send(ComputePart(config=dump_run_config(config_of(1, 1)), tasks=(task,)))
         (rank,) = until(lambda: psutil.Process(part.pid).children())
         if how == "the command ends":

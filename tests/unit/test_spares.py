@@ -243,7 +243,7 @@ def lose(ranks: RankProcesses, group: int, *, takes_spares: bool = True) -> int:
 
 
 def waiting(ranks: RankProcesses) -> list[int]:
-    return [process.child.pid for process in ranks._spares._waiting]
+    return [process.child.pid for process in ranks._spares._waiting[None]]
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
     node.warm_spares()
     dead, left = waiting(node)
     os.kill(dead, signal.SIGKILL)
-    node._spares._waiting[0].child.process.join(TIMEOUT_S)
+    node._spares._waiting[None][0].child.process.join(TIMEOUT_S)
     assert lose(node, 1) == 1
     who = identities(node, 1)
     assert who[0][0] == left
@@ -303,7 +303,7 @@ def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
 def test_a_spare_that_dies_during_its_assignment_shows_by_its_end(node: RankProcesses) -> None:
     """Between the look at whether it is alive and the order to it."""
     node.warm_spares()
-    process = node._spares._waiting.popleft()
+    process = node._spares._waiting[None].popleft()
     process.child.process.kill()
     process.child.process.join(TIMEOUT_S)
     end_child(node.child((ONE, 0)))
@@ -348,9 +348,10 @@ def _show_a_beat(spec: RankSpec, reports: Connection) -> None:
 
 
 def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: Path) -> None:
-    spares = Spares(rank_context("gpu", get_context("fork")), _show_a_beat, 1)
+    spares = Spares(rank_context("gpu", get_context("fork")), _show_a_beat, {"GPU-a": 1})
     spares.warm()
-    (process,) = spares.pop(1)
+    process = spares.pop("GPU-a")
+    assert process is not None
     try:
         process.become(
             RankSpec(
@@ -359,7 +360,6 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
                 group=ONE,
                 incarnation=0,
                 rank=0,
-                device="cpu",
                 store=TcpStoreSpec(host="127.0.0.1", port=1),
                 faults=(),
             )
@@ -373,9 +373,9 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
 
 
 def _keep_spares(pids: Connection) -> None:
-    spares = Spares(get_context("fork"), _report_identity, 3)
+    spares = Spares(get_context("fork"), _report_identity, {None: 3})
     spares.warm()
-    pids.send([process.child.pid for process in spares.pop(3)])
+    pids.send([process.child.pid for process in (spares.pop(), spares.pop(), spares.pop()) if process])
     signal.pause()
 
 

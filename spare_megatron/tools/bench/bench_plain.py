@@ -10,6 +10,7 @@ import torch
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
+from spare_megatron.machine.gpus import shown_to_children, visible_gpus
 from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.process import processes
@@ -32,10 +33,10 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
         if config.cluster.device == "gpu":
             processes.set_gpu_environment(config.parallel)  # as for our ranks
         with never_in_children():
-            ranks = [
-                processes.start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec)
-                for rank in range(config.parallel.num_ranks)
-            ]
+            ranks = []
+            for rank in range(config.parallel.num_ranks):
+                with shown_to_children(visible_gpus()[rank].uuid if config.cluster.device == "gpu" else None):
+                    ranks.append(processes.start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec))
         try:
             ends = [_receive_ends(rank, interrupts) for rank in ranks]
             pids = [child.process.pid for child in ranks if child.process.pid is not None]
@@ -51,7 +52,7 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
     """Trains as one rank, sends the wall-clock end time of every step, and waits for the parent before it exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
+    device = torch.device("cuda:0" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
         nccl.check_nccl()
         choose_deterministic_kernels(config)

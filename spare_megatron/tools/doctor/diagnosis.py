@@ -159,7 +159,7 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             yield NodeFinding(
                 node=name,
                 check="gpus",
-                text=f"GPU {index} has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
+                text=f"GPU {index} ({gpu.uuid}) has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
                 f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
             )
         elif gpu.free_bytes < needed:

@@ -19,9 +19,10 @@ from spare_megatron.driver.slurm.steps import node_step, start_step
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.machine.gpus import gpus_of_machine, list_file, read_list
 from spare_megatron.machine.lock import locked
 from spare_megatron.process.processes import set_environment_of_ranks
-from spare_megatron.process.specs import device_of
+from spare_megatron.process.specs import gpu_of
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.store import tcp_store
 from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
@@ -147,7 +148,7 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Repla
     return ReplayPart(
         node=node,
         ranks=tuple(
-            PartRank(rank=rank, device=device_of(config, group, rank), number=group * layout.ranks_per_group + rank)
+            PartRank(rank=rank, gpu=gpu_of(config, group, rank), number=group * layout.ranks_per_group + rank)
             for rank in ranks
         ),
     )
@@ -178,11 +179,20 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wante
         facts = nodes.ask({part.node: DescribeMachine() for part in parts}, _FACTS_S)
         if nodes.failures:
             raise ValueError("; ".join(f"node {node}: {why}" for node, why in sorted(nodes.failures.items())))
-        _check(config, parts, facts, where)
+        lists = {part.node: _gpus_of(run_dir, part.node, facts[part.node], where) for part in parts}
+        _check(parts, facts, lists, where)
         store = tcp_store.listen(host, timedelta(seconds=config.control.startup_timeout_s))
         orders = {}
         for part in parts:
-            tasks = tuple(ReplayTask(store=(host, store.port), rank=rank, wanted=wanted) for rank in part.ranks)
+            tasks = tuple(
+                ReplayTask(
+                    store=(host, store.port),
+                    rank=rank,
+                    wanted=wanted,
+                    gpu=None if rank.gpu is None else lists[part.node][rank.gpu],
+                )
+                for rank in part.ranks
+            )
             orders[part.node] = ComputePart(config=dump_run_config(config), tasks=tasks)
         found = _collect(nodes, orders, facts, where)
         return Computed(
@@ -241,7 +251,17 @@ def _start_step(
     return start_step(node_step(slurm, f"replay-{node}", names[node], words, job), log)
 
 
-def _check(config: RunConfig, parts: Sequence[ReplayPart], facts: Mapping[int, MachineFacts], where: Where) -> None:
+def _gpus_of(run_dir: Path, node: int, facts: MachineFacts, where: Where) -> tuple[str, ...]:
+    """The machine's GPUs as its ranks had them in the run, if it was in it as this node."""
+    return gpus_of_machine(() if where.group is None else read_list(list_file(run_dir, node)), facts.gpus)
+
+
+def _check(
+    parts: Sequence[ReplayPart],
+    facts: Mapping[int, MachineFacts],
+    lists: Mapping[int, Sequence[str]],
+    where: Where,
+) -> None:
     """ValueError: a machine has another code, or lacks the devices of its ranks."""
     for part in parts:
         found = facts[part.node]
@@ -252,13 +272,18 @@ def _check(config: RunConfig, parts: Sequence[ReplayPart], facts: Mapping[int, M
                 f"{machine} has code {found.code[:NUM_DIGITS]} of spare_megatron, and this process "
                 f"{code_digest()[:NUM_DIGITS]}: install the same on all nodes"
             )
-        if config.cluster.device == "gpu":
-            num_needed = 1 + max(int(rank.device.partition(":")[2]) for rank in part.ranks)
-            if found.num_gpus < num_needed:
-                raise ValueError(
-                    f"the run has computed on GPUs, and CPUs give other bits: {group} needs {num_needed}, and "
-                    f"{machine} shows {found.num_gpus}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
-                )
+        needed = [rank.gpu for rank in part.ranks if rank.gpu is not None]
+        gpus = lists[part.node]
+        if needed and max(needed) >= len(gpus):
+            raise ValueError(
+                f"the run has computed on GPUs, and CPUs give other bits: {group} needs {1 + max(needed)}, and "
+                f"{machine} shows {len(gpus)}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
+            )
+        if lost := [gpus[number] for number in needed if gpus[number] not in found.gpus]:
+            raise ValueError(
+                f"{group} has computed on {', '.join(dict.fromkeys(lost))}, which {machine} does not show now; repair "
+                f"it (`nvidia-smi -L`), show it in CUDA_VISIBLE_DEVICES, or replay without --group"
+            )
 
 
 def _collect(

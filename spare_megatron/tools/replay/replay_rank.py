@@ -23,7 +23,7 @@ def replayed(config: RunConfig, task: ReplayTask) -> OfRank:
     from spare_megatron.mcore.trainer import GroupTrainer
     from spare_megatron.rank.bootstrap import choose_device
 
-    device = choose_device(config, task.rank.device, task.rank.number)
+    device = choose_device(config, "cpu" if task.rank.gpu is None else "cuda:0", task.rank.number)
     timeout_s = config.control.startup_timeout_s
     host, port = task.store
     dist.init_process_group(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spare_megatron.core.audits.audits import Boundary
 from spare_megatron.formats.codec import decode, encode
-from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.machine.gpus import shown_to_children, visible_gpus
 from spare_megatron.process.node_connection import connect
 from spare_megatron.process.processes import set_environment_of_ranks
 from spare_megatron.version import code_digest
@@ -39,10 +39,12 @@ OfRank = list[Recomputed]  # in the order of the microbatches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRank:
-    """A rank of the replay. `number` is that among the ranks of all groups, of which some may share its device."""
+    """A rank of the replay. `number` is that among the ranks of all groups, of which some may share its device; `gpu`
+    the number of its GPU on its machine, None on CPUs.
+    """
 
     rank: int
-    device: str
+    gpu: int | None
     number: int
 
 
@@ -56,9 +58,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTask:
-    """What one rank is to do; `store`: host and port of the store by which the ranks of the group meet."""
+    """What one rank is to do; `store`: host and port of the store by which the ranks of the group meet. `gpu`: UUID of
+    the only one that it sees.
+    """
 
     store: tuple[str, int]
+    gpu: str | None
     rank: PartRank
     wanted: Wanted
 
@@ -70,7 +75,7 @@ class DescribeMachine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     host: str
-    num_gpus: int
+    gpus: tuple[str, ...]
     code: str
 
 
@@ -104,8 +109,8 @@ def answer_requests(asking: Connection) -> None:
         while True:
             match asking.recv():
                 case DescribeMachine():
-                    host, num_gpus = socket.gethostname(), len(visible_gpus())
-                    asking.send(MachineFacts(host=host, num_gpus=num_gpus, code=code_digest()))
+                    host, gpus = socket.gethostname(), tuple(gpu.uuid for gpu in visible_gpus())
+                    asking.send(MachineFacts(host=host, gpus=gpus, code=code_digest()))
                 case ComputePart() as part:
                     asking.send(_compute(part, asking))
 
@@ -134,7 +139,7 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
 def _start(task: ReplayTask, config: Path, output: Path) -> "subprocess.Popen[bytes]":
     module = "spare_megatron.tools.replay.replay_rank"
     command = [sys.executable, "-P", "-m", module, str(config), str(os.getpid()), encode(task)]
-    with output.open("wb") as out:
+    with output.open("wb") as out, shown_to_children(task.gpu):
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
 
 

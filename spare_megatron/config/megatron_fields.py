@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
+from spare_megatron.config.megatron_defaults import DEFAULTS, is_off
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 
@@ -61,11 +62,13 @@ FIXED_IN_MEGATRON = {
 _REFUSALS = {
     "layers are those of a GPT here": """
         heterogeneous_block_specs hetereogenous_dist_checkpoint is_hybrid_model mamba_head_dim mamba_num_groups
-        mamba_num_heads mamba_state_dim mrope_section use_mamba_mem_eff_path""",
+        mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype mrope_section use_mamba_mem_eff_path""",
     "layers have Megatron's usual attention here, and it would be ignored": """
-        dsa_indexer_head_dim dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_use_sparse_loss
-        experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-        linear_num_key_heads linear_num_value_heads linear_value_head_dim""",
+        dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff
+        dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss
+        dsa_kernel_backend experimental_attention_variant linear_attention_freq linear_conv_kernel_dim
+        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim""",
     "attention is that of torch or transformer-engine here, and it would be ignored": """
         apply_query_key_layer_scaling attention_softmax_in_fp32 masked_softmax_fusion""",
     "its sizes are in a configuration of its own, which is not built here": "multi_latent_attention",
@@ -78,24 +81,34 @@ _REFUSALS = {
     "model.precision is the format of all operations": "enable_autocast",
     "activation functions are torch's here, and it would be ignored": "use_fused_weighted_squared_relu",
     "the gradient of the embedding copies is not reduced over groups": """
-        mtp_loss_scaling_factor mtp_num_layers mtp_standalone""",
+        mtp_detach_heads mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_num_layers mtp_standalone
+        mtp_use_repeated_layer""",
     "stages hold equally many layers here, as layout.pipeline_parallel says": """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage pipeline_model_parallel_layout""",
+    "gradients are scaled once, after the reduction": """
+        experimental_attention_variant_loss_scale_func moe_grad_scale_func mtp_grad_scale_func""",
+    "it belongs to another parametrization, whose initialization and learning rates were not checked here": """
+        mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
+        use_mup""",
+    "it divides parameters over process groups that are not made here": """
+        expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards gtp_weight_remat_size
+        tensor_parallel_num_weight_shards""",
     "a preset has no functions; choose init_method_std or embedding_init_method_std": """
         embedding_init_method init_method output_layer_init_method""",
     "parameters would begin with what memory holds, which differs between groups": "perform_initialization",
     "it belongs to Megatron's FSDP, which is not used here": "init_model_with_meta_device",
     "it runs a schedule that was not checked here": """
-        ep_overlap_early_attn_memory_release hybrid_context_parallel max_seqlen_per_dp_cp_rank
-        overlap_moe_expert_parallel_comm""",
+        ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream hybrid_context_parallel
+        max_seqlen_per_dp_cp_rank overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm""",
     "it finishes gradients outside the backward pass": "delay_wgrad_compute",
     "it finishes gradients at the end of a schedule, and a patch is a second one": """
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "a patch has another number of microbatches": "num_microbatches_with_partial_activation_checkpoints",
     "a patch has another number of microbatches than the graph of a step": """
-        cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
-        cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph""",
+        cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps delay_offload_until_cuda_graph enable_cuda_graph
+        external_cuda_graph""",
     "its waits would not be watched for lost ranks": "overlap_p2p_comm overlap_p2p_comm_warmup_flush",
     "it needs a torch that is built for it": "use_ring_exchange_p2p",
     "all sequences have model.seq_length tokens": "variable_seq_lengths",
@@ -110,30 +123,43 @@ _REFUSALS = {
     "it asks for process groups of Megatron's global state, which are not there": "config_logger_dir",
     "it is a test of Megatron's own": "test_mode",
     "it is for inference": """
-        batch_invariant_mode flash_decode inference_fuse_tp_communication inference_sampling_seed mlp_chunks_for_prefill
-        use_inference_optimized_layers""",
+        batch_invariant_mode flash_decode inference_cuda_graph_scope inference_disable_triton_nvls_kernels
+        inference_fuse_tp_communication inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
+        inference_moe_token_dispatcher_type inference_sampling_seed mlp_chunks_for_prefill
+        moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill use_inference_optimized_layers""",
     "with every recipe it scales attention scores by those of earlier microbatches": """
         fp8_dot_product_attention fp8_multi_head_attention""",
     "groups and checkpoints copy parameters in bf16 or fp32": "fp4_param fp8_param",
     "only recipes that are refused read it": """
         fp8_amax_compute_algo fp8_amax_history_len fp8_margin fp8_quantizer_factory fp8_wgrad tp_only_amax_red""",
     "whether a token is dropped would depend on the tokens that ranks of the group hold beside it": """
-        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_token_dropping""",
+        moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity
+        moe_token_drop_policy moe_token_dropping""",
     "the experts of a token would depend on the tokens beside it": """
         moe_router_padding_for_fp8 moe_router_padding_for_quantization""",
-    "it routes tokens at random, for benchmarks": "moe_router_force_load_balancing",
+    "it routes tokens at random, for benchmarks": "moe_router_force_biased moe_router_force_load_balancing",
+    "it belongs to a balance that depends on other microbatches": "moe_router_quantile_balancing_ema",
     "routes would depend on the layout; choose moe_router_num_groups": "moe_router_topk_limited_devices",
     "its noise would not be that of the microbatch": "moe_input_jitter_eps",
     "losses of routers are not logged here": "moe_per_layer_logging",
     "it is deprecated; choose recompute_modules": "moe_layer_recompute",
     "it was not checked here": """
-        _cpu_offloading_context clone_scatter_output_in_embedding cpu_offloading cpu_offloading_activations
-        cpu_offloading_double_buffering cpu_offloading_num_layers cpu_offloading_weights
-        disable_parameter_transpose_cache distribute_saved_activations fine_grained_activation_offloading fp4
-        fp4_quantizer_factory fp4_recipe kitchen_attention_backend min_offloaded_tensor_size moe_deepep_num_sms
-        moe_enable_deepep moe_enable_routing_replay moe_flex_dispatcher_backend moe_hybridep_num_sms moe_latent_size
-        moe_shared_expert_overlap moe_use_legacy_grouped_gemm offload_modules use_kitchen use_kitchen_attention
-        use_te_activation_func""",
+        _cpu_offloading_context activation_offload_fraction clone_scatter_output_in_embedding cpu_offloading
+        cpu_offloading_activations cpu_offloading_double_buffering cpu_offloading_num_layers
+        cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights delta_offload_bytes_across_pp_ranks
+        disable_parameter_transpose_cache distribute_saved_activations fine_grained_activation_offloading
+        fine_grained_offloading_max_inflight_offloads flash_attention_version fp4 fp4_quantizer_factory fp4_recipe
+        fp8_output_proj fused_residual_rmsnorm kitchen_attention_backend min_offloaded_tensor_size
+        mlp_chunks_for_training moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay
+        moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+        moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+        moe_hybridep_pad_uneven_dispatch_inputs moe_latent_size moe_mlp_glu_interleave_size moe_ncclep_static_shape
+        moe_ncclep_zero_copy moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+        moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_permute_fusion_into_hybridep
+        moe_shared_expert_glu_interleave_size moe_shared_expert_overlap moe_single_grouped_bias
+        moe_single_grouped_weight moe_use_legacy_grouped_gemm offload_modules use_grouped_gemm_for_dense_mlp
+        use_grouped_gemm_for_shared_expert use_kitchen use_kitchen_attention use_te_activation_func
+        use_transformer_engine_op_fuser""",
 }
 """Why fields cannot be had: each would train something else, end every rank, or change nothing."""
 
@@ -146,60 +172,6 @@ IGNORED: Mapping[str, str] = {
 }
 """Fields without effect by Megatron's own rules, and the rule. They are accepted, with a warning."""
 
-_DEFAULTS: Mapping[str, object] = {
-    name: default
-    for default, names in (
-        (
-            True,
-            """async_tensor_model_parallel_allreduce attention_softmax_in_fp32 barrier_with_L1_time batch_p2p_comm
-            clone_scatter_output_in_embedding cpu_offloading_activations fp8_wgrad perform_initialization
-            tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag
-            tp_comm_split_rs use_mamba_mem_eff_path""",
-        ),
-        (0, "cpu_offloading_num_layers fp8_margin glu_linear_offset moe_aux_loss_coeff wgrad_deferral_limit"),
-        ("", "config_logger_dir"),
-        ([], "offload_modules"),
-        (1, "fp8_amax_history_len fp8_interval mlp_chunks_for_prefill"),
-        (1, "num_layers_at_end_in_bf16 num_layers_at_start_in_bf16"),
-        (128, "linear_key_head_dim linear_value_head_dim mamba_state_dim"),
-        (64, "mamba_head_dim"),
-        (42, "inference_sampling_seed"),
-        (32, "linear_num_value_heads"),
-        (20, "moe_deepep_num_sms"),
-        (16, "linear_num_key_heads moe_hybridep_num_sms"),
-        (8, "mamba_num_groups"),
-        (4, "linear_conv_kernel_dim"),
-        (3, "cuda_graph_warmup_steps"),
-        (1048576, "min_offloaded_tensor_size"),
-        (100, "qk_clip_threshold"),
-        (0.5, "qk_clip_alpha"),
-        (0.1, "mtp_loss_scaling_factor"),
-        (0.001, "moe_router_bias_update_rate"),
-        ("auto", "attention_backend"),
-        ("aux_loss", "moe_router_load_balancing_type"),
-        ("deepep", "moe_flex_dispatcher_backend"),
-        ("delayed", "fp8_recipe"),
-        ("full", "cuda_graph_scope"),
-        ("most_recent", "fp8_amax_compute_algo"),
-        ("native", "cross_entropy_fusion_impl"),
-        ("nccl", "tp_comm_bootstrap_backend"),
-        ("none", "cuda_graph_impl"),
-        ("nvfp4", "fp4_recipe"),
-        ("probs", "moe_token_drop_policy"),
-        ("sdpa", "kitchen_attention_backend"),
-        ("softmax", "moe_router_score_function"),
-        ("vanilla", "softmax_type"),
-    )
-    for name in names.split()
-}
-"""Megatron's defaults other than None and false, of fields that are refused or need something."""
-
-
-def is_off(name: str, value: object) -> bool:
-    """Whether a value of a field is Megatron's default."""
-    default = _DEFAULTS.get(name, False)
-    return value is None or (value == default and isinstance(value, bool) is isinstance(default, bool))
-
 
 def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
     """Those of the named fields that are not off, as a user writes them."""
@@ -208,7 +180,7 @@ def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 
 def _value(config: RunConfig, name: str) -> Any:
-    return config.megatron.get(name, _DEFAULTS.get(name))
+    return config.megatron.get(name, DEFAULTS.get(name))
 
 
 def _written(value: object) -> str:
@@ -446,7 +418,13 @@ HONOURED: Mapping[str, Honoured] = {
     ),
     "moe_router_num_groups": _if(_EXPERTS, _needs_field("moe_router_group_topk"), kind=int, limit=_FROM_1),
     "moe_router_pre_softmax": _if(_EXPERTS, _needs_field("moe_router_score_function", "softmax")),
-    "moe_router_score_function": _if(_EXPERTS),
+    "moe_router_score_function": _if(
+        _EXPERTS,
+        Condition(
+            lambda config: config.megatron["moe_router_score_function"] in ("softmax", "sigmoid"),
+            "cannot be had: it was not checked here; choose softmax or sigmoid",
+        ),
+    ),
     "moe_router_topk_scaling_factor": _if(_EXPERTS, limit=_ABOVE_0),
     "moe_shared_expert_gate": _if(
         _EXPERTS,
@@ -556,7 +534,7 @@ _STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 def _recipe_problems(config: RunConfig) -> Iterator[str]:
     megatron = config.megatron
-    recipe = megatron.get("fp8_recipe", _DEFAULTS["fp8_recipe"])
+    recipe = megatron.get("fp8_recipe", DEFAULTS["fp8_recipe"])
     if not megatron.get("fp8") or recipe in _STATELESS_RECIPES:
         return
     what = f"megatron.fp8_recipe={recipe}{'' if 'fp8_recipe' in megatron else ', the default,'}"

@@ -231,7 +231,7 @@ class GroupState:
         for number in partitions or ():
             for key, row in self._partitions[number].items():
                 parts[key] = [*parts.get(key, ()), *row]
-        writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # `HashingFiles` syncs on close
+        writer = _PortableWriter(folder, sync_files=False)  # `HashingFiles` syncs on close
         writer.fs = files
         planner = MCoreSavePlanner if partitions is None else _PartitionsPlanner
         try:
@@ -341,6 +341,14 @@ class _PartitionsPlanner(MCoreSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], torch_checkpoint.Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
         return self.global_plan, self.metadata
+
+
+class _PortableWriter(torch_checkpoint.FileSystemWriter):
+    """Pickles the folder as text: a path of Python 3.13 is of a module that earlier versions do not have."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.path)
 
 
 class HashingFiles(torch_checkpoint.filesystem.FileSystem):

@@ -23,7 +23,9 @@ from spare_megatron.journal.state.summary import sum_up
 FOLDER = Path(__file__).parent
 EXPECTED = FOLDER / "expected.json"
 CHECKPOINTS = "checkpoints"
-"""The archive of two checkpoints, with settings and corpus; all others are of runs."""
+"""The archive of two checkpoints, with settings and corpus."""
+CHECKPOINTS_OF_VERSIONS = "checkpoints_of_versions"
+"""That of checkpoints of several versions of megatron-core; all others are of runs."""
 READ = ("config.toml", "origin.json", "summary.json", "metrics.jsonl", "journal/*.jsonl")
 """Files of a run directory that `spare check`, `status`, `audit` and `report` read."""
 _OF_NOW = ("next_save_s", "driverless")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kept_runs.runs import CHECKPOINTS, FOLDER, answers_of, expected_answers, unpack
+from tests.kept_runs.runs import CHECKPOINTS, CHECKPOINTS_OF_VERSIONS, FOLDER, answers_of, expected_answers, unpack
 
 EXPECTED = expected_answers()
 
@@ -23,4 +23,4 @@ def test_a_kept_run_is_answered_for_as_when_it_was_kept(name: str, tmp_path: Pat
 
 def test_each_archive_has_its_answers() -> None:
     archives = {file.name.removesuffix(".tar.xz") for file in FOLDER.glob("*.tar.xz")}
-    assert archives == {*EXPECTED, CHECKPOINTS}
+    assert archives == {*EXPECTED, CHECKPOINTS, CHECKPOINTS_OF_VERSIONS}

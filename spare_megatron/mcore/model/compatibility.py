@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spare_megatron.config.supported_versions import installed_version, release
+
 _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 _KERNEL_NAMES = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
@@ -67,6 +69,14 @@ def is_counted_on_tensor_rank(parameter: Tensor, groups: Any) -> bool:
 
     options = {"expert_tp_group": groups.expt_tp} if _takes(is_counted, "expert_tp_group") else {}
     return bool(is_counted(parameter, groups.tp, **options))
+
+
+def frees_what_is_sent() -> bool:
+    """Whether `deallocate_pipeline_outputs` frees what the interleaved schedule still sends; only the number shows it.
+
+    Until 0.18 is the oldest: its schedule waits for the transfer first.
+    """
+    return release(installed_version("megatron-core") or "") < (0, 18)
 
 
 @cache

@@ -18,7 +18,8 @@ from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.model.versions import installed_version
+from spare_megatron.config.supported_versions import installed_version
+from spare_megatron.mcore.model.compatibility import frees_what_is_sent
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -135,9 +136,16 @@ def _refuse(config: RunConfig) -> None:
     for key in config.megatron:
         if key not in known:
             raise ValueError(
-                f"megatron.{key} is not a field of megatron-core {installed_version('megatron-core')}; remove it"
+                f"megatron.{key} is not a field of megatron-core {installed_version('megatron-core')}, and of other "
+                f"supported versions alone; remove it"
             )
     layout = config.layout
+    if layout.virtual_pipeline > 1 and config.megatron.get("deallocate_pipeline_outputs") and frees_what_is_sent():
+        raise ValueError(
+            f"megatron.deallocate_pipeline_outputs=true frees outputs before the interleaved schedule of megatron-core "
+            f"{installed_version('megatron-core')} has sent them; remove it, set layout.virtual_pipeline=1, or install "
+            f"megatron-core 0.18 or later"
+        )
     if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
         raise ValueError(
             f"layout.virtual_pipeline={layout.virtual_pipeline} needs layout.pipeline_parallel > 1; set it to 1"

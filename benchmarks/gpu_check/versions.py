@@ -10,8 +10,8 @@ from benchmarks.gpu_check.scene import Scene, mib, python_version
 from benchmarks.origin import origin
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.supported_versions import check_version, installed_version
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.mcore.model.versions import check_version, installed_version
 from spare_megatron.rank import rank  # noqa: F401  (it imports all that a rank needs, which checks versions)
 from spare_megatron.tools.text.corpus_writer import write_corpus
 

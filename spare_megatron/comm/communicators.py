@@ -20,8 +20,8 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
 from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
+from spare_megatron.config.supported_versions import check_names
 from spare_megatron.mcore.model.probe import Probe
-from spare_megatron.mcore.model.versions import check_names
 from spare_megatron.process.shortages import shortage_in
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store import keys

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spare_megatron.mcore.model.versions import check_names, check_version
+from spare_megatron.config.supported_versions import check_names, check_version
 
 if dist.is_nccl_available():  # builds for CPUs have none of it
     check_names(

@@ -1,9 +1,10 @@
 """The only importer of megatron-core: model, data, gradients, optimizer, adaptations. Start with `trainer`."""
 
+import platform
 import warnings
 
+from spare_megatron.config.supported_versions import check_version, installed_version
 from spare_megatron.mcore.model.quick_import import import_megatron
-from spare_megatron.mcore.model.versions import check_version, installed_version
 
 
 def _hide_irrelevant_warnings() -> None:
@@ -16,6 +17,7 @@ def _hide_irrelevant_warnings() -> None:
         warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
 
 
+check_version("Python", platform.python_version())
 for _package in ("torch", "megatron-core"):
     check_version(_package, installed_version(_package))
 _hide_irrelevant_warnings()

@@ -23,18 +23,19 @@ from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.supported_versions import SUPPORTED, check_version, supported, version_rows
 from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.mcore.gradients.fixed_point import fixed_point
+from spare_megatron.mcore.model import compatibility, rng
 from spare_megatron.mcore.model import model as model_module
-from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention
 from spare_megatron.mcore.model.model import choose_deterministic_kernels, kernels_of, layer_spec
 from spare_megatron.mcore.model.transformer import fits, transformer_config
-from spare_megatron.mcore.model.versions import SUPPORTED, check_version
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.tools.bench.plain_megatron import transfers
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 def with_megatron(**megatron: Any) -> RunConfig:
@@ -48,8 +49,8 @@ def with_megatron(**megatron: Any) -> RunConfig:
     ("package", "installed"),
     [
         *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.20.0", "1.16.1", "0.16.0rc1")),
-        *(("torch", version) for version in (None, "2.12.1", "2.16.0", "2.16.0a0+git1234")),
-        *(("transformer-engine", version) for version in (None, "1.13.0", "2.8.0", "2.12.0")),
+        *(("torch", version) for version in (None, "2.10.2", "2.16.0", "2.16.0a0+git1234")),
+        *(("transformer-engine", version) for version in (None, "1.13.0", "2.8.0", "2.21.0")),
     ],
 )
 def test_other_versions_are_refused_with_the_remedy(package: str, installed: str | None) -> None:
@@ -61,7 +62,7 @@ def test_other_versions_are_refused_with_the_remedy(package: str, installed: str
     ("package", "installed"),
     [
         *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10", "0.19.2")),
-        *(("torch", version) for version in ("2.13.1+cpu", "2.13.0a0+nv26.1", "2.15.0+cu132")),
+        *(("torch", version) for version in ("2.11.0+cu130", "2.13.0a0+nv26.1", "2.15.0+cu132")),
         *(("transformer-engine", version) for version in ("2.9.0", "2.11+abc")),
     ],
 )
@@ -70,28 +71,39 @@ def test_supported_versions_are_accepted(package: str, installed: str) -> None:
 
 
 def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"], f"Python{project['requires-python']}"]
     wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in asked}
     packages = SUPPORTED.keys() - {"NCCL"}  # it comes with torch
-    assert {package: str(SUPPORTED[package]) for package in packages} == {
-        package: wanted[package] for package in packages
-    }
+    # One extra for all versions of megatron-core, of which 0.16 takes the fewest.
+    checked = {package: str(supported(package, "0.16.1")) for package in packages}
+    assert checked == {package: wanted[package] for package in packages}
 
 
 def test_transformer_engine_is_of_the_versions_that_megatron_core_asks_for() -> None:
-    """It was of any from 2.0 on; Megatron calls what some of them do not have."""
+    """It was of any from 2.0 on; Megatron calls what some of them do not have. From 0.17 on it names none."""
     (asked,) = [Requirement(text) for text in requires("megatron-core") or () if text.startswith("transformer-engine")]
-    ours = Requirement(f"transformer-engine{SUPPORTED['transformer-engine']}")
-    versions = ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "3.0.0")
-    assert [version in ours.specifier for version in versions] == [version in asked.specifier for version in versions]
+    ours = Requirement(f"transformer-engine{supported('transformer-engine')}")
+    theirs = asked if asked.specifier else Requirement("transformer-engine>=2.9,<2.21")
+    versions = ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.20.1", "2.21.0", "3.0.0")
+    assert [version in ours.specifier for version in versions] == [version in theirs.specifier for version in versions]
 
 
-@pytest.mark.parametrize("installed", ["2.25.1", "3.0.1"])
+@pytest.mark.parametrize("installed", ["2.25.1", "2.28.3", "2.28.8", "3.0.1"])
 def test_another_nccl_is_refused_with_where_it_comes_from(installed: str) -> None:
-    with pytest.raises(ImportError, match=rf"NCCL {installed} is installed.*>=2\.26,<3: it comes with torch"):
+    text = rf"NCCL {installed} is installed.*>=2\.26,<3 except >=2\.28\.3,<2\.28\.9: it comes with torch"
+    with pytest.raises(ImportError, match=text):
         check_version("NCCL", installed)
-    check_version("NCCL", "2.30.7.1")
+
+
+@pytest.mark.parametrize("installed", ["2.26.0", "2.28.2", "2.28.9", "2.30.7.1"])
+def test_nccl_before_and_after_the_releases_that_crash_is_accepted(installed: str) -> None:
+    check_version("NCCL", installed)
+
+
+def test_the_table_of_versions_in_the_docs_is_that_of_the_code() -> None:
+    table = "\n".join(version_rows())
+    assert f"\n\n{table}\n\n" in (ROOT / "docs/gpu.md").read_text(), f"put into docs/gpu.md:\n{table}"
 
 
 # ------------------------------------------------------------------------------------------------------- the fields
@@ -190,7 +202,7 @@ def test_what_norms_of_torch_refuse_is_refused_before_one_is_built(field: str) -
     gpu, layout = torch.device("cuda"), LayoutConfig(tensor_parallel=2)
     norm = {"normalization": "RMSNorm"}  # torch's also where apex is installed
     config = RunConfig(model=ModelConfig(transformer_impl="local"), layout=layout, megatron={**norm, field: True})
-    with pytest.raises(ValueError, match=rf"^megatron\.{field}=true: .* install 'transformer-engine>=2\.9,<2\.12'"):
+    with pytest.raises(ValueError, match=rf"^megatron\.{field}=true: .* install 'transformer-engine>=2\.9,<2\."):
         layer_spec(config, transformer_config(config, gpu), gpu)
     without = dataclasses.replace(config, megatron=norm)
     layer_spec(without, transformer_config(without, gpu), gpu)
@@ -256,6 +268,19 @@ def test_the_interleaved_schedule_never_batches_its_transfers() -> None:
         transformer_config(RunConfig(layout=layout, megatron={"batch_p2p_comm": True}), CPU)
     with pytest.raises(ValueError, match=r"needs layout\.pipeline_parallel > 1"):
         transformer_config(RunConfig(layout=LayoutConfig(virtual_pipeline=2)), CPU)
+
+
+def test_outputs_that_are_still_sent_are_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's schedule before 0.18 frees them, and the next stage may receive other values."""
+    chunks = LayoutConfig(pipeline_parallel=2, virtual_pipeline=2)
+    freeing = RunConfig(layout=chunks, megatron={"deallocate_pipeline_outputs": True})
+    for version in ("0.16.1", "0.17.1"):
+        monkeypatch.setattr(compatibility, "installed_version", lambda _, version=version: version)
+        with pytest.raises(ValueError, match=r"^megatron\.deallocate_pipeline_outputs=true frees outputs .* 0\.18 or"):
+            transformer_config(freeing, CPU)
+        assert transformer_config(replace(freeing, layout=LayoutConfig(pipeline_parallel=2)), CPU)
+    monkeypatch.setattr(compatibility, "installed_version", lambda _: "0.18.0")
+    assert transformer_config(freeing, CPU).deallocate_pipeline_outputs
 
 
 @pytest.mark.parametrize(

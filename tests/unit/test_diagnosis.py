@@ -9,6 +9,7 @@ import pytest
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import ValidationCorpus
+from spare_megatron.config.supported_versions import version_problem
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.store_space import STEP_BYTES, StoreSpace
 from spare_megatron.machine.gpus import Gpu
@@ -260,6 +261,21 @@ def test_of_equally_many_versions_that_of_the_first_node_counts() -> None:
     two = [nodes()[0], replace(nodes()[1], facts=other)]
     (found,) = diagnose(CONFIG, "/ck", two)
     assert (found.node, found.text) == ("n1", "torch is 2.12, and 2.13.0 on most nodes; install the same on all")
+
+
+def test_versions_that_are_not_supported_are_named_with_what_to_do() -> None:
+    te = ">=2.9,<2.12"
+    versions = {"Python": "3.14.1", "torch": "2.16.0", "megatron-core": "0.16.1", "transformer-engine": "2.12.0"}
+    found = findings(CONFIG, versions=FACTS.versions | versions | {"NCCL": "2.28.7"})
+    texts = [finding.text for finding in found if "most nodes" not in finding.text]
+    assert texts == [
+        "Python 3.14.1 is installed, spare_megatron needs >=3.11,<3.14: make the environment with another python",
+        "torch 2.16.0 is installed, spare_megatron needs >=2.11,<2.16: pip install 'torch>=2.11,<2.16'",
+        f"transformer-engine 2.12.0 is installed, spare_megatron needs {te}: pip install 'transformer-engine{te}'",
+        version_problem("NCCL", "2.28.7"),
+    ]
+    later = versions | {"Python": "3.13.0", "torch": "2.15.0", "megatron-core": "0.19.2"}
+    assert all("most nodes" in one.text for one in findings(CONFIG, versions=FACTS.versions | later))
 
 
 def test_two_links_have_no_usual_speed() -> None:

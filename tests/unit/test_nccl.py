@@ -27,7 +27,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
-from spare_megatron.mcore.model.versions import installed_version
+from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.process.specs import NodeSpec, RankSpec, device_of
 from spare_megatron.rank.bootstrap import choose_device

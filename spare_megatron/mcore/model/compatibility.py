@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spare_megatron.mcore.model.versions import installed_version, release
+from spare_megatron.config.supported_versions import installed_version, release
 
 _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 _KERNEL_NAMES = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")

@@ -27,12 +27,12 @@ from megatron.core.utils import get_te_version
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
-from spare_megatron.mcore.model.versions import SUPPORTED, check_version
 
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
@@ -280,7 +280,7 @@ def layer_spec(
     if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
         raise ValueError(
             f"{refused}: these layers have the norms of torch, which do not support it; remove it, or install "
-            f"'transformer-engine{SUPPORTED['transformer-engine']}' (or, for LayerNorm, apex) and set "
+            f"'transformer-engine{supported('transformer-engine')}' (or, for LayerNorm, apex) and set "
             f"model.transformer_impl=auto, which is {config.model.transformer_impl}"
         )
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention

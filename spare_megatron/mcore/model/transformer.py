@@ -18,8 +18,8 @@ from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
-from spare_megatron.mcore.model.versions import installed_version
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 

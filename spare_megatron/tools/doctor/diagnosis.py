@@ -9,6 +9,7 @@ from typing import TypeVar
 from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
 from spare_megatron.config.model.rank_memory import ranks_per_machine
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.supported_versions import SUPPORTED, version_problem
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
@@ -39,6 +40,7 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) 
         facts = node.facts
         if facts is None:
             continue
+        found += _versions(config, node.name, facts)
         found += _gpus(config, node.name, facts)
         found += _clock(config, node)
         found += _limits(config, node.name, facts)
@@ -116,6 +118,17 @@ def _deviants(
 
 def _counts(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
+
+
+def _versions(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
+    """What is outside the supported versions; what is absent shows elsewhere."""
+    needs_gpus = config.cluster.device != "cpu" and bool(facts.gpus)
+    for package in SUPPORTED:
+        installed = facts.versions.get(package, "")
+        if not installed or (package in ("NCCL", "transformer-engine") and not needs_gpus):
+            continue
+        if problem := version_problem(package, installed, facts.versions.get("megatron-core")):
+            yield NodeFinding(node=name, check="versions", text=problem)
 
 
 def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:

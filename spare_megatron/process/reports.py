@@ -39,6 +39,8 @@ class ExitCode(IntEnum):
     """The group has left the run, as it was asked to."""
     STOPPED = 11
     """The run ends before its last step, as it was asked to."""
+    ABORT_HUNG = 12
+    """An abort of a communicator between groups does not return: the rank's group is lost."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each

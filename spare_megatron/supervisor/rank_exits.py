@@ -44,6 +44,7 @@ _CAUSES: dict[int, str] = {
     ExitCode.JOIN_FAILED: "could not copy the state",
     ExitCode.FENCED: FOUND_FENCED,
     ExitCode.STORE_LOST: "lost the control store",
+    ExitCode.ABORT_HUNG: "an abort of NCCL did not return within reduce.timeout_s",
 }
 """Causes of loss by exit code."""
 

@@ -9,7 +9,7 @@ import re
 import runpy
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -558,6 +558,33 @@ def test_kernels_are_ordered_by_one_connection_only_where_megatron_needs_it(
     monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
     set_gpu_environment(Layout(num_groups=2, **parallel))
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_on"),
+    [
+        ({"num_groups": 2}, False),
+        ({"num_groups": 2, "num_nodes": 2}, True),
+        ({"num_groups": 2, "tensor_parallel": 8, "num_nodes": 2}, True),
+        ({"num_groups": 4, "tensor_parallel": 4, "num_nodes": 2}, False),
+        ({"num_groups": 4, "tensor_parallel": 4, "pipeline_parallel": 2, "num_nodes": 4}, True),
+        ({"num_groups": 4, "tensor_parallel": 4, "pipeline_parallel": 2, "num_nodes": 8}, True),
+        ({"num_groups": 4, "data_parallel": 4, "num_nodes": 2}, False),
+        ({"num_groups": 3, "tensor_parallel": 4, "num_nodes": 2}, False),  # group 1 has two ranks on each
+        ({"num_groups": 2, "num_further": 1}, False),  # it may come at any time
+    ],
+)
+@pytest.mark.parametrize("before", [None, "1"])
+def test_no_multicast_group_of_nvlink_spans_groups(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], is_on: bool, before: str | None
+) -> None:
+    """A killed member would leave those of the other groups undefined."""
+    layout = Layout(**parallel)
+    on_nodes = [Counter(rank for _, rank in layout.ranks_on(node)) for node in range(layout.num_nodes)]
+    assert layout.most_peers_on_node == max(max(ranks.values()) for ranks in on_nodes)
+    monkeypatch.setattr(os, "environ", {} if before is None else {"NCCL_NVLS_ENABLE": before})
+    set_gpu_environment(layout)
+    assert os.environ.get("NCCL_NVLS_ENABLE") == (before if is_on else "0")
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

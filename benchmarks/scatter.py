@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
         for kind in spent_s:
             backend.barrier(dist.BarrierOptions()).wait()
             began_s, before = time.perf_counter(), _sent_bytes()
-            transfer = Transfer(connection=SharedBackend(backend, buffer.device), tensors=[buffer])
+            transfer = Transfer(connection=SharedBackend(backend, buffer.device, 60.0), tensors=[buffer])
             if kind == "all_reduced":
                 transfer.works = [backend.allreduce([buffer], dist.AllreduceOptions())]
             else:

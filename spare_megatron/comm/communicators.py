@@ -21,6 +21,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
 from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
 from spare_megatron.config.supported_versions import check_names
+from spare_megatron.machine.device_errors import ends_process
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.process.shortages import shortage_in
 from spare_megatron.stacking.layout import GroupId
@@ -269,8 +270,11 @@ class CrossGroupCommunicator:
         return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
     def give_up(self, error: Exception | None = None) -> Literal[False]:
-        """Abandons the communicator and all sums in flight, as failed with `error` or as obsolete. Returns False."""
+        """Abandons the communicator and all sums in flight, as failed with `error` or as obsolete. Returns False, or
+        raises an error after which this process cannot use its device.
+        """
         if error is not None:
+            self._require_device(error)
             self.evidence, self.error = f"connection: {_first_line(error)}", error
         self.evidence = self.evidence or MOVED_ON
         self._drop_connection()
@@ -310,12 +314,13 @@ class CrossGroupCommunicator:
         """Runs in the build's thread. Returns the connection, or the exception for the main thread to read."""
         try:
             store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
+            limit_s = self._timeout.total_seconds()
             if self._device.type != "cuda":
-                return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device)
+                return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device, limit_s)
             backend = nccl.connect(
                 store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
             )
-            connection = SharedBackend(backend, self._device)
+            connection = SharedBackend(backend, self._device, limit_s)
             self._rehearse(build, connection, self._warm_up(size))
         except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
             return self._why_failed(error)
@@ -388,10 +393,16 @@ class CrossGroupCommunicator:
         self._abandoned += build.transfers
         result = build.result[0]
         if isinstance(result, Exception):
+            self._require_device(result)
             self.evidence, self.error = f"rebuild: {_first_line(result)}", result
             return False
         self._connection = result
         return True
+
+    def _require_device(self, error: Exception) -> None:
+        """Raises the error if every later use of the device would fail, too: another communicator would not help."""
+        if self._device.type == "cuda" and ends_process(error):
+            raise error
 
     def _wait(
         self, is_done: Callable[[], bool], pause: Callable[[float], object], is_decided: Callable[[], bool]

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.supported_versions import check_names, check_version
+from spare_megatron.process.processes import leave, say
+from spare_megatron.process.reports import ExitCode
 
 if dist.is_nccl_available():  # builds for CPUs have none of it
     check_names(
@@ -38,6 +40,8 @@ if dist.is_nccl_available():  # builds for CPUs have none of it
 _BETWEEN_GROUPS: Mapping[str, str] = {
     # The executor handles what a lost group breaks; torch must not end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Nor must its watchdog, when it meets an error of CUDA: the rank ends itself, with a cause (`ends_process`).
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # After an error torch's watchdog would sleep four times as long, for dumps that are disabled; destroying the
     # communicator or posting a sum waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
@@ -51,6 +55,10 @@ _SUCCESS = 0
 """`WorkResult.SUCCESS` of torch, which hands out the number."""
 _LONGEST_CALL_S = 2.0
 """An abort waits this long for a call to return: one that takes longer waits for a kernel that only an abort ends."""
+
+
+_LONGEST_SILENCE_S = 30.0
+"""torch's watchdog notes the end of a work within 0.1 s, or later while CUDA is busy; after this time it has ended."""
 
 
 class NoLongerWanted(RuntimeError):
@@ -168,6 +176,25 @@ def finish(work: Any) -> None:
     work.block_current_stream()
 
 
+class WatchdogCheck:
+    """Finds that torch's watchdog of a communicator has ended, as it does in silence after an error of CUDA: then
+    `get_future_result()` never completes.
+    """
+
+    def __init__(self) -> None:
+        self._oldest: Any = None
+        """Result of a work that has ended, until the watchdog has noted it. It holds no tensors."""
+        self._since_s = 0.0
+
+    def on_end(self, work: Any, now_s: float) -> None:
+        """Called with each work that has ended. Raises RuntimeError if an earlier one was not noted in time."""
+        if self._oldest is not None and not self._oldest.done():
+            if now_s - self._since_s > _LONGEST_SILENCE_S:
+                raise RuntimeError(f"torch's watchdog has noted no end of a sum for {_LONGEST_SILENCE_S:g} s")
+            return
+        self._oldest, self._since_s = work.get_future_result(), now_s
+
+
 def has_result(work: Any) -> bool:
     """Whether torch's watchdog has seen a work end. Unlike `is_completed`, this never waits while it holds the GIL."""
     return bool(work.get_future_result().done())
@@ -192,10 +219,20 @@ def event_now() -> torch.cuda.Event:
 
 class Abort:
     """Aborts a backend in a thread; its sums must not be read. Other threads hold `calls` while they are inside NCCL.
-    `is_patient`: waits for the call under way however long it takes.
+    `is_patient`: waits for the call under way however long it takes. An abort that takes longer than `limit_s` ends the
+    process: it costs one group, which would otherwise hold up all others.
     """
 
-    def __init__(self, backend: Any, calls: threading.Lock, device: torch.device, *, is_patient: bool = False) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        calls: threading.Lock,
+        device: torch.device,
+        *,
+        limit_s: float,
+        is_patient: bool = False,
+    ) -> None:
+        self._limit_s = limit_s
         self.has_ended = False
         self.is_harmless = False
         """Whether the device has done everything issued until the end of the communicator without an error."""
@@ -208,10 +245,19 @@ class Abort:
     def _run(self, backend: Any, calls: threading.Lock, timeout_s: float, device: torch.device) -> None:
         if calls.acquire(timeout=timeout_s):
             calls.release()  # no other call follows: the connection is marked
-        # An abort that times out raises; the communicator is unusable either way.
-        with contextlib.suppress(RuntimeError):
+        # torch's own limit is none: it raises after the communicator's timeout, but the destructor of its std::future
+        # first waits for the abort (ProcessGroupNCCL::abort).
+        limit = threading.Timer(self._limit_s, self._leave)
+        limit.name, limit.daemon = "nccl-abort-limit", True
+        limit.start()
+        with contextlib.suppress(RuntimeError):  # the communicator is unusable either way
             backend.abort()
+        limit.cancel()
         self.has_ended = True
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(device)
             self.is_harmless = True
+
+    def _leave(self) -> None:
+        say(f"an abort of NCCL has not returned within reduce.timeout_s={self._limit_s:g}", err=True)
+        leave(ExitCode.ABORT_HUNG)

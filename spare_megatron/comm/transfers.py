@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,15 @@ class SharedBackend:
     frees memory that a call under way may use, so it waits for that call and admits no other.
     """
 
-    def __init__(self, backend: Any, device: torch.device) -> None:
+    def __init__(self, backend: Any, device: torch.device, abort_limit_s: float) -> None:
         self.backend = backend
         self.end_reason = ""
         """Why it was aborted; empty if it was not."""
         self.is_connecting = False
         """Whether a call under way may wait for a member that never comes; an abort then waits as long."""
         self._device = device
+        self._abort_limit_s = abort_limit_s
+        self._watchdog = nccl.WatchdogCheck()
         self._calls = threading.Lock()
         self._abort: nccl.Abort | None = None
 
@@ -53,7 +56,13 @@ class SharedBackend:
         """Starts to abort the backend, unless that has been done. Never waits. Callable from any thread."""
         if not self.end_reason:
             self.end_reason = reason
-            self._abort = nccl.Abort(self.backend, self._calls, self._device, is_patient=self.is_connecting)
+            self._abort = nccl.Abort(
+                self.backend,
+                self._calls,
+                self._device,
+                limit_s=self._abort_limit_s,
+                is_patient=self.is_connecting,
+            )
 
     @property
     def is_ending(self) -> bool:
@@ -66,9 +75,12 @@ class SharedBackend:
         return bool(self.end_reason) and not (self._abort is not None and self._abort.is_harmless)
 
     def finish(self, work: Any) -> None:
-        """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed."""
+        """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed, or if the watchdog
+        of the connection has ended.
+        """
         if self._device.type == "cuda":
             nccl.finish(work)
+            self._watchdog.on_end(work, time.monotonic())
         else:
             work.wait()
 

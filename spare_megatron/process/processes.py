@@ -96,6 +96,10 @@ def set_gpu_environment(layout: Layout) -> None:
     """Sets the environment of NCCL and CUDA for ranks of this layout, in the process that spawns them."""
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
     os.environ.update(TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_ENABLE_MONITORING="0")
+    if layout.most_peers_on_node > 1:
+        # Multicast groups of NVLink belong to all members: one that is killed leaves those of the others undefined.
+        # NCCL reads this once for all communicators of a process, and uses two GPUs of a node or more (nvls.cc, 2.30).
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
         # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would
         # only let a sum over the groups hold up the backward pass.

@@ -39,6 +39,8 @@ class ExitCode(IntEnum):
     """The group has left the run, as it was asked to."""
     STOPPED = 11
     """The run ends before its last step, as it was asked to."""
+    ABORT_HUNG = 12
+    """An abort of a communicator between groups does not return: the rank's group is lost."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
@@ -122,13 +124,14 @@ class EvaluationDecided:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
     """An exception ended the rank, with this exit code; `concerns_all` if its cause holds for all groups: a setting, or
-    missing groups.
+    missing groups. `device_code`: of an error of CUDA, where torch gives it.
     """
 
     group: GroupId
     rank: int
     traceback: str
     concerns_all: bool = False
+    device_code: int | None = None
     code: ExitCode = ExitCode.RAISED
 
 

@@ -1,5 +1,6 @@
 """Ids of groups, shards and state partitions, and the position of ranks inside groups and on nodes."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
@@ -118,6 +119,16 @@ class Layout:
         [2, 3]
         """
         return sorted({self.node_of(group, rank) for rank in range(self.ranks_per_group)})
+
+    @property
+    def most_peers_on_node(self) -> int:
+        """Most groups that have their rank of one position on the same node: members of one communicator.
+
+        >>> [Layout(num_groups=4, tensor_parallel=2, num_nodes=nodes).most_peers_on_node for nodes in (1, 2, 4, 8)]
+        [4, 2, 1, 1]
+        """
+        ranks = range(self.num_ranks)
+        return max(Counter((rank // self.ranks_per_node, rank % self.ranks_per_group) for rank in ranks).values())
 
     def groups_on(self, node: int) -> list[GroupId]:
         return sorted({group for group, _ in self.ranks_on(node)})

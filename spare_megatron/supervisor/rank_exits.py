@@ -4,6 +4,7 @@ from enum import Enum
 
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.records import LOST_A_PEER
+from spare_megatron.machine.device_errors import find_device_error
 from spare_megatron.process.processes import describe_exit
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.stacking.layout import GroupId
@@ -44,23 +45,26 @@ _CAUSES: dict[int, str] = {
     ExitCode.JOIN_FAILED: "could not copy the state",
     ExitCode.FENCED: FOUND_FENCED,
     ExitCode.STORE_LOST: "lost the control store",
+    ExitCode.ABORT_HUNG: "an abort of NCCL did not return within reduce.timeout_s",
 }
 """Causes of loss by exit code."""
 
 INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
 """Start of the last traceback line of an injected fault."""
 
-_OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
-"""Fragments of CUDA errors that mean a failed device, which no other group meets by computing the same."""
 
-
-def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
-    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
+def cause_of_end(code: int, traceback: str = "", device_code: int | None = None) -> tuple[str, str]:
+    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string.
+    `device_code`: of the error of CUDA that ended it, if torch has given it.
+    """
     error = _error_in(traceback)
     if code == ExitCode.JOIN_FAILED:  # others may fail for the same donor, which is no fault of the program
         return ": ".join(filter(None, (_CAUSES[code], error))), ""
     cause = error or _CAUSES.get(code) or describe_exit(code)
-    is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
+    of_device = find_device_error(error, device_code)
+    is_its_own = error.startswith(INJECTED) or (of_device is not None and of_device.kind == "certain")
+    if device_code is not None:
+        cause += f" (cudaError {device_code})"
     return cause, "" if is_its_own else error
 
 
@@ -80,7 +84,7 @@ class RaisedExceptions:
     def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
         """`cause_of_end` with the traceback that the rank has reported, if any."""
         report = self._reports.get(key)
-        return cause_of_end(code, report.traceback if report else "")
+        return cause_of_end(code, report.traceback, report.device_code) if report else cause_of_end(code)
 
     def concerns_all(self, group: GroupId, rank: int) -> bool:
         """Whether the rank has raised what holds for all groups."""

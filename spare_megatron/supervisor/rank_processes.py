@@ -19,6 +19,7 @@ from spare_megatron.faults.points import Fault
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
 from spare_megatron.journal.records import FaultRecord
+from spare_megatron.machine.device_errors import code_of
 from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.starvation import Starvation
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
@@ -112,8 +113,15 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
         text = real_paths(traceback.format_exc())
         try:
             say(text.rstrip())
-            concerns_all = isinstance(error, ValueError)
-            reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text, concerns_all=concerns_all))
+            reports.send(
+                RankRaised(
+                    group=spec.group,
+                    rank=spec.rank,
+                    traceback=text,
+                    concerns_all=isinstance(error, ValueError),
+                    device_code=code_of(error),
+                )
+            )
             # The supervisor ends the whole group with this cause; a peer that missed the rank first would give none.
             reports.poll(_FAREWELL_S)
         finally:

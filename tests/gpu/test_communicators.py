@@ -95,7 +95,7 @@ def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[lis
             finish(backend.allreduce([tensor], dist.AllreduceOptions()))
             preceding.synchronize()
             sums.append(tensor.tolist())
-            ending = nccl.Abort(backend, threading.Lock(), device)
+            ending = nccl.Abort(backend, threading.Lock(), device, limit_s=60.0)
             ending.thread.join(PATIENCE_S)
             assert ending.has_ended
             assert ending.is_harmless

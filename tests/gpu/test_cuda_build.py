@@ -44,8 +44,8 @@ def test_torch_takes_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Unconnected)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+    for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "WAIT_TIMEOUT_DUMP_MILSEC"):
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is put back
     device = torch.device("cuda", 0)
     nccl.connect(dist.HashStore(), 0, 1, device=device, timeout=PATIENCE, is_wanted=lambda: True)
     [options] = taken

@@ -1,9 +1,13 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
+import ast
 import dataclasses
+import importlib.util
 import os
+import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
@@ -29,7 +33,12 @@ from spare_megatron.mcore.gradients.fixed_point import fixed_point
 from spare_megatron.mcore.model import compatibility, rng
 from spare_megatron.mcore.model import model as model_module
 from spare_megatron.mcore.model.attention import TorchCoreAttention
-from spare_megatron.mcore.model.model import choose_deterministic_kernels, kernels_of, layer_spec
+from spare_megatron.mcore.model.model import (
+    DETERMINISTIC_ALGORITHMS,
+    choose_deterministic_kernels,
+    kernels_of,
+    layer_spec,
+)
 from spare_megatron.mcore.model.transformer import fits, transformer_config
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.tools.bench.plain_megatron import transfers
@@ -333,6 +342,42 @@ def test_gpu_kernels_repeat_their_results_in_reproducible_mode_alone() -> None:
     assert {name: os.environ.get(name) for name in DETERMINISTIC} == {**DETERMINISTIC, "NCCL_ALGO": None}
     choose_deterministic_kernels(replace(reproducible, layout=LayoutConfig(tensor_parallel=2)))
     assert {name: os.environ.get(name) for name in DETERMINISTIC} == DETERMINISTIC
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize(
+    ("algorithm", "is_refused"),
+    [
+        ("CollnetDirect, Ring", False),
+        ("^NVLS", False),
+        ("Tree", True),
+        ("Ring,Tree", True),
+        ("allreduce:tree", True),
+        ("", True),
+    ],
+)
+def test_algorithms_of_the_site_must_repeat_sums_in_reproducible_mode(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, is_refused: bool
+) -> None:
+    """A site's NCCL_ALGO=Tree was taken as it is, and two runs differed without a word."""
+    monkeypatch.setenv("NCCL_ALGO", algorithm)
+    alone = RunConfig(reduce=ReduceConfig(mode="reproducible"))
+    choose_deterministic_kernels(alone)  # it sums integers alone
+    wide = replace(alone, layout=LayoutConfig(tensor_parallel=2))
+    choose_deterministic_kernels(replace(wide, reduce=ReduceConfig(mode="fast")))
+    message = rf"NCCL_ALGO={re.escape(algorithm)} is set .*CollnetChain, CollnetDirect, Ring, \^NVLS.*unset NCCL_ALGO"
+    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+        choose_deterministic_kernels(wide)
+    assert os.environ["NCCL_ALGO"] == algorithm
+
+
+def test_deterministic_algorithms_are_those_of_megatron() -> None:
+    found = importlib.util.find_spec("megatron.training")
+    file = Path(found.origin).with_name("determinism.py") if found and found.origin else None
+    if file is None or not file.exists():
+        pytest.skip("this megatron-core comes without megatron.training.determinism")
+    (names,) = re.findall(r"ACCEPTED_NCCL_ALGO_TOKENS: .*frozenset\((\{.*\})\)", file.read_text())
+    assert ast.literal_eval(names) == DETERMINISTIC_ALGORITHMS
 
 
 @pytest.mark.usefixtures("_as_before")

@@ -62,7 +62,7 @@ def on_members(num_members: int, dtype: torch.dtype) -> list[list[torch.Tensor]]
                 shares = [
                     BucketShare(values=buffer[p], recipients=r) for p, r in zip(places(), RECIPIENTS, strict=True)
                 ]
-                transfers.append(Transfer(connection=SharedBackend(backend, buffer.device), tensors=[buffer]))
+                transfers.append(Transfer(connection=SharedBackend(backend, buffer.device, 60.0), tensors=[buffer]))
                 exchange.post(transfers[-1], shares, buffer[-EXTRAS:], number * len(shares))
             order = transfers if rank % 2 else transfers[::-1]
             while {transfer.advance() for transfer in order} != {True}:

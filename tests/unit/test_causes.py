@@ -1,7 +1,16 @@
 """What a rank's end says of it, and of others that may meet the same."""
 
 import pytest
+import torch
 
+from spare_megatron.machine.device_errors import (
+    TABLE,
+    DeviceError,
+    code_of,
+    ends_process,
+    find_device_error,
+    is_ambiguous,
+)
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of
 
@@ -74,3 +83,49 @@ def test_what_follows_from_an_exit_depends_on_its_code_and_on_what_is_lost_alrea
 ) -> None:
     found = consequence_of(code, is_group_lost=is_group_lost, is_store_given_up=is_store_given_up)
     assert found is expected
+
+
+@pytest.mark.parametrize(
+    ("row", "of"),
+    [(row, of) for row in TABLE for of in ("code", "text") if row.code is not None or of == "text"],
+    ids=str,
+)
+def test_each_error_of_the_table_is_known_by_its_code_and_by_its_text(row: DeviceError, of: str) -> None:
+    text = f"CUDA error: {row.text.capitalize() if of == 'text' else 'in another language'}"
+    code = row.code if of == "code" else None
+    assert find_device_error(text, code) is row
+    cause, error = cause_of_end(ExitCode.RAISED, f"torch.AcceleratorError: {text}", code)
+    assert error == ("" if row.kind == "certain" else f"torch.AcceleratorError: {text}")
+    assert cause == f"torch.AcceleratorError: {text}" + (f" (cudaError {code})" if code else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "is_sticky"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", "certain", True),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", "certain", True),
+        ("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error", "certain", True),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "certain", False),
+        ("No CUDA-capable device is detected", "certain", False),
+        ("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", "certain", False),
+        ("CUDA error: an illegal memory access was encountered", "ambiguous", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`", "ambiguous", False),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "ambiguous", False),
+        ("CUDA error: device-side assert triggered", "program", True),
+    ],
+)
+def test_messages_of_cuda_and_its_libraries_are_told_apart(text: str, kind: str, is_sticky: bool) -> None:
+    row = find_device_error(text)
+    assert row is not None
+    assert row.kind == kind
+    assert ends_process(RuntimeError(text)) is is_sticky
+    assert is_ambiguous(text) is (kind == "ambiguous")
+
+
+def test_torch_gives_the_code_of_an_error_of_the_device() -> None:
+    error = torch.AcceleratorError("CUDA error: in another language")
+    assert code_of(error) is None
+    error.error_code = 719
+    assert code_of(error) == 719
+    assert ends_process(error)
+    assert not ends_process(RuntimeError("connection closed by peer"))

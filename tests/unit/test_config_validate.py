@@ -535,6 +535,16 @@ def test_groups_that_do_not_fill_machines_are_not_reformed_and_the_reason_is_giv
     assert "has no effect with spare.rejoins=0" in problem
 
 
+def test_what_is_lost_without_nvlink_sharp_is_said() -> None:
+    gpus = MachineResources(num_gpus=8, num_cores=99, has_corpus=True)
+    shared = ("layout.num_groups=4", "layout.tensor_parallel=4", "model.num_attention_heads=4", "cluster.num_nodes=2")
+    (text,) = [text for text in warnings(configured(*shared), gpus) if "NVLink SHARP" in text]
+    assert "2 groups share a node" in text
+    assert "sums of layout.tensor_parallel=4 ranks send 1.2 times the bytes" in text
+    for others, machine in ((shared, CPU), ((*shared[:3], "cluster.num_nodes=4"), gpus), (shared[:1], gpus)):
+        assert not any("NVLink SHARP" in text for text in warnings(configured(*others), machine))
+
+
 def test_a_replacement_is_waited_for_where_the_job_has_spare_nodes() -> None:
     job = ("cluster.launcher=srun", "slurm.num_spare_nodes=1")
     assert [reform_after_s(configured(*sets)) for sets in ((), job, (*job, "spare.reform_after_s=5"))] == [0, 60, 5]

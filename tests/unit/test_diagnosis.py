@@ -104,6 +104,7 @@ def test_of_healthy_nodes_nothing_is_reported() -> None:
         ({"gpus": (*(GPU,) * 7, replace(GPU, free_bytes=RANK - 1))}, "gpus", True, "others use it"),
         ({"gpus": (replace(GPU, name="A100"), *(GPU,) * 7)}, "gpus", False, "1 x A100, 7 x H100, and elsewhere 8 x"),
         ({"gpu_driver": "535.2"}, "gpus", False, "driver is 535.2, and 570.1 elsewhere"),
+        ({"nccl_cumem": "0"}, "gpus", False, "NCCL_CUMEM_ENABLE=0 is set: GPUs of this node"),
         ({"versions": {**FACTS.versions, "NCCL": "2.27"}}, "versions", True, "NCCL is 2.27, and 2.29 on most nodes"),
         (
             {"versions": {key: value for key, value in FACTS.versions.items() if key != "spare_megatron"}},

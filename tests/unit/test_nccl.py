@@ -9,7 +9,7 @@ import re
 import runpy
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -22,17 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spare_megatron.comm import communicators, nccl, sum_watch
+from spare_megatron.comm import communicators, nccl, sum_watch, transfers
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.process.processes import set_gpu_environment
+from spare_megatron.process.reports import ExitCode
 from spare_megatron.process.specs import NodeSpec, RankSpec, gpu_of
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor.rank_exits import Consequence, cause_of_end, consequence_of
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from tests.unit.nccl_stand_in import GPU, PATIENCE, Backend, Work, new_communicator, post
 
@@ -43,6 +45,7 @@ def torch_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1")
 
 
 # ------------------------------------------------------------------------------------------------------- connecting
@@ -65,7 +68,8 @@ def test_a_rank_that_has_met_the_others_connects() -> None:
     assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
     assert options.is_high_priority_stream, "a stream of a pool that Megatron does not use"
     assert backend.connected == [GPU]
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+    for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "WAIT_TIMEOUT_DUMP_MILSEC"):
+        assert os.environ[f"TORCH_NCCL_{name}"] == "0"
 
 
 @pytest.mark.usefixtures("torch_with_nccl")
@@ -126,6 +130,92 @@ def test_a_sum_that_failed_is_given_up_without_a_wait_that_would_abort_here(
     assert communicator.poll() == 0
     assert communicator.evidence == "connection: a sum of NCCL failed (WorkResult 2); torch has logged the error"
     assert backend.is_aborted.wait(PATIENCE.total_seconds())
+
+
+STICKY = RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported")
+
+
+@pytest.mark.parametrize("failing", ["is_completed", "post", "build"])
+def test_an_error_that_ends_the_use_of_the_device_ends_the_rank(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The rank took it for a broken connection, and built one communicator after the other."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise STICKY
+
+    if failing == "build":
+        monkeypatch.setattr(nccl, "connect", fail)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        communicator.start_build(0, [GroupId(0), GroupId(1)])
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            communicator.connect(lambda: False)
+        return
+    backend = post(communicator, 0)
+    if failing == "post":
+        monkeypatch.setattr(backend, "allreduce", fail)
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            communicator.post(torch.zeros(1))
+        return
+    monkeypatch.setattr(backend.works[0], "is_completed", fail)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        communicator.poll()
+
+
+def test_a_communicator_whose_watchdog_has_ended_is_broken(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums complete, as the work itself asks the device, and no result of them is ever noted."""
+    now_s = 100.0
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    backend = post(communicator, 0)
+    late = SimpleNamespace(done=lambda: False)
+    noted = SimpleNamespace(done=lambda: True, value=lambda: 0)
+    for work, result in zip(backend.works, (noted, late), strict=True):
+        work.has_come = True
+        monkeypatch.setattr(work, "get_future_result", lambda result=result: result)
+    assert communicator.poll() == 2
+    for pause_s, num_complete in ((29.0, 1), (2.0, 0)):
+        now_s += pause_s
+        assert communicator.post(torch.zeros(1))
+        backend.works[-1].has_come = True
+        assert communicator.poll() == num_complete
+    assert communicator.evidence == "connection: torch's watchdog has noted no end of a sum for 30 s"
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+
+
+def test_a_result_that_is_noted_late_breaks_nothing() -> None:
+    check = nccl.WatchdogCheck()
+    is_noted = [False]
+    work = SimpleNamespace(get_future_result=lambda: SimpleNamespace(done=lambda: is_noted[0]))
+    check.on_end(work, 0.0)
+    check.on_end(work, 30.0)
+    is_noted[0] = True
+    check.on_end(work, 40.0)  # of this one the time begins here
+    is_noted[0] = False
+    check.on_end(work, 70.0)
+    with pytest.raises(RuntimeError, match="watchdog"):
+        check.on_end(work, 70.1)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_abort_that_does_not_return_ends_the_process(returns: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The survivors waited for the rank whose abort held its device, for as long as it lived."""
+    if (pid := os.fork()) == 0:
+        torch.cuda.synchronize = lambda _device: None
+        backend = Backend()
+        if not returns:
+            backend.may_abort.clear()
+        nccl.Abort(backend, threading.Lock(), GPU, limit_s=0.2).thread.join(2.0)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    text = capfd.readouterr().err
+    assert os.waitstatus_to_exitcode(status) == (0 if returns else ExitCode.ABORT_HUNG)
+    assert text == ("" if returns else "an abort of NCCL has not returned within reduce.timeout_s=0.2\n")
+    cause, error = cause_of_end(ExitCode.ABORT_HUNG)
+    assert (cause, error) == ("an abort of NCCL did not return within reduce.timeout_s", "")
+    ending = consequence_of(ExitCode.ABORT_HUNG, is_group_lost=False, is_store_given_up=False)
+    assert ending is Consequence.GROUP_LOST
 
 
 def test_an_abort_waits_for_the_thread_that_posts(communicator: CrossGroupCommunicator) -> None:
@@ -269,16 +359,20 @@ def test_a_waiting_rank_wakes_when_the_sum_ends_and_does_not_poll_for_it(
     assert work.num_polls < 5
 
 
+def num_threads() -> int:
+    return sum(not thread.name.startswith("nccl-abort") for thread in threading.enumerate())
+
+
 def test_a_rank_that_waits_for_a_sum_reads_the_log(
     communicator: CrossGroupCommunicator, end_of_sum: threading.Event
 ) -> None:
     backend, asked = post(communicator, 0), iter((False, False, True))
-    threads = threading.active_count()
+    threads = num_threads()
     assert not communicator.wait(lambda: next(asked))
     assert communicator.evidence == "the log has moved on"
     assert next(asked, "all were asked") == "all were asked"
     assert backend.is_aborted.wait(PATIENCE.total_seconds())
-    assert threading.active_count() <= threads + 1, "one thread waits, however often the log was read"
+    assert num_threads() <= threads + 1, "one thread waits, however often the log was read"
     end_of_sum.set()
 
 
@@ -464,6 +558,33 @@ def test_kernels_are_ordered_by_one_connection_only_where_megatron_needs_it(
     monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
     set_gpu_environment(Layout(num_groups=2, **parallel))
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_on"),
+    [
+        ({"num_groups": 2}, False),
+        ({"num_groups": 2, "num_nodes": 2}, True),
+        ({"num_groups": 2, "tensor_parallel": 8, "num_nodes": 2}, True),
+        ({"num_groups": 4, "tensor_parallel": 4, "num_nodes": 2}, False),
+        ({"num_groups": 4, "tensor_parallel": 4, "pipeline_parallel": 2, "num_nodes": 4}, True),
+        ({"num_groups": 4, "tensor_parallel": 4, "pipeline_parallel": 2, "num_nodes": 8}, True),
+        ({"num_groups": 4, "data_parallel": 4, "num_nodes": 2}, False),
+        ({"num_groups": 3, "tensor_parallel": 4, "num_nodes": 2}, False),  # group 1 has two ranks on each
+        ({"num_groups": 2, "num_further": 1}, False),  # it may come at any time
+    ],
+)
+@pytest.mark.parametrize("before", [None, "1"])
+def test_no_multicast_group_of_nvlink_spans_groups(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, int], is_on: bool, before: str | None
+) -> None:
+    """A killed member would leave those of the other groups undefined."""
+    layout = Layout(**parallel)
+    on_nodes = [Counter(rank for _, rank in layout.ranks_on(node)) for node in range(layout.num_nodes)]
+    assert layout.most_peers_on_node == max(max(ranks.values()) for ranks in on_nodes)
+    monkeypatch.setattr(os, "environ", {} if before is None else {"NCCL_NVLS_ENABLE": before})
+    set_gpu_environment(layout)
+    assert os.environ.get("NCCL_NVLS_ENABLE") == (before if is_on else "0")
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

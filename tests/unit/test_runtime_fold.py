@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, encode_entry
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, Retry, encode_entry
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -45,6 +45,16 @@ def test_groups_that_were_lost_for_reasons_of_their_own_do_not() -> None:
         stop = stop_of(last, fence(0, "another"), fence(2))
         assert isinstance(stop, StopWipeOut)
         assert stop.shards == (0, 1, 2)
+
+
+def test_what_may_be_two_devices_halts_only_when_it_comes_again_after_a_retry() -> None:
+    """Two machines of one rack may lose their GPUs in one step."""
+    launch = "RuntimeError: CUDA error: unspecified launch failure"
+    assert not isinstance(stop_of(fence(1, launch), fence(0, launch)), StopHalted)
+    stop = stop_of(fence(1, launch), Retry(step=0, attempt=0), fence(0, launch))
+    assert isinstance(stop, StopHalted)
+    assert launch in stop.reason
+    assert not isinstance(stop_of(fence(1, launch), Commit(step=0, attempt=0), fence(0, launch)), StopHalted)
 
 
 def test_the_same_in_different_steps_is_no_pattern() -> None:

@@ -53,6 +53,12 @@ def test_what_two_nodes_raise_ends_the_run_and_is_named() -> None:
     assert reason.endswith(f"rank 0: {ERROR}")
 
 
+def test_what_may_be_the_devices_of_two_nodes_does_not_end_the_run_before_all_are_lost() -> None:
+    begun = start(num_nodes=4)
+    error = "RuntimeError: CUDA error: unspecified launch failure"
+    assert {begun.lose(raised(group, error)) for group in (6, 0)} == {""}
+
+
 def test_on_a_single_node_two_groups_are_enough() -> None:
     begun = start(num_nodes=1)
     assert begun.lose(raised(6)) == ""

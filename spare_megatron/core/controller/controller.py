@@ -17,6 +17,7 @@ from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
+from spare_megatron.machine.device_errors import is_ambiguous
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
@@ -74,6 +75,7 @@ class Controller(Membership):
         self._is_end_requested = False
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
+        self._last_error_in = 0  # the attempt in which it first came
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
         self._hosts = None if setup.last_resort else setup.placement.hosts
@@ -169,11 +171,14 @@ class Controller(Membership):
         if not change.lost:
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_decision()
-        if fence.error and fence.error == self._last_error:
+        # Two devices may fail at once, of one rack; a bug comes again when a survivor computes the microbatch.
+        is_bug = not is_ambiguous(fence.error) or self.attempt > self._last_error_in
+        if fence.error and fence.error == self._last_error and is_bug:
             # Every further group that computes that microbatch would fail, too, until none is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (actions.StopHalted(step=self.step, reason=reason),)
-        self._last_error = fence.error or self._last_error
+        if fence.error and fence.error != self._last_error:
+            self._last_error, self._last_error_in = fence.error, self.attempt
         self._failed -= {group}
         self._paces.keep(self.members)
         self._retries_without_loss = 0

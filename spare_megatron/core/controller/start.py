@@ -1,6 +1,7 @@
 """Whether a run can begin without the groups that are lost before training does.
 
-An exception that groups on two machines raise is a fault of neither, so the run ends and names it. It also ends if all
+An exception that groups on two machines raise is a fault of neither, so the run ends and names it, unless the devices
+of both may be at fault. It also ends if all
 hosts of some shard or state partition raised or have missing nodes.
 """
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spare_megatron.core.controller.controller import ControllerSetup
+from spare_megatron.machine.device_errors import is_ambiguous
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 
@@ -54,7 +56,7 @@ class Start:
         alike = [other for other in self._losses if loss.error and other.error == loss.error]
         groups = sorted({int(other.group) for other in alike})
         nodes = {self._layout.node_of(other.group, other.rank) for other in alike}
-        if len(groups) > 1 and len(nodes) >= min(2, self._layout.num_nodes):
+        if not is_ambiguous(loss.error) and len(groups) > 1 and len(nodes) >= min(2, self._layout.num_nodes):
             return (
                 f"groups {groups} raised the same before training began, which no redundancy masks: rank {loss.rank}: "
                 f"{loss.cause}"

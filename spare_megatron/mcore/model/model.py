@@ -34,6 +34,11 @@ from spare_megatron.mcore.model.experts import initialize_experts, prepare_exper
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
 
+DETERMINISTIC_ALGORITHMS = frozenset({"Ring", "CollnetDirect", "CollnetChain", "^NVLS"})
+"""Values of NCCL_ALGO, joined by commas, that Megatron counts as deterministic (training/determinism.py of 0.19): not
+Tree, whose order of sums may change between runs.
+"""
+
 
 def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
     """Layer and Adam implementations, and Megatron's fusions that are on. Raises ValueError as `layer_spec` does."""
@@ -54,7 +59,9 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def choose_deterministic_kernels(config: RunConfig) -> None:
-    """With `reduce.mode=reproducible`, makes all kernels repeat their results bitwise; call it before any GPU use."""
+    """With `reduce.mode=reproducible`, makes all kernels repeat their results bitwise; call it before any GPU use.
+    Raises ValueError if the environment names algorithms of NCCL that do not.
+    """
     if config.reduce.mode != "reproducible":
         return
     # cuBLAS reads this when it is first used; transformer-engine reads the other when it builds its attention.
@@ -62,11 +69,20 @@ def choose_deterministic_kernels(config: RunConfig) -> None:
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if config.layout.tensor_parallel * config.layout.context_parallel * config.row_size > 1:
         # Sums inside a group are floats, which switches of NVLink add in any order.
-        os.environ.setdefault("NCCL_ALGO", "Ring")
+        _check_algorithms(os.environ.setdefault("NCCL_ALGO", "Ring"))
     # Not `warn_only`: with it, attention keeps its nondeterministic backward pass.
     torch.use_deterministic_algorithms(True)
     # It would fill every new tensor; uninitialized memory is never read here.
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _check_algorithms(names: str) -> None:
+    if not {*names.replace(" ", "").split(",")} <= DETERMINISTIC_ALGORITHMS:
+        raise ValueError(
+            f"NCCL_ALGO={names} is set in the environment, and with reduce.mode=reproducible only "
+            f"{', '.join(sorted(DETERMINISTIC_ALGORITHMS))} are allowed, as others may change the order of sums inside "
+            f"a group; unset NCCL_ALGO (Ring is then taken), or set reduce.mode to another"
+        )
 
 
 def adam_of_megatron() -> str:

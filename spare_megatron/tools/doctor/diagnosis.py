@@ -144,6 +144,16 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
             text=f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
             f"install its build for CUDA, or set cluster.device=cpu",
         )
+    if facts.nccl_cumem == "0":
+        # cudaIpcGetMemHandle (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
+        # is shared by the functions that NCCL takes otherwise stays until the last process unmaps it.
+        yield NodeFinding(
+            is_problem=False,
+            node=name,
+            check="gpus",
+            text="NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank "
+            "break its peers; unset it",
+        )
     ranks, sharing = ranks_per_machine(config), config.cluster.ranks_per_gpu
     num_needed = -(-ranks // sharing)
     if len(facts.gpus) < num_needed:

@@ -38,6 +38,8 @@ class NodeFacts:
     folder_free_bytes: int
     address_space_bytes: int | None = None
     """Limit on the address space of a process; None if unlimited."""
+    nccl_cumem: str = ""
+    """NCCL_CUMEM_ENABLE in the environment; empty if it is not set."""
     temp_folder: str = ""
     """Folder of temporary files."""
 

@@ -152,6 +152,7 @@ def examine_node(wanted: FactsWanted, visible_s: float = _VISIBLE_S) -> NodeFact
         sees_folder=_appears(folder / wanted.token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
         address_space_bytes=limits.address_space_bytes,
+        nccl_cumem=os.environ.get("NCCL_CUMEM_ENABLE", ""),
         temp_folder=limits.temp_folder,
     )
 

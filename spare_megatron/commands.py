@@ -21,6 +21,7 @@ from spare_megatron.cli.printing import say
 from spare_megatron.cli.terms import explained
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign import campaign_command as campaign
+from spare_megatron.tools.convert import convert_command
 from spare_megatron.tools.doctor import check_program, doctor
 from spare_megatron.tools.plan import plan_command as plan
 from spare_megatron.tools.replay import replay_command as replay
@@ -63,6 +64,7 @@ _COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
     plan.plan: (_BEFORE, ("group", "shard", "host", "wipe-out")),
     simulate.simulate: (_BEFORE, ("group", "shard", "host", "wipe-out")),
     preprocess.preprocess: (_BEFORE, ()),
+    convert_command.convert: (_BEFORE, ("group", "shard", "microbatch")),
     doctor.doctor: (_BEFORE, ()),
     check_program.check_program: (_BEFORE, ("microbatch", "group")),
     train.train: (_RUN, ("step", "group", "load", "incarnation", "scatter")),

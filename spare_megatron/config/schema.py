@@ -161,6 +161,8 @@ class ParameterRule:
     """Shell pattern of parameter names, as in `*.bias` or `decoder.layers.0.*`."""
     learning_rate_factor: float = 1.0
     """Factor on the learning rate; 0 leaves the parameters as they are."""
+    min_learning_rate_factor: float | None = None
+    """Factor on the learning rate at the end of the decay; learning_rate_factor if absent."""
     weight_decay_factor: float | None = None
     """Factor on the weight decay; if absent 0 for biases and other vectors and 1 for the rest, as without a rule."""
 
@@ -197,8 +199,8 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; biases and other vectors have none unless a rule gives them some."""
     rules: tuple[ParameterRule, ...] = ()
-    """Rates by parameter, one table each: `pattern`, a shell pattern of names, `learning_rate_factor` and
-    `weight_decay_factor`; the first that matches counts."""
+    """Rates by parameter, one table each: `pattern`, a shell pattern of names, `learning_rate_factor`,
+    `min_learning_rate_factor` and `weight_decay_factor`; the first that matches counts."""
     beta1: ShareBelowOne = 0.9
     """Decay rate of Adam's first moment."""
     beta2: ShareBelowOne = 0.95

@@ -73,8 +73,9 @@ def _with_partitions(config: RunConfig, num_steps: int) -> Trained:
 def _rates_of_the_rules(settings: OptimizerConfig) -> dict[ParamKey, dict[str, float]]:
     """The test's rules for Megatron: disjoint, and with its exception of vectors."""
 
-    def scaled(factor: float) -> dict[str, float]:
-        limits = {"max_lr": settings.learning_rate * factor, "min_lr": settings.min_learning_rate * factor}
+    def scaled(factor: float, lowest: float | None = None) -> dict[str, float]:
+        lowest = factor if lowest is None else lowest
+        limits = {"max_lr": settings.learning_rate * factor, "min_lr": settings.min_learning_rate * lowest}
         return limits | {"lr_mult": factor}  # it has a part in the order of groups, and so of the norm's sum
 
     def key(fits: Callable[[torch.nn.Parameter, str], bool]) -> ParamKey:
@@ -85,7 +86,7 @@ def _rates_of_the_rules(settings: OptimizerConfig) -> dict[ParamKey, dict[str, f
         key(lambda one, name: "layers.1.mlp." in name and one.ndim == 1): scaled(0.5) | {"wd_mult": 0.0},
         key(lambda one, name: "layers.0.mlp." in name and one.ndim > 1): scaled(0.0),
         key(lambda one, name: "layers.0.mlp." in name and one.ndim == 1): scaled(0.0) | {"wd_mult": 0.0},
-        key(lambda _, name: "embedding." in name): scaled(0.25) | {"wd_mult": 0.0},
+        key(lambda _, name: "embedding." in name): scaled(0.25, 0.5) | {"wd_mult": 0.0},
         key(lambda _, name: name.endswith("layernorm.weight")): {"wd_mult": 2.0},
         key(lambda _, name: name.endswith(("layernorm.bias", "linear_qkv.bias"))): {"wd_mult": 0.0},
     }

@@ -20,7 +20,9 @@ def test_50_steps_are_those_of_megatrons_optimizer_and_scheduler_bit_for_bit(tex
     rules = (
         ParameterRule(pattern="decoder.layers.1.mlp.*", learning_rate_factor=0.5),
         ParameterRule(pattern="*.mlp.*", learning_rate_factor=0.0),
-        ParameterRule(pattern="embedding.*", learning_rate_factor=0.25, weight_decay_factor=0.0),
+        ParameterRule(
+            pattern="embedding.*", learning_rate_factor=0.25, min_learning_rate_factor=0.5, weight_decay_factor=0.0
+        ),
         ParameterRule(pattern="*layernorm.weight", weight_decay_factor=2.0),
         ParameterRule(pattern="*.linear_proj.bias", weight_decay_factor=1.0),
     )

@@ -134,6 +134,10 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             "optimizer.rules[1].pattern='*.input_layernorm.*' matches only parameters of earlier rules",
         ),
         (
+            ["optimizer.rules=[{pattern='*', min_learning_rate_factor=0.5}]"],
+            "optimizer.rules[0].min_learning_rate_factor has no effect without learning_rate_factor",
+        ),
+        (
             ["optimizer.rules=[{pattern='*', learning_rate_factor=-1}]"],
             "optimizer.rules[0].learning_rate_factor=-1.0 must be at least 0 and finite",
         ),

@@ -110,7 +110,7 @@ def test_drawn_arguments_become_valid_settings_or_are_refused_by_name() -> None:
     ("changes", "reason"),
     [
         ({"use_mup": True}, "use_mup=True is not supported here; only False can be imported"),
-        ({"num_experts": 8}, "arguments in the folder: num_experts=8 is not supported here; only null can be imported"),
+        ({"num_experts": 8}, "num_experts=8 is not supported here; only null can be imported"),
         ({"qk_l2_norm": True}, "qk_l2_norm=True is not supported"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),

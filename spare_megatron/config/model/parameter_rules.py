@@ -30,10 +30,12 @@ def rule_problems(config: RunConfig) -> Iterator[str]:
     taken: set[str] = set()
     for number, rule in enumerate(config.optimizer.rules):
         key = f"optimizer.rules[{number}]"
-        for field in ("learning_rate_factor", "weight_decay_factor"):
+        for field in ("learning_rate_factor", "min_learning_rate_factor", "weight_decay_factor"):
             factor = getattr(rule, field)
             if factor is not None and not 0.0 <= factor < math.inf:
                 yield f"{key}.{field}={factor} must be at least 0 and finite; change it"
+        if rule.min_learning_rate_factor is not None and rule.learning_rate_factor == 1.0:
+            yield f"{key}.min_learning_rate_factor has no effect without learning_rate_factor; set both, or neither"
         if not names:
             continue
         matched = {name for name in names if fnmatchcase(name, rule.pattern)}

@@ -171,8 +171,9 @@ def _rates(config: OptimizerConfig, rule: ParameterRule | None) -> dict[str, flo
         rates["wd_mult"] = rule.weight_decay_factor
     if rule is not None and rule.learning_rate_factor != 1.0:
         # Megatron's schedule reads the limits alone, and loading a checkpoint the factor alone.
-        factor = rule.learning_rate_factor
-        rates |= {"lr_mult": factor, "max_lr": config.lr * factor, "min_lr": config.min_lr * factor}
+        factor, lowest = rule.learning_rate_factor, rule.min_learning_rate_factor
+        lowest = factor if lowest is None else lowest
+        rates |= {"lr_mult": factor, "max_lr": config.lr * factor, "min_lr": config.min_lr * lowest}
     return rates
 
 

@@ -196,13 +196,10 @@ class _Args:
     window_attn_skip_freq: int | list[int] | None = None
 
 
-_WHERE = "arguments in the folder: "
-
-
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:
     """The tables of a run's TOML file that describe the model. Raises ValueError for one that is not supported here."""
-    require_values(_ONLY, args, _WHERE)
-    found = read_fields(_Args, args, _WHERE)
+    require_values(_ONLY, args, "")
+    found = read_fields(_Args, args, "")
     _require_divisible(found)
     has_bias = not found.disable_bias_linear if found.add_bias_linear is None else found.add_bias_linear
     model = {
@@ -236,11 +233,11 @@ def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dic
 def _require_divisible(found: _Args) -> None:
     heads = f"num_attention_heads={found.num_attention_heads}"
     if found.kv_channels is None and found.hidden_size % found.num_attention_heads:
-        raise ValueError(f"{_WHERE}{heads} does not divide hidden_size={found.hidden_size}")
+        raise ValueError(f"{heads} does not divide hidden_size={found.hidden_size}")
     if found.group_query_attention and found.num_attention_heads % _given(found, "num_query_groups"):
-        raise ValueError(f"{_WHERE}num_query_groups={found.num_query_groups} does not divide {heads}")
+        raise ValueError(f"num_query_groups={found.num_query_groups} does not divide {heads}")
     if None not in (one := found.layernorm_epsilon, other := found.norm_epsilon) and one != other:
-        raise ValueError(f"{_WHERE}layernorm_epsilon={one} and norm_epsilon={other} contradict each other")
+        raise ValueError(f"layernorm_epsilon={one} and norm_epsilon={other} contradict each other")
 
 
 def _positions(found: _Args) -> dict[str, Any]:
@@ -251,7 +248,7 @@ def _positions(found: _Args) -> dict[str, Any]:
         }
     if found.use_rope_scaling and found.rope_scaling_factor != _LLAMA3_FACTOR:
         raise ValueError(
-            f"{_WHERE}rope_scaling_factor={found.rope_scaling_factor} is ambiguous: pretrain_gpt.py 0.16.1 computes "
+            f"rope_scaling_factor={found.rope_scaling_factor} is ambiguous: pretrain_gpt.py 0.16.1 computes "
             f"with {_LLAMA3_FACTOR} whatever it is; set it to that factor"
         )
     return {
@@ -274,14 +271,12 @@ def _window(window: Sequence[int] | None) -> int | None:
     if window is None or tuple(window) == (-1, -1):
         return None
     if len(window) != 2 or window[0] < 0 or window[1] != 0:
-        raise ValueError(
-            f"{_WHERE}window_size={shown(window)} is not supported here; only windows (N, 0) of the tokens before"
-        )
+        raise ValueError(f"window_size={shown(window)} is not supported here; only windows (N, 0) of the tokens before")
     return window[0] + 1
 
 
 def _given(found: _Args, name: str) -> int:
     value: int | None = getattr(found, name)
     if value is None:
-        raise ValueError(f"{_WHERE}{name}=None must be a whole number")
+        raise ValueError(f"{name}=None must be a whole number")
     return value

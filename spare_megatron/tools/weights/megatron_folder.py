@@ -122,7 +122,10 @@ def import_megatron(folder: Path, out: Path) -> Checkpoint:
     _require_no_others(common, where, stored, iteration)
     names = {name for name in stored.names() if not _OF_OPTIMIZER.match(name)}
     precision = weights_folder.precision_of({name: stored.dtype(name) for name in names}, iteration)
-    settings = settings_in(vars(args), (stored.shape(WORDS) or (0,))[0], precision)
+    try:
+        settings = settings_in(vars(args), (stored.shape(WORDS) or (0,))[0], precision)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     return weights_folder.write_import(folder, out, settings, lambda config: _reader(stored, names, config, iteration))
 
 

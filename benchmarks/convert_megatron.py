@@ -1,0 +1,63 @@
+"""How many of Megatron-LM's functional-test configurations `spare convert` converts, and why the others are refused.
+
+    python benchmarks/convert_megatron.py FOLDER          # tests/functional_tests/test_cases/gpt of a checkout
+
+Declared absent, and so made up: paths, the tokenizer (50257 tokens) and the devices (one node of 8). A configuration
+that begins from a checkpoint loads it from another folder than the one that it saves to; all others go on with their
+own. It counts as converted if no argument is missing and the preset passes `spare config check --elsewhere`.
+"""
+
+import argparse
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+from spare_megatron.tools.convert.launch import read_launch
+from spare_megatron.tools.convert.reading import convert_launch, problems_of
+
+_PATHS = "DATA_PATH DATA_CACHE_PATH TENSORBOARD_PATH WANDB_EXPERIMENT WANDB_SAVE_PATH OUTPUT_PATH INFERENCE_OUTPUT_PATH"
+_ABSENT = ("--nproc-per-node", "8", "--nnodes", "1")
+
+
+def outcome(file: Path) -> tuple[str, Counter[str]]:
+    """Why the configuration is refused, empty if it is converted; and its given arguments by what became of them."""
+    begins_elsewhere = "frozen" in file.read_text(encoding="utf-8").partition("TEST_TYPE:")[2].split("\n")[0]
+    defined = {name: f"/{name.lower()}" for name in _PATHS.split()} | {"REPEAT": "1", "DATA_BLEND": "1 /a 2 /b"}
+    defined |= {"CHECKPOINT_SAVE_PATH": "/saved", "CHECKPOINT_LOAD_PATH": "/loaded" if begins_elsewhere else "/saved"}
+    try:
+        launch = read_launch(file, defined)
+        size = () if "--vocab-size" in launch.arguments else ("--vocab-size", "50257")
+        _, preset, _ = convert_launch(launch, [*_ABSENT, *size], ())
+    except ValueError as error:
+        return str(error).removeprefix(f"{file} "), Counter()
+    given = [found for name, found in preset.classes.items() if f"--{name}" in {*_names(launch.arguments)}]
+    kinds = Counter(found.kind for found in given)
+    if missing := sorted({name for name, found in preset.classes.items() if found.kind == "missing"}):
+        return preset.classes[missing[0]].text, kinds
+    return (problems_of(preset, "run") or [""])[0], kinds
+
+
+def _names(words: tuple[str, ...]) -> list[str]:
+    return [f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in words if word.startswith("--")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    files = sorted(parser.parse_args().folder.glob("*/model_config.yaml"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    outcomes = [outcome(file) for file in files]
+    converted = [kinds for reason, kinds in outcomes if not reason]
+    shares = [1 - kinds["missing"] / kinds.total() for kinds in converted]
+    total = sum(converted, Counter())
+    print(f"{len(files)} configurations, list sha256 {digest.hexdigest()}")
+    print(f"{len(converted)} converted ({len(converted) / len(files):.1%}), least share of arguments {min(shares):.1%}")
+    print(f"their arguments: {', '.join(f'{number} {kind}' for kind, number in total.most_common())}")
+    for reason, number in Counter(reason for reason, _ in outcomes if reason).most_common():
+        print(f"| {number} | {reason} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The settings that arguments of Megatron-LM mean, and what becomes of each argument."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.tools.convert.arguments import TAKEN, Arguments, Class, class_of, megatron_value
+from spare_megatron.tools.weights.megatron_args import settings_in
+
+_MOST_HOSTS = 3
+_DEFAULT_SPLIT = "969,30,1"
+"""Of Megatron, where --data-path is given alone."""
+
+_OF_MODEL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention"),
+    *("num_query_groups", "position_embedding_type", "use_rotary_position_embeddings", "use_rope_scaling"),
+    *("rotary_base", "rotary_interleaved", "no_rope_freq", "untie_embeddings_and_output_weights", "normalization"),
+    *("norm_epsilon", "apply_layernorm_1p", "disable_bias_linear", "add_qkv_bias", "qk_layernorm", "swiglu"),
+    *("squared_relu", "activation_func_clamp_value", "glu_linear_offset", "window_size", "window_attn_skip_freq"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The settings of a preset by dotted key, what each follows from, and what becomes of each given argument."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: dict[str, Class] = field(default_factory=dict)
+
+    def put(self, setting: str, value: Any, *names: str) -> None:
+        if value is not None:
+            self.settings[setting] = value
+            self.sources[setting] = names
+
+    def refuse(self, name: str, reason: str) -> None:
+        self.classes[name] = Class("missing", reason)
+
+
+def preset_of(args: Arguments) -> Preset:
+    """The preset, as far as it can be had; its classes name everything that stands against it."""
+    preset = Preset()
+    for name in args.given:
+        preset.classes[name] = _as_here(name, args) or class_of(name, args)
+    for part in (_copies, _layout, _model, _experts, _steps, _schedule, _reduction, _data, _evaluation, _saves):
+        try:
+            part(args, preset)
+        except ValueError as error:
+            name = re.split(r"\W", str(error))[0]
+            preset.refuse(name if name in TAKEN else "num_layers", str(error).removeprefix(f"{name}: "))
+    for name, found in preset.classes.items():
+        if found.kind == "taken" and name not in TAKEN:
+            preset.put(found.text, megatron_value(args.given[name]), name)
+    return preset
+
+
+def _as_here(name: str, args: Arguments) -> Class | None:
+    """Of arguments that ask for what holds anyway with others of the launch."""
+    value, tensor_parallel = args.given[name], args["tensor_model_parallel_size"]
+    if name == "load" and value == args.given.get("save"):
+        return Class("implied", "`spare train --resume` goes on from the newest checkpoint of checkpoint.folder")
+    if name == "expert_tensor_parallel_size" and value == (str(tensor_parallel),):
+        return Class("implied", "experts are always split like other layers")
+    if name == "sequence_parallel" and tensor_parallel == 1:
+        return Class("without effect", "Megatron switches it off with one tensor-parallel rank")
+    if name == "cp_comm_type" and value == ("a2a+p2p",):
+        return Class("without effect", "it changes how context-parallel ranks exchange; here they do so by p2p")
+    return None
+
+
+def _copies(args: Arguments, preset: Preset) -> None:
+    for name in (name for name, row in TAKEN.items() if row.is_copied):
+        preset.put(TAKEN[name].setting, args[name], name)
+    preset.put("cluster.device", "gpu")
+    if args["nnodes"] > 1:
+        preset.put("cluster.launcher", "hand", "nnodes")
+    preset.put("megatron.recompute_granularity", "selective" if args["recompute_activations"] else None)
+
+
+def _replica(args: Arguments) -> int:
+    return int(
+        args["tensor_model_parallel_size"] * args["pipeline_model_parallel_size"] * args["context_parallel_size"]
+    )
+
+
+def _groups(args: Arguments) -> int:
+    if "nproc_per_node" not in args.given:
+        raise ValueError("nproc_per_node: the launch names no GPUs; give --nproc-per-node and --nnodes behind --")
+    num_gpus, lanes = args["nproc_per_node"] * args["nnodes"], _lanes(args)
+    if num_gpus % (_replica(args) * lanes):
+        raise ValueError(
+            f"nproc_per_node: {num_gpus} GPUs are no multiple of {_replica(args)} x {lanes}, those of a replica times "
+            f"the lanes that divide experts; change --nproc-per-node or --nnodes"
+        )
+    return int(num_gpus // (_replica(args) * lanes))
+
+
+def _lanes(args: Arguments) -> int:
+    return 1 if args["num_experts"] is None else int(args["expert_model_parallel_size"])
+
+
+def _layout(args: Arguments, preset: Preset) -> None:
+    num_groups, lanes = _groups(args), _lanes(args)
+    preset.put("layout.num_groups", num_groups, "nproc_per_node", "nnodes")
+    preset.put("layout.data_parallel", lanes, "expert_model_parallel_size")
+    preset.put("spare.redundancy", min(_MOST_HOSTS, num_groups))
+    stages, chunk = args["pipeline_model_parallel_size"], args["num_layers_per_virtual_pipeline_stage"]
+    chunks = args["num_virtual_stages_per_pipeline_rank"] or 1
+    if chunk is not None:
+        chunks = _divided(args, "num_layers", stages * chunk)
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    preset.put("layout.virtual_pipeline", chunks, *names)
+    batch = _global_batch(args)
+    micro = args["micro_batch_size"] * num_groups
+    if batch % micro:
+        raise ValueError(f"global_batch_size: {batch} is no multiple of {micro}, a microbatch of each group; change it")
+    preset.put("spare.microbatches_per_shard", batch // micro, "global_batch_size")
+    is_stacked = args["use_distributed_optimizer"] and num_groups > 1 and lanes == 1
+    preset.put("optimizer.sharding", "stacked" if is_stacked else "replicated", "use_distributed_optimizer")
+    copies = min(num_groups, max(2, args["num_distributed_optimizer_instances"])) if is_stacked else None
+    preset.put("optimizer.redundancy", copies, "num_distributed_optimizer_instances")
+
+
+def _divided(args: Arguments, name: str, divisor: int) -> int:
+    if args[name] is None or args[name] % divisor:
+        raise ValueError(f"{name}: {args[name]} is no multiple of {divisor}; change it")
+    return int(args[name] // divisor)
+
+
+def _global_batch(args: Arguments) -> int:
+    if args["micro_batch_size"] is None:
+        raise ValueError("micro_batch_size: it is absent, and Megatron has no default; give it")
+    return int(args["global_batch_size"] or args["micro_batch_size"] * _groups(args) * _lanes(args))
+
+
+def _model(args: Arguments, preset: Preset) -> None:
+    if absent := [
+        name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if not args[name]
+    ]:
+        raise ValueError(f"{absent[0]}: it is absent, and Megatron has no default; give it")
+    given = {name: args[name] for name in _OF_MODEL}
+    given |= {"seq_length": args["seq_length"], "max_position_embeddings": args["seq_length"]}
+    given |= {"bias_gelu_fusion": not args["no_bias_gelu_fusion"]}
+    if args["use_rope_scaling"]:
+        given["rope_scaling_factor"] = args["rope_scaling_factor"]
+    if args["swiglu"] and args["ffn_hidden_size"] is None:
+        given["ffn_hidden_size"] = int((4 * args["hidden_size"] * 2 / 3) / 64) * 64
+    if (args["max_position_embeddings"] or args["seq_length"]) < args["seq_length"]:
+        raise ValueError(f"max_position_embeddings: it is below --seq-length {args['seq_length']}; raise it")
+    tables = settings_in(given, _vocabulary(args), "bf16" if args["bf16"] else "fp32")
+    for table, values in tables.items():
+        for key, value in values.items():
+            setting = f"{table}.{key}"
+            preset.put(setting, value, *(name for name, row in TAKEN.items() if setting == row.setting))
+    if tables["model"]["position_embedding"] != "rope":
+        for key in ("rope_base", "rope_scaling_factor"):
+            preset.settings.pop(f"model.{key}", None)
+        for name in ("rotary_base", "use_rope_scaling", "rope_scaling_factor"):
+            if name in args.given:
+                preset.classes[name] = Class("without effect", "positions are learned here")
+
+
+def _vocabulary(args: Arguments) -> int:
+    """Rows of the table, padded as Megatron does, whose softmax has the padding, too."""
+    size, file = args["vocab_size"], args["vocab_file"]
+    try:
+        size = len(json.loads(Path(file or "").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        if size is None:
+            raise ValueError(
+                f"vocab_size: the tokenizer is not here ({file or 'no --vocab-file'}); give --vocab-size behind --"
+            ) from None
+    multiple = args["make_vocab_size_divisible_by"] * args["tensor_model_parallel_size"]
+    return int(-(-size // multiple) * multiple)
+
+
+def _experts(args: Arguments, preset: Preset) -> None:
+    if args["num_experts"] is None:
+        return
+    for name in ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        preset.put(TAKEN[name].setting, args[name], name)
+    if args["moe_layer_freq"] != "1":
+        match = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", args["moe_layer_freq"].replace(" ", ""))
+        if match is None:
+            raise ValueError("moe_layer_freq: only ([0]*N+[1]*M), dense layers before the others; change it")
+        preset.put("model.num_dense_layers", int(match[1]), "moe_layer_freq")
+
+
+def _in_steps(args: Arguments, of_steps: str, of_samples: str) -> int | None:
+    """The value of one of two arguments, in steps; samples that do not fill a step count as one."""
+    steps: int | None = args[of_steps]
+    return steps or (-(-args[of_samples] // _global_batch(args)) if args[of_samples] else None)
+
+
+def _steps(args: Arguments, preset: Preset) -> None:
+    samples = args["train_samples"]
+    steps = args["train_iters"] or (samples and samples // _global_batch(args))
+    if not steps:
+        raise ValueError("train_iters: it is absent, and so is --train-samples; give one")
+    end = min(steps, args["exit_interval"] or steps)
+    preset.put("train.steps", end, "train_iters", "train_samples", "exit_interval")
+    preset.put("optimizer.decay_steps", _in_steps(args, "lr_decay_iters", "lr_decay_samples") or steps)
+    preset.sources["optimizer.decay_steps"] = ("lr_decay_iters", "lr_decay_samples")
+
+
+def _schedule(args: Arguments, preset: Preset) -> None:
+    style = args["lr_decay_style"].lower().replace("-", "_")
+    preset.put("optimizer.decay_style", style, "lr_decay_style")
+    warmup = _in_steps(args, "lr_warmup_iters", "lr_warmup_samples") or 0
+    if args["lr_warmup_fraction"] is not None:
+        warmup = math.ceil(args["lr_warmup_fraction"] * preset.settings.get("optimizer.decay_steps", 0) - 1e-6)
+    preset.put("optimizer.warmup_steps", warmup, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+    if args["decoupled_lr"] is not None:
+        preset.put("optimizer.rules", list(_decoupled(args)), "decoupled_lr", "decoupled_min_lr")
+    if style == "wsd":
+        steps = _in_steps(args, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        preset.put("optimizer.wsd_decay_steps", steps, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        preset.put("optimizer.wsd_decay_style", args["lr_wsd_decay_style"].lower(), "lr_wsd_decay_style")
+
+
+def _decoupled(args: Arguments) -> Iterator[dict[str, Any]]:
+    """Rules for the rates of word embeddings and the output layer."""
+    low = args["min_lr"] if args["decoupled_min_lr"] is None else args["decoupled_min_lr"]
+    if low and not args["min_lr"]:
+        raise ValueError("decoupled_min_lr: --min-lr is 0, and no factor makes it that; set it above 0")
+    factors = {
+        "learning_rate_factor": args["decoupled_lr"] / args["lr"],
+        "min_learning_rate_factor": low / args["min_lr"] if low else 0.0,
+    }
+    tables = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for pattern in tables if args["untie_embeddings_and_output_weights"] else tables[:1]:
+        yield {"pattern": pattern, **factors}
+
+
+def _reduction(args: Arguments, preset: Preset) -> None:
+    mode = "reproducible" if args["deterministic_mode"] else "fast_bf16" if args["grad_reduce_in_bf16"] else "fast"
+    preset.put("reduce.mode", mode, "deterministic_mode", "grad_reduce_in_bf16")
+    preset.put("metrics.tensorboard", args["tensorboard_dir"] is not None, "tensorboard_dir")
+
+
+def _data(args: Arguments, preset: Preset) -> None:
+    name = "train_data_path" if args["train_data_path"] else "data_path"
+    parts = list(_blend(name, args[name] or []))
+    if len(parts) == 1:
+        preset.put("data.corpus", parts[0]["corpus"], name)
+    elif parts:
+        preset.put("data.blend", parts, name)
+    if name == "data_path" and parts:
+        preset.put("data.split", (args["split"] or _DEFAULT_SPLIT).replace(" ", ""), "split")
+    sets = [part["corpus"] for part in _blend("valid_data_path", args["valid_data_path"] or [])]
+    validation = [{"name": f"valid{index}", "corpus": corpus} for index, corpus in enumerate(sets)]
+    preset.put("data.validation", validation or None, "valid_data_path")
+
+
+def _blend(name: str, words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if len(words) <= 1:
+        yield from ({"corpus": word} for word in words)
+        return
+    try:
+        for weight, corpus in zip(words[::2], words[1::2], strict=True):
+            yield {"corpus": corpus, "weight": float(weight)}
+    except ValueError:
+        raise ValueError(f"{name}: corpora without weights are drawn by their sizes; give each a weight") from None
+
+
+def _evaluation(args: Arguments, preset: Preset) -> None:
+    interval, iters = args["eval_interval"], args["eval_iters"]
+    preset.put("eval.every_steps", interval if interval and iters else 0, "eval_interval", "eval_iters")
+    if interval and iters:
+        preset.put("eval.sequences", iters * _global_batch(args), "eval_iters")
+
+
+def _saves(args: Arguments, preset: Preset) -> None:
+    kept = args["save_retain_interval"] or args["save_interval"]  # Megatron keeps all without the former
+    preset.put("checkpoint.keep_every_steps", kept, "save_retain_interval", "save_interval")
+    preset.put("checkpoint.asynchronous", args["async_save"] or None, "async_save")
+
+
+def tables_of(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings as the tables of a TOML file."""
+    tables: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "run"}
+    for key, value in settings.items():
+        table, _, last = key.partition(".")
+        tables.setdefault(table, {})[last] = value
+    return tables

@@ -18,7 +18,10 @@ from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
 
 pytestmark = [
     pytest.mark.cuda_build,
-    pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a CUDA build of torch"),
+    pytest.mark.skipif(
+        not dist.is_nccl_available() or not any(dist.ProcessGroupNCCL.get_runtime_nccl_version()),
+        reason="needs a CUDA build of torch and its NCCL, not launch/cuda_stand_ins.py",
+    ),
 ]
 
 PATIENCE = timedelta(seconds=30)

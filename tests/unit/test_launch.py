@@ -13,7 +13,14 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "launch"
 TIMEOUT_S = 30.0
 
-ENVIRONMENT = 'cd "$(dirname "${BASH_SOURCE[0]}")/.." && venv="$PWD/venv"; say() { printf "%s\\n" "$*"; }\n'
+ENVIRONMENT = """
+cd "$(dirname "${BASH_SOURCE[0]}")/.." && root="$PWD" venv="$PWD/venv" newest_version=3.13
+say() { printf "%s\\n" "$*"; }
+fail() { say "$*" && exit 1; }
+python_version_of() { echo 3.11; }
+find_newest_python() { [ -e newest/bin/python ] && echo "found"; }
+newest_environment() { echo "$1" >>made && echo "$root/newest/bin/python"; }
+"""
 PYTEST = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>calls
 case "$*" in
@@ -95,8 +102,71 @@ def test_the_night_has_all_tests_and_programs(root: Path) -> None:
     assert [call.removeprefix("-m tests.") for call in calls if call.startswith("-m tests.")] == programs
 
 
-def test_tests_of_the_night_exist() -> None:
-    for line in (LAUNCH.parent / "tests/nightly.txt").read_text().splitlines():
+NEWEST = """#!/usr/bin/env bash
+printf 'newest: %s\\n' "$*" >>calls
+case "$*" in *"$FAILS"*) exit 3 ;; esac
+"""
+
+
+def run_tests(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    command = ["bash", "launch/test", *words]
+    return subprocess.run(
+        command, cwd=root, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def both_ends(root: Path) -> Path:
+    """A checkout that finds the newest Python."""
+    (root / "venv/bin/python").write_text('#!/bin/sh\necho "$*" >>calls\n')
+    (root / "newest/bin").mkdir(parents=True)
+    (root / "newest/bin/python").write_text(NEWEST)
+    (root / "newest/bin/python").chmod(0o755)
+    (root / "tests").mkdir()
+    (root / "tests/newest.txt").write_text("tests/some.py\ntests/other.py::test[a b]\n")
+    return root
+
+
+@pytest.mark.parametrize("fails", ["tests/some.py", "train demo_cpu", "check", "nothing"])
+def test_the_newest_end_has_chosen_tests_and_the_demo_and_fails_the_whole(both_ends: Path, fails: str) -> None:
+    done = run_tests(both_ends, FAILS=fails)
+    assert done.returncode == (0 if fails == "nothing" else 3), done.stderr
+    calls = (both_ends / "calls").read_text().splitlines()
+    newest = [call.removeprefix("newest: -m ") for call in calls if call.startswith("newest: ")]
+    assert [call.split()[0] for call in newest] == ["pip", "pytest", "spare_megatron", "spare_megatron"]
+    assert newest[1].endswith("-m not (alone or gpu) tests/some.py tests/other.py::test[a b]")
+    assert newest[2].split()[1:3] == ["train", "demo_cpu"]
+    assert len(calls) - len(newest) == 4, "what else there is runs too"
+    assert (both_ends / "made").read_text() == "found\n"
+    assert "has NOT run" not in done.stdout
+
+
+def test_the_newest_end_has_all_tests_at_night_and_none_in_a_quick_call(both_ends: Path) -> None:
+    assert run_tests(both_ends, "quick", FAILS="nothing").returncode == 0
+    assert not (both_ends / "made").exists()
+    assert run_tests(both_ends, "nightly", FAILS="nothing").returncode == 0
+    calls = (both_ends / "calls").read_text().splitlines()
+    newest = [call.removeprefix("newest: -m ") for call in calls if call.startswith("newest: ")]
+    assert newest[1].endswith("-m not (alone or gpu)")
+    assert newest[2].startswith("pytest -m alone or gpu")
+    assert [call.split()[1] for call in newest[3:]] == ["train", "check"]
+
+
+def test_a_machine_without_the_newest_python_says_so_in_its_last_line(root: Path) -> None:
+    (root / "venv/bin/python").write_text('#!/bin/sh\necho "$*" >>calls\n')
+    done = run_tests(root)
+    assert done.returncode == 0
+    assert "the newest end has NOT run: no Python 3.13" in done.stdout.splitlines()[-1]
+    (root / "calls").unlink()
+    required = run_tests(root, NEWEST_END="required")
+    assert (required.returncode, (root / "calls").exists()) == (1, False)
+    assert "NEWEST_END=required: " in required.stdout
+
+
+@pytest.mark.parametrize("name", ["nightly", "newest"])
+def test_tests_that_are_listed_exist(name: str) -> None:
+    for line in (LAUNCH.parent / f"tests/{name}.txt").read_text().splitlines():
         file, _, test = line.partition("::")
         text = (LAUNCH.parent / file).read_text()
         assert not test or f"def {test.partition('[')[0]}(" in text, line
@@ -105,7 +175,8 @@ def test_tests_of_the_night_exist() -> None:
 def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[str]:
     """What a launcher does first, with this PATH, up to what it would have pip fetch."""
     (checkout / "launch").mkdir()
-    shutil.copy(LAUNCH / "environment.sh", checkout / "launch")
+    for name in ("environment.sh", "cuda_stand_ins.py"):
+        shutil.copy(LAUNCH / name, checkout / "launch")
     shutil.copy(LAUNCH.parent / "pyproject.toml", checkout)
     environment = {"PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
     command = ["bash", "-euo", "pipefail", "-c", ". launch/environment.sh"]
@@ -180,16 +251,15 @@ def test_the_gpu_extra_is_installed_where_a_driver_is_and_its_lack_is_reported(
     """It never was, and presets for GPUs took slower layers silently."""
     text = (LAUNCH / "environment.sh").read_text().replace("/proc/driver/nvidia", str(tmp_path / "driver"))
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/environment.sh").write_text(
-        text.partition('\npython="$(find_python)"')[0] + '\nmake_environment "$PWD/python" stamp\n'
-    )
+    (tmp_path / "launch/environment.sh").write_text(text)
     shutil.copy(LAUNCH.parent / "pyproject.toml", tmp_path)
     (tmp_path / "python").write_text(STUB_PYTHON.format(python=sys.executable, code=code))
     (tmp_path / "python").chmod(0o755)
     if has_driver:
         (tmp_path / "driver").mkdir()
         (tmp_path / "driver/version").touch()
-    command = ["bash", "-euo", "pipefail", "launch/environment.sh"]
+    script = 'environment=none && . launch/environment.sh && make_environment "$PWD/python" stamp'
+    command = ["bash", "-euo", "pipefail", "-c", script]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stderr
     calls = [call for call in (tmp_path / "calls").read_text().splitlines() if "transformer-engine" in call]

@@ -89,7 +89,7 @@ def _load(initial: Sequence[Arrays], modules: list[DistributedDataParallel]) -> 
     stage, num_tensor = mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     values = initial[stage * num_tensor + mpu.get_tensor_model_parallel_rank()]
     named = {one.name: one.parameter for one in named_parameters(_chunks(modules))}
-    assert named.keys() == values.keys()
+    assert {name: tuple(one.shape) for name, one in named.items()} == {name: one.shape for name, one in values.items()}
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(torch.from_numpy(values[name]))

@@ -1,0 +1,101 @@
+"""Whole runs against the training loop of Megatron itself, which the newest versions of megatron-core contain."""
+
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.mcore.model.training_samples import prepare_index
+from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration import megatron_training
+from tests.integration.mcore_group import CPU, Arrays, run_group, run_ranks
+from tests.integration.stacked_groups import values_by_name
+from tests.integration.whole_run import Run, assert_masked, complete_run, tiny_config
+
+STEPS = 20
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.training") is None, reason="megatron-core contains megatron.training from 0.19 on"
+)
+
+SETTINGS = OptimizerConfig(learning_rate=3e-3, min_learning_rate=1e-4, warmup_steps=5, clip_grad=0.5)
+ARGUMENTS = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--vocab-size", "255"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--calculate-per-token-loss"),
+    *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", str(STEPS)),
+    *("--lr", "3e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "5", "--lr-decay-style", "cosine"),
+    *("--clip-grad", "0.5", "--adam-beta2", "0.95", "--weight-decay", "0.01"),
+)
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], tuple[str, ...]]] = {
+    "dense": ({}, {}, ()),
+    "tensor parallel": ({"tensor_parallel": 2}, {}, ("--tensor-model-parallel-size", "2")),
+    "two stages": ({"pipeline_parallel": 2}, {}, ("--pipeline-model-parallel-size", "2")),
+    "experts": (
+        {},
+        {"num_experts": 4, "linear_bias": False},
+        (
+            *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "allgather"),
+            *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.02", "--disable-bias-linear"),
+        ),
+    ),
+}
+"""Layout and model of a run, and Megatron's arguments for them."""
+
+
+@pytest.mark.parametrize(("layout", "model", "arguments"), CASES.values(), ids=CASES)
+def test_20_steps_are_those_of_megatrons_own_loop_bit_for_bit(
+    layout: dict[str, int], model: dict[str, Any], arguments: tuple[str, ...], text_corpus: Path, tmp_path: Path
+) -> None:
+    """Two groups, and two data-parallel ranks of Megatron: both add two fp32 sums of two microbatches each."""
+    config = config_of(text_corpus, layout, model)
+    initial = run_group(initial_values, config)
+    size = config.parallel.ranks_per_group
+    ranks = run_ranks(2 * size, megatron_training.pretrain, config, (*ARGUMENTS, *arguments), initial)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    losses = losses_of(run)
+    assert len(losses) == STEPS
+    width = config.layout.tensor_parallel
+    assert [rank.losses for rank in ranks if rank.losses] == [losses] * 2 * width
+    for group in range(2):
+        of_group = [rank for place, rank in enumerate(ranks) if place // width % 2 == group]
+        digest = sha256(b"".join(bytes.fromhex(rank.params_sha256) for rank in of_group)).hexdigest()
+        assert digest == run.summary.params_sha256
+
+
+def test_losses_are_those_of_megatrons_own_attention_up_to_rounding(text_corpus: Path, tmp_path: Path) -> None:
+    """Nothing of the model is ours then; Megatron adds the products of scores and values in another order."""
+    config = config_of(text_corpus, {}, {})
+    initial = run_group(initial_values, config)
+    task = partial(megatron_training.pretrain, has_own_attention=True)
+    ranks = run_ranks(2, task, config, ARGUMENTS, initial)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    for rank in ranks:
+        assert rank.losses == pytest.approx(losses_of(run), rel=1e-5)
+        assert rank.params_sha256
+
+
+def config_of(corpus: Path, layout: dict[str, int], model: dict[str, Any]) -> RunConfig:
+    config = tiny_config(corpus, LayoutConfig(num_groups=2, **layout), steps=STEPS, optimizer=SETTINGS, **model)
+    if model:
+        config = replace(config, megatron={"moe_aux_loss_coeff": 0.02})
+    prepare_index(config)
+    return config
+
+
+def initial_values(config: RunConfig) -> Arrays:
+    return values_by_name(GroupTrainer(config, CPU))
+
+
+def losses_of(run: Run) -> list[float]:
+    """The loss of each step, on which all groups agree."""
+    found = {(record.step, record.loss) for record in run.journal.of(UpdateRecord)}
+    return [loss for _, loss in sorted(found)]

@@ -137,7 +137,7 @@ def try_newest(canary: Canary, wanted: Sequence[str], tests: Sequence[str]) -> i
         text = f"breaks {len(mended)} of them" if mended else "breaks none of them by itself"
         print(f"{name_of(one)} {versions[name_of(one)]} {text}", *sorted(mended), sep="\n    ", flush=True)
         put_back(f"{name_of(one)}=={versions[name_of(one)]}")
-    print("those that no package above broke: a newer release within its bounds did, or several together")
+    print("tests that no package above breaks fail by a release within its bounds, or by several together")
     return 1
 
 

@@ -135,7 +135,7 @@ def test_the_newest_end_has_chosen_tests_and_the_demo_and_fails_the_whole(both_e
     calls = (both_ends / "calls").read_text().splitlines()
     newest = [call.removeprefix("newest: -m ") for call in calls if call.startswith("newest: ")]
     assert [call.split()[0] for call in newest] == ["pip", "pytest", "spare_megatron", "spare_megatron"]
-    assert newest[1].endswith("-m not (alone or gpu) tests/some.py tests/other.py::test[a b]")
+    assert newest[1].endswith("-m not nightly and not (alone or gpu) tests/some.py tests/other.py::test[a b]")
     assert newest[2].split()[1:3] == ["train", "demo_cpu"]
     assert len(calls) - len(newest) == 4, "what else there is runs too"
     assert (both_ends / "made").read_text() == "found\n"

@@ -164,6 +164,16 @@ def test_a_machine_without_the_newest_python_says_so_in_its_last_line(root: Path
     assert "NEWEST_END=required: " in required.stdout
 
 
+def test_a_machine_without_an_environment_for_the_newest_end_says_so_in_its_last_line(both_ends: Path) -> None:
+    with (both_ends / "launch/environment.sh").open("a") as file:
+        file.write("newest_environment() { false; }\n")
+    done = run_tests(both_ends)
+    assert done.returncode == 0
+    assert "the newest end has NOT run: no environment" in done.stdout.splitlines()[-1]
+    required = run_tests(both_ends, NEWEST_END="required")
+    assert required.returncode == 1
+
+
 @pytest.mark.parametrize("name", ["nightly", "newest"])
 def test_tests_that_are_listed_exist(name: str) -> None:
     for line in (LAUNCH.parent / f"tests/{name}.txt").read_text().splitlines():

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.megatron_fields import HONOURED, IGNORED, OURS_IN_MEGATRON_WORDS, REFUSED, is_off
+from spare_megatron.config.megatron_defaults import is_off
+from spare_megatron.config.megatron_fields import HONOURED, IGNORED, OURS_IN_MEGATRON_WORDS, REFUSED
 
 
 @dataclass(frozen=True, slots=True)

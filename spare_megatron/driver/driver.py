@@ -14,7 +14,7 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import step_of
 from spare_megatron.core.controller.start import EarlyLoss, Start
-from spare_megatron.core.log.actions import StopHalted
+from spare_megatron.core.log.actions import FinishRun, StopHalted
 from spare_megatron.core.slow_machines.culprit import Culprit
 from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.faults.points import Fault
@@ -180,6 +180,10 @@ class Driver:
         with contextlib.nullcontext() if self._hub is None else network_of(self._hub.pid):
             return open_store(self._store_spec)
 
+    @cached_property
+    def _follower(self) -> LogFollower:
+        return LogFollower(DecisionLog(self._store), controller_setup(self._config))
+
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel
         self._on_event(
@@ -239,13 +243,32 @@ class Driver:
         the run, and not because another machine has its place.
         """
         may_restart = self._config.checkpoint.max_restarts > 0 and all(end.failure for end in self._ended.values())
-        return not running or (self._are_lost(running) and not may_restart)
+        return not running or (self._are_lost(running) and not may_restart and not self._have_member(running))
+
+    def _have_member(self, nodes: Iterable[int]) -> bool:
+        """Whether one of these nodes has a group that takes part, by the log: its return may be reported after the loss
+        of all others, as what they report is read from different pipes.
+        """
+        going_on = set(nodes).difference(self._ended)
+        if not going_on or not self._config.spare.rejoins:
+            return False
+        try:
+            with self._interrupts.allowed():
+                stop = self._follower.stop()
+        except StoreLost:
+            return False
+        if isinstance(stop, FinishRun | StopHalted):  # what follows in the log is not read
+            return False
+        places, groups_on = self._places_of(going_on), self._config.parallel.groups_on
+        return not self._follower.members.isdisjoint(group for place in places for group in groups_on(place))
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
         """Whether all groups of these nodes are lost. The nodes may be suspended or cut off from the network."""
         groups_on = self._config.parallel.groups_on
-        places = [place for place, machine in self._machines.items() if machine in set(nodes)]
-        return all(self._absent_groups.issuperset(groups_on(place)) for place in places)
+        return all(self._absent_groups.issuperset(groups_on(place)) for place in self._places_of(nodes))
+
+    def _places_of(self, nodes: Iterable[int]) -> list[int]:
+        return [place for place, machine in self._machines.items() if machine in set(nodes)]
 
     @property
     def _absent_groups(self) -> frozenset[GroupId]:
@@ -469,7 +492,7 @@ class Driver:
     def _read_stop_reason(self) -> None:
         """Looks in the log for a common reason, such as divergence, when no group is left."""
         with self._interrupts.allowed():
-            stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
+            stop = self._follower.stop()
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
 

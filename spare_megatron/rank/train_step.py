@@ -260,7 +260,9 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
     with ctx.probe.during(Operation.SETTLE):
         audits = parts.audits.digests(action.attempt, action.disputed)
         losses = parts.audits.losses(action.disputed, has_suspects=opinion.has_suspects)
-        failure = "" if opinion.is_complete else _first(ctx, lacking)
+        failure, evidence = "", ""
+        if not opinion.is_complete:  # on some rank, not always the leader
+            failure, evidence = _first(ctx, lacking), _first(ctx, ctx.communicator.evidence)
     vote = replace(
         plain_vote(action, digests, lacks_params=False),
         is_complete=opinion.is_complete,
@@ -275,7 +277,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         losses=losses,
     )
     vote = ctx.optimizer_state.with_copies(vote)
-    votes = ctx.voting.cast(action, vote, now.computed, _wrong_sums(opinion) or ctx.communicator.evidence)
+    votes = ctx.voting.cast(action, vote, now.computed, _wrong_sums(opinion) or evidence)
     parts.reports.clock.on_reduced(ctx.communicator.ready_at_s)
     return votes
 

@@ -15,6 +15,7 @@ from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import PartitionSetup
 from spare_megatron.store.decision_log import DecisionLog
 
@@ -86,6 +87,11 @@ class LogFollower:
         self._controller = Controller(setup)
         self._controller.handle(RunStarted(), now_s=0.0)
         self._stop: Stop | AwaitHosts | None = None
+
+    @property
+    def members(self) -> frozenset[GroupId]:
+        """The groups that take part, as of the last call of `stop`."""
+        return frozenset(self._controller.members)
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:
         """The action that ends or pauses the run, as far as the log is written. `on_entry`: called after each entry."""

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import CheckpointConfig, LayoutConfig, RunConfig
+from spare_megatron.core.log.entries import Commit, Fence, encode_entry
 from spare_megatron.core.machines.places import Holding
 from spare_megatron.driver import driver as driver_module
 from spare_megatron.driver.driver import Driver, RunFailed
 from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
+from spare_megatron.machine.interrupts import deferred
 from spare_megatron.process.reports import ExitCode, GroupLost, NodeEnded, RanksReady, next_report
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
+from spare_megatron.store.keys import entry as entry_key
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.store_watch import FenceWanted, FenceWritten, HasLeft, NodeSilent, StoreLink
@@ -181,6 +184,24 @@ def test_a_machine_that_has_left_its_place_to_another_does_not_end_the_run_with_
     assert not driver._is_over([0])
     driver._handle(NodeEnded(node=0, exits={}, failure=""), 0)
     assert driver._is_over([0])
+
+
+@pytest.mark.parametrize("admitted", [(Member(GroupId(1), 1),), ()])
+def test_the_loss_of_all_other_groups_does_not_end_a_run_with_one_that_is_back_and_not_reported_yet(
+    driver: Driver, admitted: tuple[Member, ...]
+) -> None:
+    """Its supervisor reads of its return from another pipe than of their losses; the run ended as wiped out."""
+    config = replace(driver._config, layout=LayoutConfig(num_groups=2), checkpoint=CheckpointConfig(max_restarts=0))
+    driver._config = replace(config, spare=replace(config.spare, redundancy=2, rejoins=1))
+    fences = (Fence(group=GroupId(group), incarnation=0, reason="SIGKILL") for group in (1, 0))
+    first, second = map(encode_entry, fences)
+    commit = encode_entry(Commit(step=0, attempt=0, admit=admitted))
+    driver._store = MemoryStore(dict(zip(map(entry_key, range(3)), (first, commit, second), strict=True)))  # type: ignore[assignment]
+    for index, group in ((0, 1), (2, 0)):
+        driver._handle(RanksReady(group=GroupId(group)), 0)
+        driver._handle(GroupLost(record=LossRecord(group=group, rank=0, cause="SIGKILL", entry_index=index)), 0)
+    with deferred() as driver._interrupts:
+        assert driver._is_over([0]) == (not admitted)
 
 
 def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:

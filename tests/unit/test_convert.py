@@ -229,6 +229,13 @@ def test_the_command_writes_a_preset_and_reports_each_argument(tmp_path: Path) -
     assert "A=1: of the environment" in result.stderr
 
 
+def test_the_report_names_what_is_rounded_to_whole_steps() -> None:
+    result = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --lr-decay-iters 43 --lr-warmup-fraction 0.1".split())
+    assert "--lr-warmup-fraction 0.1: optimizer.warmup_steps = 5, rounded from 4.3 steps" in result.stderr
+    exact = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --lr-decay-iters 40 --lr-warmup-fraction 0.1".split())
+    assert "--lr-warmup-fraction 0.1: optimizer.warmup_steps = 4\n" in exact.stderr
+
+
 def test_the_command_refuses_what_is_not_had_here_unless_it_is_left_out() -> None:
     words = ["--", *GPUS.split(), *LAUNCH.split(), *DATA.split(), "--made-up", "3"]
     result = invoke(*words)

@@ -26,11 +26,14 @@ _OF_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The settings of a preset by dotted key, what each follows from, and what becomes of each given argument."""
+    """The settings of a preset by dotted key, what each follows from, and what becomes of each given argument.
+    `roundings`: by argument, the number of steps that a whole number stands for.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     classes: dict[str, Class] = field(default_factory=dict)
+    roundings: dict[str, float] = field(default_factory=dict)
 
     def put(self, setting: str, value: Any, *names: str) -> None:
         if value is not None:
@@ -39,6 +42,14 @@ class Preset:
 
     def refuse(self, name: str, reason: str) -> None:
         self.classes[name] = Class("missing", reason)
+
+    def rounded(self, name: str, steps: float, *, up: bool = True) -> int:
+        """A whole number of steps; the report names what is rounded."""
+        near = round(steps)
+        if math.isclose(steps, near, rel_tol=1e-9):
+            return near
+        self.roundings[name] = steps
+        return math.ceil(steps) if up else math.floor(steps)
 
 
 def preset_of(args: Arguments) -> Preset:
@@ -190,34 +201,39 @@ def _experts(args: Arguments, preset: Preset) -> None:
         preset.put("model.num_dense_layers", int(match[1]), "moe_layer_freq")
 
 
-def _in_steps(args: Arguments, of_steps: str, of_samples: str) -> int | None:
+def _in_steps(args: Arguments, preset: Preset, of_steps: str, of_samples: str) -> int | None:
     """The value of one of two arguments, in steps; samples that do not fill a step count as one."""
     steps: int | None = args[of_steps]
-    return steps or (-(-args[of_samples] // _global_batch(args)) if args[of_samples] else None)
+    if steps or not args[of_samples]:
+        return steps or None
+    return preset.rounded(of_samples, args[of_samples] / _global_batch(args))
 
 
 def _steps(args: Arguments, preset: Preset) -> None:
     samples = args["train_samples"]
-    steps = args["train_iters"] or (samples and samples // _global_batch(args))
+    steps = args["train_iters"] or (
+        samples and preset.rounded("train_samples", samples / _global_batch(args), up=False)
+    )
     if not steps:
         raise ValueError("train_iters: it is absent, and so is --train-samples; give one")
     end = min(steps, args["exit_interval"] or steps)
     preset.put("train.steps", end, "train_iters", "train_samples", "exit_interval")
-    preset.put("optimizer.decay_steps", _in_steps(args, "lr_decay_iters", "lr_decay_samples") or steps)
+    preset.put("optimizer.decay_steps", _in_steps(args, preset, "lr_decay_iters", "lr_decay_samples") or steps)
     preset.sources["optimizer.decay_steps"] = ("lr_decay_iters", "lr_decay_samples")
 
 
 def _schedule(args: Arguments, preset: Preset) -> None:
     style = args["lr_decay_style"].lower().replace("-", "_")
     preset.put("optimizer.decay_style", style, "lr_decay_style")
-    warmup = _in_steps(args, "lr_warmup_iters", "lr_warmup_samples") or 0
+    warmup = _in_steps(args, preset, "lr_warmup_iters", "lr_warmup_samples") or 0
     if args["lr_warmup_fraction"] is not None:
-        warmup = math.ceil(args["lr_warmup_fraction"] * preset.settings.get("optimizer.decay_steps", 0) - 1e-6)
+        exact = args["lr_warmup_fraction"] * preset.settings.get("optimizer.decay_steps", 0)
+        warmup = preset.rounded("lr_warmup_fraction", exact)
     preset.put("optimizer.warmup_steps", warmup, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
     if args["decoupled_lr"] is not None:
         preset.put("optimizer.rules", list(_decoupled(args)), "decoupled_lr", "decoupled_min_lr")
     if style == "wsd":
-        steps = _in_steps(args, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        steps = _in_steps(args, preset, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         preset.put("optimizer.wsd_decay_steps", steps, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         preset.put("optimizer.wsd_decay_style", args["lr_wsd_decay_style"].lower(), "lr_wsd_decay_style")
 

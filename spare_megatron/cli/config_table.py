@@ -35,6 +35,8 @@ def _rows(facts: RunSizes, endured_losses: float) -> Iterator[tuple[str, str]]:
     yield "tokens of the run", format_large(facts.tokens)
     yield "losses endured", f"{format_count(endured_losses)} on average, without rejoins"
     yield "gradient bucket", f"{facts.bucket_mib:g} MiB"
+    if facts.nvlink_traffic > 1:
+        yield "tensor-parallel sums", f"{facts.nvlink_traffic:.2g} times the bytes of NVLink SHARP, which is off here"
     yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, plus libraries"
     for name, size in (
         ("parameters", memory.weights_bytes),

@@ -11,6 +11,7 @@ from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.training.corpus import CorpusFacts
+from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.supervisor.places.group_reforming import reform_after_s
 from tests.unit.configured import CPU, configured
 
@@ -539,14 +540,12 @@ def test_groups_that_do_not_fill_machines_are_not_reformed_and_the_reason_is_giv
     assert "has no effect with spare.rejoins=0" in problem
 
 
-def test_what_is_lost_without_nvlink_sharp_is_said() -> None:
-    gpus = MachineResources(num_gpus=8, num_cores=99, has_corpus=True)
+def test_what_tensor_parallel_sums_lose_without_nvlink_sharp() -> None:
     shared = ("layout.num_groups=4", "layout.tensor_parallel=4", "model.num_attention_heads=4", "cluster.num_nodes=2")
-    (text,) = [text for text in warnings(configured(*shared), gpus) if "NVLink SHARP" in text]
-    assert "2 groups share a node" in text
-    assert "sums of layout.tensor_parallel=4 ranks send 1.2 times the bytes" in text
-    for others, machine in ((shared, CPU), ((*shared[:3], "cluster.num_nodes=4"), gpus), (shared[:1], gpus)):
-        assert not any("NVLink SHARP" in text for text in warnings(configured(*others), machine))
+    gpu = "cluster.device=gpu"
+    assert run_sizes(configured(*shared, gpu)).nvlink_traffic == 1.2
+    for others in (shared, (*shared[:3], gpu, "cluster.num_nodes=4"), (shared[0], gpu)):
+        assert run_sizes(configured(*others)).nvlink_traffic == 1.0
 
 
 def test_a_replacement_is_waited_for_where_the_job_has_spare_nodes() -> None:

@@ -98,12 +98,6 @@ def _hosts_in_domain(config: RunConfig) -> int:
     return config.placement.max_hosts_in_domain(spare.groups_per_domain)
 
 
-def _ring_traffic(config: RunConfig) -> str:
-    """Bytes that a ring sends over a link for a sum of the tensor-parallel ranks, of those with NVLink SHARP."""
-    size = config.layout.tensor_parallel
-    return f"{2 * (size - 1) / (size + 1):.2g}"
-
-
 def _ramp_increases(config: RunConfig) -> int:
     """Increases of the ramp; 0 without one, or if they do not end at `microbatches_per_shard`."""
     spare = config.spare
@@ -151,10 +145,8 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "least_bucket_mib": _least_bucket_mib,
     "linear_bias": partial(as_written, field="add_bias_linear"),
     "nodes_of_job": lambda c: c.cluster.num_nodes + c.slurm.num_spare_nodes,
-    "peers_on_node": lambda c: c.parallel.most_peers_on_node,
     "ramp_increases": _ramp_increases,
     "sharing_lanes": lambda c: f"layout.{'expert' if c.layout.expert_parallel else 'data'}_parallel={c.row_size}",
-    "ring_traffic": _ring_traffic,
     "snapshot_copies": lambda c: c.snapshot.redundancy + 1,
     "tokens_per_step": _tokens_per_step,
     "why_not_reformed": _why_not_reformed,
@@ -461,11 +453,6 @@ DOUBTS: tuple[Rule[RunConfig], ...] = (
          and c.snapshot.redundancy >= c.optimizer.redundancy,
          "[snapshot.redundancy] needs <snapshot_copies> copies on different nodes, but with [optimizer.redundancy] "
          "only so many groups hold a partition of the optimizer state: each is kept on only <optimizer.redundancy>"),
-    Rule(lambda c: c.cluster.device == "gpu" and c.layout.tensor_parallel > 2 and _fills_nodes(c)
-         and c.parallel.most_peers_on_node > 1,
-         "NVLink SHARP is switched off (NCCL_NVLS_ENABLE=0), as <peers_on_node> groups share a node and the loss of "
-         "one would break it for the others: sums of [layout.tensor_parallel] ranks send <ring_traffic> times the "
-         "bytes over NVLink; with at most one group per node it stays on"),
     Rule(lambda c: c.spare.rejoins and c.spare.reform_after_s is None and _why_not_reformed(c),
          "groups are not re-formed after losses of machines: <why_not_reformed>"),
 )

@@ -124,8 +124,7 @@ def beyond_limits(config: RunConfig, machine: MachineResources) -> list[str]:
 
 def warnings(config: RunConfig, machine: MachineResources) -> list[str]:
     """Doubtful settings of a configuration that has no problems."""
-    doubts = broken(requirements.DOUBTS, on_device(config, machine))
-    return [*_oversubscribed(config, machine), *doubts, *field_warnings(config)]
+    return [*_oversubscribed(config, machine), *broken(requirements.DOUBTS, config), *field_warnings(config)]
 
 
 def _unusable_paths(config: RunConfig) -> Iterator[tuple[str, str]]:

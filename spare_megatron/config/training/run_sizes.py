@@ -11,6 +11,8 @@ from spare_megatron.config.training.terms import global_batch, sequences_before
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
     """Derived sizes of a run; `checkpoint_bytes` counts all state once, active parameters are those of a token.
+    `nvlink_traffic`: bytes that a tensor-parallel sum sends over a link, as a multiple of those with NVLink SHARP,
+    which is off where groups share a node (docs/gpu.md).
 
     Counts per step cover all groups, and are those after the ramp of the batch.
     """
@@ -27,6 +29,7 @@ class RunSizes:
     bucket_mib: float
     memory: RankMemory
     checkpoint_bytes: int
+    nvlink_traffic: float
 
 
 def run_sizes(config: RunConfig) -> RunSizes:
@@ -47,4 +50,12 @@ def run_sizes(config: RunConfig) -> RunSizes:
         bucket_mib=config.bucket_mib,
         memory=rank_memory(config),
         checkpoint_bytes=shape.num_parameters * sum(state_bytes_per_parameter(config)),
+        nvlink_traffic=_nvlink_traffic(config),
     )
+
+
+def _nvlink_traffic(config: RunConfig) -> float:
+    """A ring of n sends 2(n - 1)/n of the bytes of a sum over each link, NVLink SHARP (n + 1)/n."""
+    size = config.layout.tensor_parallel
+    is_off = config.cluster.device == "gpu" and config.parallel.most_peers_on_node > 1
+    return 2 * (size - 1) / (size + 1) if is_off and size > 2 else 1.0

@@ -9,9 +9,15 @@ own. It counts as converted if no argument is missing and the preset passes `spa
 
 import argparse
 import hashlib
+import json
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.origin import origin
 from spare_megatron.tools.convert.launch import read_launch
 from spare_megatron.tools.convert.reading import convert_launch, problems_of
 
@@ -41,21 +47,47 @@ def _names(words: tuple[str, ...]) -> list[str]:
     return [f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in words if word.startswith("--")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    files = sorted(parser.parse_args().folder.glob("*/model_config.yaml"))
+def measure(folder: Path) -> dict[str, Any]:
+    """Raises ValueError if the folder has no configurations."""
+    files = sorted(folder.glob("*/model_config.yaml"))
+    if not files:
+        raise ValueError(
+            f"{folder} has no */model_config.yaml; name tests/functional_tests/test_cases/gpt of a checkout"
+        )
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.parent.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     outcomes = [outcome(file) for file in files]
     converted = [kinds for reason, kinds in outcomes if not reason]
-    shares = [1 - kinds["missing"] / kinds.total() for kinds in converted]
-    total = sum(converted, Counter())
-    print(f"{len(files)} configurations, list sha256 {digest.hexdigest()}")
-    print(f"{len(converted)} converted ({len(converted) / len(files):.1%}), least share of arguments {min(shares):.1%}")
-    print(f"their arguments: {', '.join(f'{number} {kind}' for kind, number in total.most_common())}")
-    for reason, number in Counter(reason for reason, _ in outcomes if reason).most_common():
+    return {
+        "configurations": len(files),
+        "list_sha256": digest.hexdigest(),
+        "converted": len(converted),
+        "ratio": len(converted) / len(files),
+        "least_share_of_arguments": min((1 - kinds["missing"] / kinds.total() for kinds in converted), default=None),
+        "arguments": sum(converted, Counter()),
+        "refusals": Counter(reason for reason, _ in outcomes if reason),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        found = measure(options.folder)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps(found | origin()))
+        return
+    print(f"{found['configurations']} configurations, list sha256 {found['list_sha256']}")
+    print(f"{found['converted']} converted ({found['ratio']:.1%})")
+    if found["converted"]:
+        print(f"least share of their arguments that are had here: {found['least_share_of_arguments']:.1%}")
+    print(f"their arguments: {', '.join(f'{number} {kind}' for kind, number in found['arguments'].most_common())}")
+    for reason, number in found["refusals"].most_common():
         print(f"| {number} | {reason} |")
 
 

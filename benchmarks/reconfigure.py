@@ -206,5 +206,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--others", type=int, default=5, help="of each of the cases for safety")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(measure(options.kills, options.others)))
+    if not hasattr(dist.ProcessGroup, "reconfigure"):
+        parser.error(f"torch {torch.__version__} has no ProcessGroup.reconfigure; install 2.14 or later")
+    result = measure(options.kills, options.others)
+    if options.json:
+        print(json.dumps(result))

@@ -23,6 +23,10 @@ NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
         "--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2 --log 600 --kept 20",
         {"rows", "logs", "kept"},
     ),
+    "convert_megatron": (
+        str(ROOT / "tests/megatron_launches"),
+        {"configurations", "converted", "ratio", "arguments", "refusals"},
+    ),
     "growth_simulated": (
         "--groups 60 120 --samples 3 --curves groups losses --at 60 --steps 12 --seeds 1",
         {"decisions", "curves"},
@@ -80,6 +84,9 @@ def test_a_command_that_does_not_train(name: str, process_as_before: None, capsy
         assert [log["entries"] for log in result["logs"]] == [600]
         assert [kept["steps"] for kept in result["kept"]] == [20]
         assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
+    if name == "convert_megatron":
+        assert (result["configurations"], result["converted"]) == (2, 1)
+        assert result["arguments"].keys() == {"taken", "implied"}
     if name == "growth_simulated":
         assert result["decisions"]["x"] == result["curves"]["groups"]["x"] == [60, 120]
         losses = result["curves"]["losses"]["figures"]["losses"]["medians"]

@@ -105,6 +105,14 @@ def listen(address: str, timeout: timedelta) -> Any:
         )
 
 
+def construct_first() -> None:
+    """Constructs the first store of this process, with which torch initializes what all of them share (it looks up host
+    names). Needed before other threads construct stores: a process forked meanwhile waits for that for good.
+    """
+    with contextlib.suppress(RuntimeError, OSError):
+        listen("127.0.0.1", timedelta(seconds=1))
+
+
 class TcpControlStore:
     """A client of the embedded store; a `ControlStore`. Its requests may be repeated by `renew_if_back`."""
 

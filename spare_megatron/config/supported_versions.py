@@ -34,8 +34,8 @@ SUPPORTED: Mapping[str, Range] = {
     "torch": Range(
         "2.11",
         "2.16",
-        "2.11 ran the checks on a GPU, tests run 2.13 and 2.14, 2.15 ran the demo, nothing runs 2.12; communicators "
-        "between groups lean on details of torch, so a later version is tried first",
+        "2.11 ran the checks on a GPU, tests run 2.13 and 2.14, nothing runs 2.12, and 2.15 ran the demo in a trial "
+        "alone; communicators between groups lean on details of torch, so a later version is tried first",
     ),
     "megatron-core": Range(
         "0.16.1",

@@ -109,7 +109,7 @@ def construct_first() -> None:
     """Constructs the first store of this process, with which torch initializes what all of them share (it looks up host
     names). Needed before other threads construct stores: a process forked meanwhile waits for that for good.
     """
-    with contextlib.suppress(RuntimeError, OSError):
+    with contextlib.suppress(RuntimeError, OSError):  # without a loopback interface the risk stays
         listen("127.0.0.1", timedelta(seconds=1))
 
 

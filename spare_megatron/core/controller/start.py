@@ -1,8 +1,7 @@
 """Whether a run can begin without the groups that are lost before training does.
 
 An exception that groups on two machines raise is a fault of neither, so the run ends and names it, unless the devices
-of both may be at fault. It also ends if all
-hosts of some shard or state partition raised or have missing nodes.
+of both may be at fault. It also ends if all hosts of some shard or state partition raised or have missing nodes.
 """
 
 from collections.abc import Callable, Collection, Sequence

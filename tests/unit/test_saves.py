@@ -169,7 +169,7 @@ def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> Non
     assert restarts.time_to_wipe_out_s < brief.time_to_wipe_out_s < long.time_to_wipe_out_s
     assert brief.time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, brief.group_interval_s, 100.0, 10.0)
     all_lost_s = long.group_interval_s * (1 + 1 / 2 + 1 / 3 + 1 / 4)
-    assert long.time_to_wipe_out_s == all_lost_s, "all groups, and with them all state, without returns"
+    assert long.time_to_wipe_out_s == pytest.approx(all_lost_s), "all groups, and with them all state, without returns"
     never = Experience(1000.0, RING, last_resort=False, pause_s=600.0)
     assert never.cadence(GROUPS).time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
 

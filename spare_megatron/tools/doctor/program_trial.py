@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+# isort: split
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -469,6 +469,10 @@ class MetricsConfig:
     """Id of the run at Weights & Biases, the same for all that continue it; if empty, of the loaded checkpoint."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate of one rank's device in 10^12 operations per second, for `perf/mfu`; absent leaves that metric out."""
+    prometheus_port: int | None = None
+    """Port of the driver's machine at which Prometheus reads the metrics; absent serves none."""
+    prometheus_address: str = "127.0.0.1"
+    """Address of the driver's machine for that port; whoever reaches it can read the metrics, without a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

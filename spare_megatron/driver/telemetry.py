@@ -27,6 +27,7 @@ from spare_megatron.observe.metrics import (
     Value,
     WandbSink,
 )
+from spare_megatron.observe.prometheus import PrometheusSink
 from spare_megatron.process import reports
 from spare_megatron.process.processes import report_held
 from spare_megatron.stacking.layout import GroupId, Member
@@ -127,6 +128,8 @@ def open_sinks(
             return TensorBoardSink(run_dir)
 
     sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
+    if metrics.prometheus_port is not None:
+        sinks.append(PrometheusSink(run_dir, config.name, metrics.prometheus_address, metrics.prometheus_port))
     if metrics.tensorboard:
         sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed, rest_s=rest_s))
     if metrics.wandb_project:

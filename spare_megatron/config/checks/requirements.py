@@ -256,6 +256,10 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.metrics.run_id and not ID.fullmatch(c.metrics.run_id),
          "metrics.run_id=<metrics.run_id!r> is not a valid id for Weights & Biases; use at most 64 letters, digits, "
          "hyphens and underscores"),
+    Rule(lambda c: _address(c.metrics.prometheus_address) is None,
+         "[metrics.prometheus_address] is not an IP address; name one of the driver's machine"),
+    _ignored("metrics.prometheus_address", lambda c: c.metrics.prometheus_port is None,
+         "[*] has no effect without metrics.prometheus_port; remove it, or set that"),
     *(_ignored(f"model.{name}", lambda c: c.model.position_embedding != "rope",
          "[*] has no effect on [model.position_embedding]; remove it, or set that to rope")
       for name in ("rope_base", "rope_scaling_factor")),

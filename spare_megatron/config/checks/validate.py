@@ -44,6 +44,8 @@ class MachineResources:
     """Likewise for the link of a node."""
     can_listen: bool = True
     """`control.listen_address` is an address of this machine."""
+    can_serve_metrics: bool = True
+    """It can listen at `metrics.prometheus_address` and `metrics.prometheus_port`."""
     corpus_failure: str = ""
     """Why the corpus cannot be used; empty if it can."""
     corpus: CorpusFacts | None = None
@@ -92,7 +94,7 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
         *validate_faults.fault_problems(config),
         *validate_faults.rate_problems(config),
         *broken(requirements.CHECKPOINTS, config),
-        *validate_training.metrics_problems(config.metrics),
+        *validate_training.metrics_problems(config.metrics, can_serve=machine.can_serve_metrics),
         *_profile(config),
         *_machine(config, machine),
         *broken(requirements.ON_A_DEVICE, on_device(config, machine)),

@@ -159,15 +159,27 @@ def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[st
         )
 
 
-def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
-    wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
-    for name, value in wanted.items():
-        package = name.partition(".")[2].partition("_")[0]
+def metrics_problems(metrics: MetricsConfig, *, can_serve: bool = True) -> Iterator[str]:
+    """`can_serve`: this machine can listen where Prometheus is to read."""
+    port = metrics.prometheus_port
+    wanted = {
+        "metrics.tensorboard": (metrics.tensorboard, "tensorboard"),
+        "metrics.wandb_project": (metrics.wandb_project, "wandb"),
+        "metrics.prometheus_port": (port, "prometheus_client"),
+    }
+    for name, (value, package) in wanted.items():
         if value and importlib.util.find_spec(package) is None:
             yield (
                 f"{name}={value} needs the package {package}, which is not installed: "
                 "pip install 'spare_megatron[metrics]', or remove the setting"
             )
+    if port is not None and not 1 <= port <= 65535:
+        yield f"metrics.prometheus_port={port} lies outside 1 to 65535; change it"
+    elif port is not None and not can_serve:
+        yield (
+            f"metrics.prometheus_port={port}: this machine cannot listen there at metrics.prometheus_address="
+            f"{metrics.prometheus_address!r}; choose a port that nothing uses, and one of its addresses"
+        )
 
 
 def lane_problems(config: RunConfig) -> Iterator[str]:

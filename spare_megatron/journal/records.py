@@ -402,6 +402,12 @@ class SnapshotRecord:
     stall_s: float
     copy_s: float
     """From the start of the copy until it is whole or has failed."""
+    registered_bytes: int = 0
+    """Of the server's memory that the rank keeps registered with CUDA."""
+    register_s: float = 0.0
+    """What registering took after this copy."""
+    not_registered: str = ""
+    """Why CUDA has refused; copies go through buffers then."""
     slices: list[int] = field(default_factory=list)
     """State partitions in the snapshot, if the optimizer state is partitioned."""
     has_params: bool = True

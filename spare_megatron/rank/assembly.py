@@ -90,8 +90,8 @@ class Assembly:
             progress=progress,
         )
         self._staging = Staging(trainer.gradients.new_staging)
-        server = spec.snapshot_server
-        self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
+        server, cudart = spec.snapshot_server, torch.cuda.cudart() if device.type == "cuda" else None
+        self._snapshots = None if server is None else SnapshotClient(server, spec.rank, cudart)
         self.components = self._build_components()
 
     def _build_components(self) -> Components:

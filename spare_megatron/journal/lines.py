@@ -38,7 +38,6 @@ class _Head:
 
 
 def records_of(lines: Iterable[Line], kind: type[R]) -> list[R]:
-    """Their records of one kind, in order."""
     return [line.record for line in lines if isinstance(line.record, kind)]
 
 

@@ -32,8 +32,7 @@ class ControlStore(Protocol):
         Raises StoreLost, and writes nothing, if a store that can lose keys has lost the key `after`.
         """
 
-    def put(self, key: str, value: str) -> None:
-        """Writes the value."""
+    def put(self, key: str, value: str) -> None: ...
 
     def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         """Writes an absent key that only this process writes, adds `weight` to a counter, removes the keys to forget.

@@ -90,7 +90,6 @@ class LogFollower:
 
     @property
     def members(self) -> frozenset[GroupId]:
-        """The groups that take part, as of the last call of `stop`."""
         return frozenset(self._controller.members)
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:

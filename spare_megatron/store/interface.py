@@ -1,7 +1,11 @@
 """The `ControlStore` interface: the key-value store with compare-and-set that all processes of a run share."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from spare_megatron.formats.codec import decode, encode
+
+T = TypeVar("T")
 
 
 class StoreTimeout(Exception):
@@ -76,3 +80,14 @@ class ControlStore(Protocol):
 
     def local_host(self) -> str:
         """This machine's IP address on the route to the store, at which other clients of the store reach it."""
+
+
+def publish(store: ControlStore, key: str, value: object) -> None:
+    """Writes the value under the key, for `published`, in the place of what was there."""
+    store.put(key, encode(value))
+
+
+def published(store: ControlStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    """The values of this kind that are published under the keys by now; None for the others."""
+    texts = store.get(keys) if keys else []
+    return [None if text is None else decode(text, kind) for text in texts]

@@ -180,12 +180,12 @@ class Telemetry:
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case RestartRecord(group=group, step=step):
+            case RestartRecord(group=group, step=step, num_restarts=num_restarts):
                 self._absent.discard(GroupId(group))
-                if step < self._next_step:  # the first report of this restart
-                    self._counts["fault/restarts"] += 1
+                if num_restarts > self._counts["fault/restarts"]:  # the first report of this restart
+                    self._counts["fault/restarts"] = num_restarts
                     self._goodput.on_restart(self._next_step - step)
-                self._next_step = min(step, self._next_step)
+                    self._next_step = step
             case reports.RunPaused(shards=shards) if shards:
                 self._goodput.on_entry("resume")
             case reports.StoreMeasured(space=space):

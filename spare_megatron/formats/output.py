@@ -27,9 +27,7 @@ class NotWritten(OSError):
 
 
 def real_paths(text: str, quoted: Callable[[str], str] = str) -> str:
-    """The text with each path of a descriptor, by which a run reaches its directory wherever it is moved, replaced by
-    where that is now, `quoted` as the text needs it.
-    """
+    """The text with each path of a descriptor (`machine.lock`) replaced by where that is now, `quoted` for the text."""
 
     def target(found: re.Match[str]) -> str:
         try:

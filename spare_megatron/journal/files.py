@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.lines import Line, R, decode_line, encode_line, records_of, require_known_format
+from spare_megatron.journal.lines import Line, R, decode_line, encode_line, journal_files, records_of
 from spare_megatron.journal.records import FaultRecord, Record
 
 OnHeld = Callable[[Path, str], None]
@@ -162,13 +162,9 @@ class Journal:
 
 def read_journal(run_dir: Path) -> Journal:
     """Reads `RUN_DIR/journal`. FileNotFoundError: there is no journal; ValueError: it has a later format."""
-    require_known_format(run_dir)
-    files = sorted((run_dir / "journal").glob("*.jsonl"))
-    if not files:
-        raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     lines: list[Line] = []
     damage: list[str] = []
-    for file in files:
+    for file in journal_files(run_dir):
         texts = file.read_text().split("\n")
         # A killed writer may leave its last line without an end; that record does not count.
         for number, text in enumerate(texts[:-1], start=1):

@@ -1,10 +1,8 @@
 """Requests to end a run after the step under way and save it, by a signal to any of its processes.
 
-SIGUSR1 may come at any time and sets no limit. All processes start with it blocked, so it stays pending; supervisors
-unblock it once they can act on it, the driver looks whether it is pending. With the other signals schedulers, terminals
-and service managers end programs, some of them all processes of a run at once: the run has `control.end_grace_s` from
-then on. Only driver (`interrupts`) and supervisors act on them; in all other processes they have no effect. The next
-votes of a group whose ranks are asked repeat a request, so that one supervisor is enough.
+SIGUSR1 may come at any time and sets no limit. All processes start with it blocked, so that it stays pending until
+supervisors can act on it and the driver looks. After any other signal the run has `control.end_grace_s`. Only driver
+(`interrupts`) and supervisors act on them; votes repeat a request, so that one supervisor is enough.
 """
 
 import signal

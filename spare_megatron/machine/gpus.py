@@ -76,7 +76,6 @@ def list_file(run_dir: Path, node: int) -> Path:
 
 
 def read_list(file: Path) -> tuple[str, ...]:
-    """Empty if there is none yet."""
     with contextlib.suppress(FileNotFoundError):
         return tuple(file.read_text().split())
     return ()
@@ -117,7 +116,6 @@ def shown_to_children(uuid: str | None) -> Iterator[None]:
 
 
 def restore_shown(names: str | None) -> None:
-    """Sets CUDA_VISIBLE_DEVICES as it was."""
     if names is None:
         os.environ.pop(_VISIBLE, None)
     else:

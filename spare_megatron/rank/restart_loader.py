@@ -182,4 +182,5 @@ class RestartLoader:
             rejected=list(self.rejected),
             loaded_from="storage" if action.snapshot is None else "memory",
             load_s=round(self._load_s, 6),
+            num_restarts=self._ctx.controller.num_restarts,
         )

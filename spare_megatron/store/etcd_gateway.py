@@ -122,6 +122,10 @@ class EtcdGateway:
                     ) from again
                 time.sleep(_PAUSE_S)
 
+    def read(self, start: str, end: str = "") -> EtcdMessage:
+        """The keys from `start` to before `end`; `start` alone without it."""
+        return self.call("/v3/kv/range", key_range(start, end or start + "\0"))
+
     def break_off(self) -> None:
         """Ends the try under way; `call` raises StoreLost from now on. Callable from any thread."""
         self._is_broken_off = True
@@ -315,6 +319,11 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def key_range(start: str, end: str) -> EtcdMessage:
+    """The part of a request that names the keys from `start` to before `end`."""
+    return {"key": encoded(start), "range_end": encoded(end)}
+
+
 def decoded(text: str) -> str:
     return base64.b64decode(text).decode()
 
@@ -327,7 +336,7 @@ def silence_of(spec: EtcdStoreSpec) -> str:
     """Why no member with a quorum answers within ANSWER_S seconds; empty if one answers, even with a refusal."""
     with contextlib.closing(EtcdGateway(replace(spec, timeout_s=ANSWER_S))) as gateway:
         try:
-            gateway.call("/v3/kv/range", {"key": encoded(spec.prefix)})
+            gateway.read(spec.prefix)
         except StoreRefused:  # reported where the refused request is needed
             return ""
         except StoreLost as lost:

@@ -5,6 +5,7 @@ or choose the moment of a fault more closely than a configuration can.
 """
 
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,9 @@ from spare_megatron.state.stacked import stacked_state
 from spare_megatron.state.stacked.partition_copier import PartitionContent
 from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets
 from spare_megatron.state.stacked.stacked_state import StackedState
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, published
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 
@@ -215,9 +217,10 @@ def _is_commit(entry: Entry, step: int) -> bool:
 
 
 def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
-    log = DecisionLog(open_store(spec.store))
+    store = open_store(spec.store)
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
-    while not set(one_of) & set(log.waiting([member.group for member in one_of])):
+    waiting = [keys.waiting(member.group) for member in one_of]
+    while not any(map(operator.eq, published(store, waiting, int), [member.incarnation for member in one_of])):
         if time.monotonic() > end_s:
             raise TimeoutError(f"none of {one_of} waits to be admitted")
         time.sleep(_POLL_S)

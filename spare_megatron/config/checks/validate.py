@@ -62,14 +62,12 @@ class MachineResources:
 
 
 def resolve_device(config: RunConfig, machine: MachineResources) -> Literal["cpu", "gpu"]:
-    """Resolves `cluster.device`: `auto` means GPUs if the machine has any."""
     if config.cluster.device == "auto":
         return "gpu" if machine.num_gpus > 0 else "cpu"
     return config.cluster.device
 
 
 def on_device(config: RunConfig, machine: MachineResources) -> RunConfig:
-    """The configuration with its device resolved."""
     return replace(config, cluster=replace(config.cluster, device=resolve_device(config, machine)))
 
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON, global_batch
+from spare_megatron.config.training.terms import global_batch
 
 _LLAMA3_FACTOR = 8.0
 """The scaling factor of RoPE; `pretrain_gpt.py` has an argument for it and does not pass it on."""

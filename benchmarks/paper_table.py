@@ -22,8 +22,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.formats.quantities import parse_redundancies
 from spare_megatron.machine.interrupts import INTERRUPTED
 from spare_megatron.tools.simulate.scenario import Scenario

@@ -6,19 +6,16 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli import (
-    audit,
     check,
     checkpoint,
     config,
     job,
-    membership,
     status,
     submit,
     train,
 )
-from spare_megatron.cli.command import SpareCommand, SpareGroup
+from spare_megatron.cli.command import SpareCommand, SpareGroup, explained
 from spare_megatron.cli.printing import say
-from spare_megatron.cli.terms import explained
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.convert import convert_command
@@ -73,12 +70,12 @@ _COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
     campaign.campaign: (_RUN, ("step", "group", "load")),
     status.status: (_RUN, ("step", "group", "load", "incarnation", "scatter")),
     job.logs: (_RUN, ("group", "incarnation")),
-    membership.drain: (_RUN, ("group", "drain", "place")),
-    membership.grow: (_RUN, ("group", "place")),
+    job.drain: (_RUN, ("group", "drain", "place")),
+    job.grow: (_RUN, ("group", "place")),
     report_commands.serve: (_RUN, ("step", "load", "patch", "scatter")),
     job.cancel: (_RUN, ()),
     check.check: (_AFTER, ("step", "attempt", "epoch", "fence")),
-    audit.audit: (_AFTER, ("step", "attempt", "audit")),
+    check.audit: (_AFTER, ("step", "attempt", "audit")),
     replay.replay: (_AFTER, ("step", "microbatch", "group")),
     report_commands.report: (_AFTER, ("step", "load", "patch", "scatter")),
     report_commands.timeline: (_AFTER, ("step", "attempt", "incarnation")),

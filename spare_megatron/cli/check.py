@@ -1,14 +1,17 @@
-"""`spare check`: what the journal of a run proves."""
+"""`spare check`, `spare audit`: what the journal of a run proves, and what its audits have compared and found."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_steps
+
+if TYPE_CHECKING:
+    from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
 
 _EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
 
@@ -27,8 +30,7 @@ def check(
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.proof import check as check_view
 
-    with explained_errors("check"):
-        verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))
+    verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))
     if as_json:
         say_json(asdict(verdict))
     else:
@@ -36,3 +38,92 @@ def check(
         for reason in verdict.reasons:
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])
+
+
+def audit(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the audits as JSON.")] = False,
+) -> None:
+    """List what the audits of a run have compared and found.
+
+    In an audit a second group computes a microbatch, too. A mismatch is settled by a third one before the step is
+    committed. So is a microbatch whose loss is suspect.
+
+    Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
+    """
+    from spare_megatron.config.training.run_terms import terms_in
+    from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.audit_history import audit_history
+    from spare_megatron.journal.proofs.proof import fold_view
+    from spare_megatron.journal.run_record import RunRecord
+
+    view = JournalIndex(run_dir, settings=terms_in(run_dir))
+    run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
+    if run is None:
+        raise ValueError(f"the journal of {run_dir} does not say how the run began")
+    history = audit_history(view, run, fold_view(view, run))
+    if as_json:
+        say_json(asdict(history))
+    else:
+        _print(history, run_dir)
+    raise typer.Exit(1 if history.mismatches else 0)
+
+
+def _print(history: "AuditHistory", run_dir: Path) -> None:
+    from spare_megatron.journal.event_texts import text_of_audited
+    from spare_megatron.journal.proofs.audit_history import text_of_spoiled
+
+    if not history.steps:
+        every = history.every_steps
+        say(f"no audits: {f'one is due every {every} steps' if every else 'audit.every_steps is 0'}")
+    else:
+        compared = f"{history.compared} microbatch{'' if history.compared == 1 else 'es'}"
+        say(f"{compared} compared in {format_steps(history.steps)}, equal; {text_of_audited(history.audited_steps)}")
+    for suspect in history.suspects:
+        groups = ", ".join(map(str, suspect.asked))
+        say(
+            f"step {suspect.step}, attempt {suspect.attempt}: the loss of microbatch {suspect.index} of shard "
+            f"{suspect.shard} is suspect; groups {groups} were asked to compute it"
+            f"{', and agree: it is the data' if suspect.is_data else ''}"
+        )
+        if suspect.samples:
+            say(f"  samples: {', '.join(suspect.samples)}")
+    for found in history.mismatches:
+        reported = "; ".join(f"group {group} {', '.join(digests)}" for group, digests in sorted(found.digests.items()))
+        say(f"step {found.step}, attempt {found.attempt}: microbatch {found.index} of shard {found.shard}: {reported}")
+        say(f"  computed again by group {', '.join(map(str, found.asked)) or 'none'}")
+    for step, reason in history.saved.items():
+        if reason:
+            say(f"step {step}: its parameters are not saved: {reason}")
+        else:
+            say(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
+    for culprit in history.culprits:
+        say(f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}")
+    if history.spoiled is not None:
+        say(text_of_spoiled(history.spoiled), way_back(history.spoiled, run_dir))
+    if history.halted:
+        say(f"halted: {history.halted}")
+
+
+def way_back(spoiled: "Spoiled", run_dir: Path) -> str:
+    """Says how another run can start from before the spoiled steps, with what this run has saved."""
+    from spare_megatron.config.loader import ConfigError, load_run_config
+    from spare_megatron.config.training.terms import step_of
+    from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
+    from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints, folder_of
+    from spare_megatron.state.checkpoint.verification import refusal_of
+
+    try:
+        checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
+    except ConfigError:
+        return "to go back: start from a checkpoint that `spare checkpoint list` calls audited"
+    saved = all_checkpoints(folder_of(checkpoint, run_dir))
+    clean = [path for path in saved if step_of(path) <= spoiled.audited_steps and not refusal_of(path)]
+    if not clean:
+        return "no checkpoint is of so few steps: only a training from the beginning is without it"
+    load = shlex.quote(f"checkpoint.load={clean[0]}")
+    if not checkpoint.folder:
+        return f"to go back: spare train ... --set {load}"
+    if (audited_steps_in(saved) or 0) >= step_of(clean[-1]):
+        return "to go back: spare train ... --resume --restart-from audited"
+    return f"to go back: spare train ... --set {load} --set checkpoint.folder=ANOTHER"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spare_megatron.cli.command import SpareCommand
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.formats.quantities import format_bytes, format_steps
 
@@ -28,12 +27,11 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object or ar
 @app.command("list", cls=SpareCommand)
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints by their manifests, newest first."""
-    with explained_errors("checkpoint list"):
-        from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
+    from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in
 
-        checkpoints = _checkpoints(path)
-        audited_steps = audited_steps_in(checkpoints)
-        entries = [_entry(checkpoint, audited_steps) for checkpoint in checkpoints]
+    checkpoints = _checkpoints(path)
+    audited_steps = audited_steps_in(checkpoints)
+    entries = [_entry(checkpoint, audited_steps) for checkpoint in checkpoints]
     if as_json:
         say_json(entries)
         return
@@ -74,17 +72,16 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
     from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at, leftovers
 
     damage: dict[str, str] = {}
-    with explained_errors("checkpoint verify"):
-        path = _folder_of_run(path)
-        unfinished = {str(aside): _unfinished(aside) for aside in leftovers(path)}
-        for checkpoint in checkpoints_at(path) if unfinished else _checkpoints(path):
-            try:
-                verification.verify(checkpoint)
-                damage[str(checkpoint)] = ""
-            except verification.UnfinishedSave as error:
-                unfinished[str(checkpoint)] = f"{error}: {_unfinished(checkpoint)}"
-            except verification.DamagedCheckpoint as error:
-                damage[str(checkpoint)] = str(error)
+    path = _folder_of_run(path)
+    unfinished = {str(aside): _unfinished(aside) for aside in leftovers(path)}
+    for checkpoint in checkpoints_at(path) if unfinished else _checkpoints(path):
+        try:
+            verification.verify(checkpoint)
+            damage[str(checkpoint)] = ""
+        except verification.UnfinishedSave as error:
+            unfinished[str(checkpoint)] = f"{error}: {_unfinished(checkpoint)}"
+        except verification.DamagedCheckpoint as error:
+            damage[str(checkpoint)] = str(error)
     if as_json:
         say_json(damage | unfinished)
     else:
@@ -101,12 +98,11 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show the manifest of the newest checkpoint."""
     from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
 
-    with explained_errors("checkpoint show"):
-        newest = _checkpoints(path)[0]
-        try:
-            manifest = read_manifest(newest)
-        except DamagedCheckpoint as error:
-            raise ValueError(str(error)) from error
+    newest = _checkpoints(path)[0]
+    try:
+        manifest = read_manifest(newest)
+    except DamagedCheckpoint as error:
+        raise ValueError(str(error)) from error
     if as_json:
         say_json({"path": str(newest), "refused": refusal_of(newest), **asdict(manifest)})
         return

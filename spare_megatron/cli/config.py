@@ -1,41 +1,39 @@
 """`spare config`: what a configuration says, where each value comes from, and the sizes that follow."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.command import SpareCommand, explained
+from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems, refusal
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
-from spare_megatron.cli.terms import explained
+from spare_megatron.formats.quantities import format_bytes, format_count, format_large
 
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources
+    from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
-
+    from spare_megatron.config.training.run_sizes import RunSizes
 
 app = typer.Typer(help="List presets; show or check a configuration.", no_args_is_help=True)
 
-
 _Preset = Annotated[Path, typer.Argument(help=HELP)]
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("list", cls=SpareCommand)
-def list_presets(as_json: AsJson = False) -> None:
+def list_presets(as_json: _AsJson = False) -> None:
     """List the presets that ship with the package.
 
     A command takes the name of one wherever it takes a preset file, and so does `include` in a preset. Presets of runs
     are complete but for your corpus; those of models and clusters are for `include`, and `spare submit --cluster`.
     """
-    from spare_megatron.cli.config_table import print_presets
     from spare_megatron.config.loader import description, shipped_presets
 
     presets = {
@@ -49,24 +47,22 @@ def list_presets(as_json: AsJson = False) -> None:
 
 
 @app.command("show", cls=SpareCommand, epilog=explained("group", "shard", "lane", "host"))
-def show(preset: _Preset, overrides: OverridesOption = None, as_json: AsJson = False) -> None:
+def show(preset: _Preset, overrides: OverridesOption = None, as_json: _AsJson = False) -> None:
     """Print every setting with its origin, and the resulting sizes.
 
     Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint. Needs no corpus, so a preset of a
     model can be shown, too.
     """
-    from spare_megatron.cli.config_table import print_config
     from spare_megatron.config.checks.validate import on_device
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.training.run_sizes import run_sizes
 
-    with explained_errors("config show"):
-        _, loaded = load_without_problems(
-            preset, overrides or (), fitting_machine, restrict=_with_some_corpus, where=_alone(preset)
-        )
-        config = loaded.config
-        facts = run_sizes(on_device(config, fitting_machine(config)))
-        endured = _endured_losses(config)
+    _, loaded = load_without_problems(
+        preset, overrides or (), fitting_machine, restrict=_with_some_corpus, where=_alone(preset)
+    )
+    config = loaded.config
+    facts = run_sizes(on_device(config, fitting_machine(config)))
+    endured = _endured_losses(config)
     if as_json:
         table = {
             key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
@@ -83,7 +79,7 @@ def check(
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="Assume a machine with the GPUs and data that the configuration needs.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Report whether a configuration can run here.
 
@@ -93,17 +89,16 @@ def check(
     from spare_megatron.config.loader import load_and_judge
 
     machine_of = fitting_machine if elsewhere else partial(this_machine, "config check")
-    with explained_errors("config check"):
-        loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
-        config = loaded.config
-        machine = machine_of(config)
-        found = found or _megatron_problems(config, machine) or beyond_limits(config, machine)
-        doubts = [] if found else warnings(config, machine)
-        if as_json:
-            say_json({"problems": found, "warnings": doubts})
-            raise typer.Exit(2 if found else 0)
-        if found:
-            raise ValueError(refusal(found))
+    loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
+    config = loaded.config
+    machine = machine_of(config)
+    found = found or _megatron_problems(config, machine) or beyond_limits(config, machine)
+    doubts = [] if found else warnings(config, machine)
+    if as_json:
+        say_json({"problems": found, "warnings": doubts})
+        raise typer.Exit(2 if found else 0)
+    if found:
+        raise ValueError(refusal(found))
     for text in doubts:
         say(f"warning: {text}")
     say(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
@@ -166,3 +161,50 @@ def fitting_machine(config: "RunConfig") -> "MachineResources":
         program=program,
         program_failure=failure,
     )
+
+
+def print_presets(presets: Mapping[str, Mapping[str, str]]) -> None:
+    rows = [(name, preset["kind"], preset["description"]) for name, preset in presets.items()]
+    RunConsole().tables(Table(columns=("preset", "kind", "description"), rows=rows))
+
+
+def print_config(loaded: "LoadedConfig", facts: "RunSizes", endured_losses: float) -> None:
+    """Every setting, its value, and the file or argument that set it; and the sizes that follow."""
+    from spare_megatron.config.resolved import settings
+
+    rows = [(key, _text(value), loaded.provenance.get(key, "")) for key, value in settings(loaded.config)]
+    RunConsole().tables(
+        Table(columns=("setting", "value", "from"), rows=rows), Table(rows=list(_rows(facts, endured_losses)))
+    )
+
+
+def _rows(facts: "RunSizes", endured_losses: float) -> Iterator[tuple[str, str]]:
+    memory = facts.memory
+    lanes = f", {facts.lanes_per_group} lanes" if facts.lanes_per_group > 1 else ""
+    yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group{lanes}"
+    yield "parameters", format_large(facts.num_parameters)
+    if facts.num_active_parameters != facts.num_parameters:
+        yield "  active for a token", format_large(facts.num_active_parameters)
+    batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
+    yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
+    yield "tokens of the run", format_large(facts.tokens)
+    yield "losses endured", f"{format_count(endured_losses)} on average, without rejoins"
+    yield "gradient bucket", f"{facts.bucket_mib:g} MiB"
+    if facts.nvlink_traffic > 1:
+        yield "tensor-parallel sums", f"{facts.nvlink_traffic:.2g} times the bytes of NVLink SHARP, which is off here"
+    yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, plus libraries"
+    for name, size in (
+        ("parameters", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("reduction", memory.reduction_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations, at most about", memory.activations_bytes),
+    ):
+        yield f"  {name}", format_bytes(size)
+    yield "a checkpoint", format_bytes(facts.checkpoint_bytes)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "absent"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,16 +1,21 @@
-"""`spare logs`, `spare cancel`: a run or a job of Slurm by its folder."""
+"""Commands for a run that goes on, or a job of Slurm, by its folder: logs, cancel, supervise, drain and grow."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say
 
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.journal.state.run_state import RunState
+
 _MOST_LOGS = 10
+_RunDir = Annotated[Path, typer.Argument(help="Directory of the run.")]
+_WHICH = typer.Argument(metavar="WHICH...", help="Groups by their numbers, node:N or machine:N for those of one.")
 
 
 def logs(
@@ -29,16 +34,15 @@ def logs(
     so that a run without problems has nothing to show here. For a job with a GROUP, the logs are those of its newest
     run. `spare status` shows what happened in a run.
     """
-    with explained_errors("logs"):
-        files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
-        if not files:
-            whose = f"of {folder}" if group is None else f"of group {group} of {folder}"
-            say(f"nothing to show: all logs {whose} are empty; see `spare status {folder}`", err=True)
-        for file in files:
-            if len(files) > 1:
-                say(f"==> {file} <==")
-            for line in file.read_text(errors="replace").splitlines()[-lines:]:
-                say(line.expandtabs())
+    files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
+    if not files:
+        whose = f"of {folder}" if group is None else f"of group {group} of {folder}"
+        say(f"nothing to show: all logs {whose} are empty; see `spare status {folder}`", err=True)
+    for file in files:
+        if len(files) > 1:
+            say(f"==> {file} <==")
+        for line in file.read_text(errors="replace").splitlines()[-lines:]:
+            say(line.expandtabs())
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
@@ -75,9 +79,8 @@ def cancel(
     from spare_megatron.driver.slurm.slurm_commands import cancel as end
     from spare_megatron.driver.slurm.slurm_commands import job_of
 
-    with explained_errors("cancel"):
-        job_id = job_of(folder)
-        end(job_id)
+    job_id = job_of(folder)
+    end(job_id)
     say(f"job {job_id} is cancelled; its runs are in {folder}")
 
 
@@ -96,19 +99,83 @@ def supervise(
     """
     import os
 
-    with explained_errors("supervise"):
-        from spare_megatron.machine import end_signal
+    from spare_megatron.machine import end_signal
 
-        end_signal.block()
-        from spare_megatron.driver.slurm.steps import end_orphaned_job
-        from spare_megatron.journal.outcomes import exit_code
-        from spare_megatron.supervisor.node_process import look_after_node
+    end_signal.block()
+    from spare_megatron.driver.slurm.steps import end_orphaned_job
+    from spare_megatron.journal.outcomes import exit_code
+    from spare_megatron.supervisor.node_process import look_after_node
 
-        code, concluded = 0, look_after_node(run_dir, node, wait_s)
-        if concluded is not None:
-            summary, config = concluded
-            if summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
-                code = exit_code(summary.outcome, summary.verdict)
-        if concluded is not None and config.cluster.launcher == "srun":
-            end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out"))
+    code, concluded = 0, look_after_node(run_dir, node, wait_s)
+    if concluded is not None:
+        summary, config = concluded
+        if summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
+            code = exit_code(summary.outcome, summary.verdict)
+    if concluded is not None and config.cluster.launcher == "srun":
+        end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out"))
     os._exit(code)  # a thread may be waiting for a store that does not answer
+
+
+def drain(run_dir: _RunDir, which: Annotated[list[str], _WHICH]) -> None:
+    """Have groups leave a run at the end of a step.
+
+    Example: `spare drain runs/mine 3 machine:2`
+
+    No step is computed again. What other groups lack of the state is copied to them first; a checkpoint that a group is
+    writing, or has just written, is completed and compared first. The groups stay away, also from restarts of their
+    machines, until `spare grow`; only after a wipe-out all groups are started again. `spare status` shows when they
+    have left: D. machine:N stands for the machine that began as node N, or its replacement, wherever it is now.
+    """
+    from spare_megatron.journal.event_texts import groups_named
+    from spare_megatron.process.requests import asked_to_leave, groups_of, request, why_not_drained
+
+    config, run_state = _running(run_dir)
+    groups = groups_of(which, config, run_state.holdings)
+    members = run_state.folding.members if run_state.folding else range(config.layout.num_groups)
+    if reason := why_not_drained(groups, config, members, asked_to_leave(run_dir)):
+        raise ValueError(reason)
+    request(run_dir, groups, "drain")
+    say(f"asked {groups_named(groups)} to leave at the end of a step; see `spare status {run_dir}`")
+
+
+def grow(
+    run_dir: _RunDir,
+    which: Annotated[list[str] | None, _WHICH] = None,
+    to: Annotated[int | None, typer.Option(min=1, help="Number of groups to have.")] = None,
+    by: Annotated[int | None, typer.Option(min=1, help="Number of groups to add.")] = None,
+) -> None:
+    """Have groups join a run: drained ones, or further ones.
+
+    Examples: `spare grow runs/mine 3 node:2`, `spare grow runs/mine --to 6`
+
+    Further ones have ids from layout.num_groups to layout.max_groups - 1. Their supervisors start them; each is
+    admitted at the end of the step in which it is up. By number the lowest are asked.
+    """
+    from spare_megatron.journal.event_texts import groups_named
+    from spare_megatron.process.requests import asked_to_leave, groups_of, groups_to_grow, request
+
+    if bool(which) + (to is not None) + (by is not None) != 1:
+        raise ValueError("name groups, or give their number by --to or --by")
+    config, run_state = _running(run_dir)
+    if which:
+        groups = groups_of(which, config, run_state.holdings)
+    else:
+        away = asked_to_leave(run_dir, config.parallel.further_groups)
+        lost = {group for group, status in enumerate(run_state.groups()) if status in ("lost", "given up")}
+        groups = groups_to_grow(config, set(range(config.layout.most_groups)) - away - lost, away, to=to, by=by)
+    request(run_dir, groups, "grow")
+    asked = f"asked {groups_named(groups)} to take part" if groups else f"the run has {to} groups already"
+    say(f"{asked}; see `spare status {run_dir}`")
+
+
+def _running(run_dir: Path) -> tuple["RunConfig", "RunState"]:
+    """A run's configuration and state; raises ValueError if it is none, or has ended."""
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.journal.state.follow import read_run_state
+
+    if not is_run_dir(run_dir):
+        raise ValueError(f"{run_dir} is the folder of a job: name the directory of its run, attempt-N in it")
+    run_state = read_run_state(run_dir)
+    if run_state.end is not None:
+        raise ValueError(f"the run in {run_dir} has ended: {run_state.outcome}")
+    return load_run_config(run_dir / "config.toml").config, run_state

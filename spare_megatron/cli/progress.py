@@ -1,13 +1,17 @@
-"""Output of `spare train`: a live view on a terminal, plain lines elsewhere, and a table at the end."""
+"""Output of `spare train`: a live view on a terminal, plain lines elsewhere, and a table at the end. A thread shows it,
+so that a stalled output never delays the run.
+"""
 
 import contextlib
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from spare_megatron.cli.audit import way_back
+from spare_megatron.cli.check import way_back
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
@@ -33,7 +37,10 @@ from spare_megatron.process import reports
 _BEHIND_S = 10.0
 """Delay after which a reported step missing from the journal counts as late: its storage may be full."""
 
-
+CLOSE_TIMEOUT_S = 10.0
+"""Longest wait at the end of a run for output not yet written."""
+_MOST_WAITING = 4096
+_REFRESH_S = 0.25
 _MEASURED_STEPS = 8
 """Steps to measure before their pace says how long the run will take."""
 _LONG_S = 3600.0
@@ -105,16 +112,14 @@ class RunProgress:
         if not isinstance(event, reports.StepCommitted):
             self._next_poll_s = 0.0
         match event:
-            case reports.Starting(what=what):
-                self._show(f"starting: {what}")
+            case reports.Notice(text=text):
+                self._show(text)
             case reports.RunDirectoryOpened(path=path):
                 self._follower = Follower(self._held.enter_context(held_path(path)))
             case reports.RunDirectoryMoved(path=path, former=former):
                 self._show(f"{former}, the directory of the run, is now {path}: the run goes on there")
             case reports.EndAsked(by=by, limit_s=limit_s):
                 self._show(describe_request(by, limit_s))
-            case reports.KernelsChosen(kernels=kernels):
-                self._show(", ".join(f"{name}: {value}" for name, value in kernels.items()))
             case reports.RanksReady(group=group) if group in self._absent:
                 self._absent.discard(group)  # each node of the group reports it
                 self._show(f"group {group} is up again and waits for the end of a step")
@@ -124,10 +129,6 @@ class RunProgress:
                 self._show_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
             case RestartRecord():
                 self._wiped_out_at = self._reported = None
-            case reports.CheckpointRejected(reason=reason):
-                self._show(f"checkpoint rejected: {reason}; trying the one before")
-            case reports.MetricsLost(reason=reason):
-                self._show(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case reports.RecordsHeld() | reports.RecordsLost():
                 self._show(self._describe_records(event))
             case reports.GroupLost(record=record, traceback=text):
@@ -137,9 +138,7 @@ class RunProgress:
                     self._show(f"group {record.group} rank {record.rank} raised:\n{text.rstrip()}")
             case CulpritRecord() as record:
                 self._show_unrecorded(text_of_culprit(record))
-            case reports.EventCommandFailed(reason=reason):
-                self._show(f"{reason}; training goes on")
-            case reports.StoreAwaited() | reports.StoreAway() | reports.StoreBack() | reports.StoreMeasured():
+            case reports.StoreAway() | reports.StoreBack() | reports.StoreMeasured():
                 self._show_store(event)
             case reports.RunPaused(step=step, shards=shards) if shards != self._awaited:
                 self._awaited = shards  # each group reports it
@@ -163,15 +162,8 @@ class RunProgress:
             f"in memory, and are lost if there is no room when the run ends: make room there. Training goes on"
         )
 
-    def _show_store(
-        self, event: reports.StoreAwaited | reports.StoreAway | reports.StoreBack | reports.StoreMeasured
-    ) -> None:
+    def _show_store(self, event: reports.StoreAway | reports.StoreBack | reports.StoreMeasured) -> None:
         match event:
-            case reports.StoreAwaited(endpoints=endpoints, reason=reason, limit_s=limit_s):
-                self._show(
-                    f"warning: etcd at {', '.join(endpoints)} (control.endpoints) does not answer: {reason}; it is "
-                    f"awaited at the end of the start, for control.store_timeout_s={limit_s:g} s at most"
-                )
             case reports.StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node reports it
                 self._is_store_away = True
                 self._show(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
@@ -268,3 +260,43 @@ def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
         rows.append((str(recovery.step), lost, recovery.phase or "-", *spent, str(recovery.num_patched)))
     title = "recovery of each loss: ms, and microbatches computed again"
     return Table(title=title, columns=("step", "group", "during", *stages, "again"), rows=rows, has_numbers=True)
+
+
+class DetachedView:
+    """Runs a view in a thread of its own; drops events if the output, which outlasts errors, is far behind."""
+
+    def __init__(self, view: RunProgress) -> None:
+        self._view = view
+        self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(queue.Full):  # the thread is blocked on its output
+            self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def on_event(self, event: Any) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(event)
+
+    def _run(self) -> None:
+        with self._view as view:
+            self._show(view)
+
+    def _show(self, view: RunProgress) -> None:
+        next_s = 0.0
+        while True:
+            if time.monotonic() >= next_s:
+                view.refresh()
+                next_s = time.monotonic() + _REFRESH_S
+            with contextlib.suppress(queue.Empty):
+                event = self._waiting.get(timeout=max(0.0, next_s - time.monotonic()))
+                if event is None:
+                    return
+                view.on_event(event)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
-from spare_megatron.cli.preset import load_without_problems
+from spare_megatron.cli.preset import is_to_be_made, load_without_problems, make_demo_corpus
 from spare_megatron.cli.printing import message
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.formats.quantities import format_steps
@@ -112,15 +111,14 @@ def run_and_show(
     """Trains, with progress on the console and events passed to `listeners`; without a launcher, on this machine.
     `takes_requests` is that of `start_run`. Notes where the directory is moved.
     """
-    from spare_megatron.cli.detached_view import DetachedView
-    from spare_megatron.cli.progress import RunProgress
+    from spare_megatron.cli.progress import DetachedView, RunProgress
     from spare_megatron.driver.run import start_run
-    from spare_megatron.process.reports import RunDirectoryMoved, Starting
+    from spare_megatron.process.reports import Notice, RunDirectoryMoved
 
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():
             progress = shown.enter_context(DetachedView(RunProgress(config, console, directory.path)))
-        progress.on_event(Starting(what=plan_of(config)))
+        progress.on_event(Notice(text=f"starting: {plan_of(config)}"))
 
         def dispatch(event: "RunEvent") -> None:
             if isinstance(event, RunDirectoryMoved):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration, format_steps
@@ -41,16 +40,15 @@ def status(
     Committed steps, loss, each group, where the time went and the last events; for a job also its state in Slurm. Each
     group is a letter: A alive, S slow, R rejoining, D drained, L lost, X given up.
     """
-    with explained_errors("status"):
-        if watch and as_json:
-            raise ValueError("--watch is for people and --json for programs: choose one of them")
-        is_run = is_run_dir(folder)
-        if watch:
-            _watch(folder if is_run else _newest_run(folder))
-        elif is_run:
-            _print_run(folder, as_json=as_json)
-        else:
-            _print_job(folder, as_json=as_json)
+    if watch and as_json:
+        raise ValueError("--watch is for people and --json for programs: choose one of them")
+    is_run = is_run_dir(folder)
+    if watch:
+        _watch(folder if is_run else _newest_run(folder))
+    elif is_run:
+        _print_run(folder, as_json=as_json)
+    else:
+        _print_job(folder, as_json=as_json)
 
 
 def save_plan(run_dir: Path) -> "SavePlan":
@@ -86,7 +84,7 @@ def _print_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
-    from spare_megatron.cli.audit import way_back
+    from spare_megatron.cli.check import way_back
     from spare_megatron.formats.store_space import usage
 
     found = store_bytes(run_dir)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
-from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
+from spare_megatron.cli.preset import HELP, OverridesOption, is_to_be_made, load_without_problems, make_demo_corpus
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.machine.interrupts import deferred
@@ -54,18 +52,17 @@ def submit(
     """
     from spare_megatron.driver.slurm.slurm_commands import wait_for
 
-    with explained_errors("submit"):
-        varied = _varied(array)
-        loaded = _load_all(config, cluster, overrides or (), varied)
-        folder = choose_run_dir(loaded[0], run_dir).absolute()
-        script = _script_of_all(loaded, folder, is_array=bool(varied))
-        if dry_run:
-            write_exactly(script)
-            return
-        if any(is_to_be_made(one.data) for one in loaded):
-            make_demo_corpus("submit")
-        with deferred():  # a job that Slurm takes is noted
-            job_id = _hand_over(loaded, varied, folder, script)
+    varied = _varied(array)
+    loaded = _load_all(config, cluster, overrides or (), varied)
+    folder = choose_run_dir(loaded[0], run_dir).absolute()
+    script = _script_of_all(loaded, folder, is_array=bool(varied))
+    if dry_run:
+        write_exactly(script)
+        return
+    if any(is_to_be_made(one.data) for one in loaded):
+        make_demo_corpus("submit")
+    with deferred():  # a job that Slurm takes is noted
+        job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
         say_json({"job_id": job_id, "folder": str(folder)})
     else:
@@ -73,8 +70,7 @@ def submit(
         for home, setting in zip(_homes(folder, len(varied)), varied or [""], strict=True):
             say(f"  spare logs {home}" + (f"    # {setting}" if setting else ""))
     if wait:
-        with explained_errors("submit"):
-            raise typer.Exit(wait_for(_jobs(job_id, len(varied))))
+        raise typer.Exit(wait_for(_jobs(job_id, len(varied))))
 
 
 def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":

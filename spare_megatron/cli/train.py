@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from spare_megatron.cli import resuming
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.printing import message, say_json

@@ -1,5 +1,6 @@
 """The only importer of megatron-core: model, data, gradients, optimizer, adaptations. Start with `trainer`."""
 
+import logging
 import platform
 import warnings
 
@@ -8,10 +9,16 @@ from spare_megatron.mcore.model.quick_import import import_megatron
 
 
 def _hide_irrelevant_warnings() -> None:
-    """Megatron's warnings about its own defaults, and about packages that only a GPU has a use for."""
+    """Megatron's warnings about its own defaults and imports, and about packages that only a GPU has a use for.
+
+    That GPTModel is deprecated is the project's concern: 0.16, the oldest supported release, has nothing in its place.
+    """
     import torch
 
-    warnings.filterwarnings("ignore", message=".*cuda_graph_scope", category=UserWarning)
+    for message in (".*cuda_graph_scope", "MimoModelConfig is experimental"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    gpt_model = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    gpt_model.addFilter(lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED"))
     if torch.version.cuda is None:
         warnings.filterwarnings("ignore", message=".*Apex.*Falling back", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)

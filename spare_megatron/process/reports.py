@@ -361,10 +361,10 @@ NodeReport = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starting:
-    """A stage of the start, for people."""
+class Notice:
+    """What people are to read, and no process acts on."""
 
-    what: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,34 +383,6 @@ class RunDirectoryMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelsChosen:
-    """What the ranks will compute with: layers, Adam and fusions, by these names."""
-
-    kernels: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRejected:
-    """The checkpoint that the run would have started from is damaged; an earlier one takes its place."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsLost:
-    """A metrics sink has stopped, or has not taken everything."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventCommandFailed:
-    """The user's command for events has failed, or has missed some."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeasured:
     """The size of etcd; `shortage` says why it may not suffice for the remaining steps, and is empty if it does."""
 
@@ -418,28 +390,7 @@ class StoreMeasured:
     shortage: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAwaited:
-    """etcd does not answer before the start; the run waits for it, `limit_s` at most, when all else is ready."""
-
-    endpoints: tuple[str, ...]
-    reason: str
-    limit_s: float
-
-
-RunEvent = (
-    NodeReport
-    | Starting
-    | RunDirectoryOpened
-    | RunDirectoryMoved
-    | KernelsChosen
-    | CheckpointRejected
-    | MetricsLost
-    | EventCommandFailed
-    | records.CulpritRecord
-    | StoreMeasured
-    | StoreAwaited
-)
+RunEvent = NodeReport | Notice | RunDirectoryOpened | RunDirectoryMoved | records.CulpritRecord | StoreMeasured
 
 
 def next_report(pipe: Connection) -> NodeReport | None:

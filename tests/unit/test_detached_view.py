@@ -14,15 +14,14 @@ from typing import IO, Self
 import pytest
 import typer
 
-from spare_megatron.cli import detached_view
+from spare_megatron.cli import progress as progress_module
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.cli.detached_view import DetachedView
-from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.progress import RunProgress
+from spare_megatron.cli.progress import DetachedView, RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.machine.standard_streams import outlast
-from spare_megatron.process.reports import Starting
+from spare_megatron.process.reports import Notice
 
 
 class ListView:
@@ -86,7 +85,7 @@ def test_everything_is_shown_in_its_order_by_the_end() -> None:
 
 
 def test_an_output_that_stalls_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detached_view, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(progress_module, "CLOSE_TIMEOUT_S", 0.01)
     view = ListView()
     with DetachedView(view) as detached:
         for event in range(10_000):
@@ -101,7 +100,7 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
         console = RunConsole(file=outlast(full), force_terminal=is_terminal)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
             for number in range(3):
-                progress.on_event(Starting(what=f"part {number}"))
+                progress.on_event(Notice(text=f"starting: part {number}"))
         console.line("the end")
 
 
@@ -110,7 +109,7 @@ def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: py
     with open("/dev/full", "w") as full:
         console = RunConsole(file=outlast(full))
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
-            progress.on_event(Starting(what="a test"))
+            progress.on_event(Notice(text="starting: a test"))
     print("{}", flush=True)
     assert capfd.readouterr().out == "{}\n"
 
@@ -129,7 +128,7 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
     with unread_pipe() as pipe:
         console = RunConsole(file=outlast(pipe), force_terminal=False)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
-            progress.on_event(Starting(what="a test"))
+            progress.on_event(Notice(text="starting: a test"))
         console.line("the end")
     print("{}", flush=True)
     print("others may", file=sys.stderr)

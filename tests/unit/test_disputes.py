@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.audit import way_back
+from spare_megatron.cli.check import way_back
 from spare_megatron.commands import app
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, LayoutConfig, RunConfig

@@ -12,7 +12,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run
-from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
+from spare_megatron.process.reports import Notice, RunEvent
 from spare_megatron.store import etcd_gateway
 from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
@@ -43,10 +43,11 @@ def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
         with pytest.raises(RuntimeError, match="far enough"):
             run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)
     awaited, starting = events
-    assert isinstance(awaited, StoreAwaited)
-    assert (awaited.endpoints, awaited.limit_s) == ((endpoint,), 60.0)
-    assert awaited.reason.startswith("ConnectionRefusedError")
-    assert isinstance(starting, Starting)
+    assert isinstance(awaited, Notice)
+    assert f"etcd at {endpoint} (control.endpoints) does not answer: ConnectionRefusedError" in awaited.text
+    assert "control.store_timeout_s=60 s at most" in awaited.text
+    assert isinstance(starting, Notice)
+    assert starting.text.startswith("starting: ")
 
 
 def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
@@ -61,10 +62,14 @@ def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
     assert found.store_refusal == "no member that has a quorum answers within 5 s: etcdserver: no leader"
 
 
-def test_where_it_should_answer_what_comes_instead_and_how_long_it_is_waited_for_are_shown(tmp_path: Path) -> None:
+def test_where_it_should_answer_what_comes_instead_and_how_long_it_is_waited_for_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "silence_of", lambda _: "no leader")
+    config = RunConfig(control=ControlConfig(store="etcd", endpoints=("http://a:1", "http://b:1")))
     console = RunConsole(file=io.StringIO())
-    with RunProgress(RunConfig(), console, tmp_path) as progress:
-        progress.on_event(StoreAwaited(endpoints=("http://a:1", "http://b:1"), reason="no leader", limit_s=60.0))
+    with RunProgress(config, console, tmp_path) as progress:
+        run._ask_etcd(config, progress.on_event)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "etcd at http://a:1, http://b:1 (control.endpoints) does not answer: no leader" in shown

@@ -11,9 +11,9 @@ import pytest
 from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.journal.records import CulpritRecord, LossRecord
 from spare_megatron.process.reports import (
-    EventCommandFailed,
     GroupLost,
     GroupRejoined,
+    Notice,
     StoreBack,
 )
 from spare_megatron.stacking.layout import GroupId, Member
@@ -25,7 +25,7 @@ _APPEND = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
 def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
-    failures: list[EventCommandFailed] = []
+    failures: list[Notice] = []
     command = EventCommand([sys.executable, "-c", _APPEND, str(tmp_path / "events")], tmp_path, failures.append)
     command.on_event(CULPRIT)
     command.on_event(StoreBack(node=0, away_s=1.0))  # none of those that it gets
@@ -54,18 +54,18 @@ def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
     ids=["missing", "failing", "hanging"],
 )
 def test_a_failure_is_reported_once_with_its_reason(tmp_path: Path, command: list[str], reason: str) -> None:
-    failures: list[EventCommandFailed] = []
+    failures: list[Notice] = []
     events = EventCommand(command, tmp_path, failures.append, timeout_s=2.0)
     for _ in range(2):
         events.on_event(CULPRIT)
     events.close()
     assert len(failures) == 1
-    assert reason in failures[0].reason
-    assert failures[0].reason.startswith(f"watch.on_event={command[0]}: ")
+    assert reason in failures[0].text
+    assert failures[0].text.startswith(f"watch.on_event={command[0]}: ")
 
 
 def test_a_command_that_hangs_blocks_neither_events_nor_for_long_the_end(tmp_path: Path) -> None:
-    failures: list[EventCommandFailed] = []
+    failures: list[Notice] = []
     hanging = [sys.executable, "-c", "import time; time.sleep(600)"]
     events = EventCommand(hanging, tmp_path, failures.append, close_timeout_s=0.1)
     began_s = time.monotonic()
@@ -73,7 +73,5 @@ def test_a_command_that_hangs_blocks_neither_events_nor_for_long_the_end(tmp_pat
         events.on_event(CULPRIT)
     events.close()
     assert time.monotonic() - began_s < 4.0
-    assert sorted(failure.reason.partition(": ")[2] for failure in failures)[0].startswith(
-        "it has not taken all events"
-    )
-    assert re.search(r"too slow for (499|500) events", failures[-1].reason), "a thousand waited"
+    assert sorted(failure.text.partition(": ")[2] for failure in failures)[0].startswith("it has not taken all events")
+    assert re.search(r"too slow for (499|500) events", failures[-1].text), "a thousand waited"

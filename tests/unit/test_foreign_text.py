@@ -18,7 +18,7 @@ import matplotlib as mpl
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.config_table import print_config, print_presets
+from spare_megatron.cli.config import print_config, print_presets
 from spare_megatron.cli.console import LiveView, RunConsole, Table
 from spare_megatron.cli.printing import message, say, shown
 from spare_megatron.cli.progress import RunProgress, print_summary
@@ -30,7 +30,7 @@ from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.printable import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
-from spare_megatron.process.reports import GroupLost, MetricsLost, Starting
+from spare_megatron.process.reports import GroupLost, Notice
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, print_campaign
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
@@ -184,8 +184,8 @@ class Shown:
     def progress(self) -> None:
         with RunProgress(RunConfig(), self.console, Path("nowhere")) as progress:
             for first, second, third in zip(TEXTS[:400], TEXTS[300:700], TEXTS[600:], strict=False):
-                progress.on_event(Starting(what=first))
-                progress.on_event(MetricsLost(reason=second))
+                progress.on_event(Notice(text=first))
+                progress.on_event(Notice(text=second))
                 lost = LossRecord(group=0, rank=0, cause="", entry_index=0)
                 progress.on_event(GroupLost(record=lost, traceback=f"a\n{third}\nb"))
 

@@ -31,7 +31,7 @@ from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupLost,
     GroupRejoined,
-    MetricsLost,
+    Notice,
     RunPaused,
     StepCommitted,
     StoreMeasured,
@@ -152,7 +152,8 @@ def test_a_hook_gets_each_step_with_its_terms_and_which_are_new(tmp_path: Path, 
     telemetry.close()
     if fails:
         assert received == [(0, True, 0.0)]
-        assert [event.reason for event in reasons] == ["on_step takes no more metrics: RuntimeError: no"]
+        (reason,) = [event.text for event in reasons]
+        assert reason.startswith("on_step takes no more metrics: RuntimeError: no; ")
     else:
         assert received == [(0, True, 0.0), (1, True, 0.5), (2, True, 1.0), (1, False, 0.5), (2, False, 1.0)]
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -326,7 +327,7 @@ def test_a_wandb_that_cannot_be_imported_is_reported_and_the_file_has_everything
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    failures: list[MetricsLost] = []
+    failures: list[Notice] = []
     config = replace(CONFIG, metrics=MetricsConfig(wandb_project="gpt", run_id="abcd1234"))
     telemetry = Telemetry(
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
@@ -335,7 +336,8 @@ def test_a_wandb_that_cannot_be_imported_is_reported_and_the_file_has_everything
         telemetry.on_event(committed(step))
     telemetry.close()
     (failure,) = failures
-    assert failure.reason.startswith("Weights & Biases takes no more metrics: ModuleNotFoundError: ")
+    assert failure.text.startswith("Weights & Biases takes no more metrics: ModuleNotFoundError: ")
+    assert failure.text.endswith("; metrics.jsonl has all of them, and training goes on")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -356,7 +358,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    failures: list[MetricsLost] = []
+    failures: list[Notice] = []
     config = replace(CONFIG, metrics=MetricsConfig(tensorboard=True))
     telemetry = Telemetry(
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)

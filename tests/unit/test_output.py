@@ -128,7 +128,7 @@ def test_a_run_that_cannot_write_its_folders_names_them_and_the_setting(
         num_locked.append(folder)
         return full() if fails == "locked" or (len(num_locked) == 2 and fails == "second lock") else locked(folder)
 
-    monkeypatch.setattr(run, "preflight", lambda config: None)
+    monkeypatch.setattr(run, "preflight", lambda config: {})
     monkeypatch.setattr(run, "locked", lock)
     if fails == "write_with_exports":
         monkeypatch.setattr(run, fails, full)

@@ -41,10 +41,9 @@ from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
-    KernelsChosen,
+    Notice,
     RanksReady,
     RunStopped,
-    Starting,
     StepCommitted,
     StoreMeasured,
 )
@@ -284,8 +283,8 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
     run_dir = write(tmp_path / "run", [line(100.0, RUN), commit(101.0, 0, 0)])
     console = RunConsole(file=io.StringIO(), force_terminal=True)
     with RunProgress(RunConfig(), console, run_dir) as progress:
-        progress.on_event(Starting(what="a test"))
-        progress.on_event(KernelsChosen(kernels={"layers": "megatron-core", "fusions": "none"}))
+        progress.on_event(Notice(text="starting: a test"))
+        progress.on_event(Notice(text="layers: megatron-core, fusions: none"))
     text = without_colours(console)
     for part in ("step 0 (1/20)", "groups AAA", "starting: a test", "layers: megatron-core, fusions: none"):
         assert part in text, part

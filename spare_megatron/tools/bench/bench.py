@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand
+from spare_megatron.cli.command import SpareCommand, explained_errors
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import message, say

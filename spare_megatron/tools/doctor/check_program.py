@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import say, say_json
 

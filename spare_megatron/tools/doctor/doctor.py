@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.config import fitting_machine
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, load_without_problems, one_preset
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.errors import do_each, explained_errors
-from spare_megatron.cli.folders import check_plot_file
+from spare_megatron.cli.command import explained_errors
+from spare_megatron.cli.folders import check_plot_file, do_each
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan import plan_options as options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.machine.interrupts import raising
 

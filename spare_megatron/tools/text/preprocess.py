@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import deferred, raising

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.command import SpareCommand, explained_errors
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX, TextProgress

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.printing import say
 
 _FORMAT = Annotated[

@@ -152,7 +152,7 @@ class Assembly:
 
 def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
     """The state partitions that the group holds at the start of the run."""
-    return () if controller.ownership is None else hosted_by(controller.ownership.hosts, spec.member)
+    return hosted_by(controller.state_hosts, spec.member)
 
 
 def _trainer(

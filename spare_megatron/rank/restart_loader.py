@@ -119,9 +119,8 @@ class RestartLoader:
     def load_initial(self) -> None:
         """Loads `checkpoint.load`, if set. Collective over: all ranks of the group."""
         if self._first is not None:
-            ownership = self._ctx.controller.ownership
             with self._loading(step_of(self._first)):
-                self._load_first(self._first, () if ownership is None else ownership.hosts)
+                self._load_first(self._first, self._ctx.controller.state_hosts)
 
     def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
         """Loads the checkpoint, snapshot or initial state; the first vote compares it. Collective over: all ranks of

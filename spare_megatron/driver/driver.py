@@ -127,7 +127,6 @@ class Driver:
         self._without_store: set[int] = set()
         self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         self._num_restarts = 0
-        """Committed so far."""
 
     def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.

@@ -22,8 +22,13 @@ class NotWritten(OSError):
             remedy = "make room there, or choose another"
         elif error.errno in _NOT_ALLOWED:
             remedy = "choose one that you may write"
-        self.reason = str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
+        self.reason = reason_of(error)
         super().__init__(f"{self.reason}: {setting} {real_paths(str(path))}: {remedy}")
+
+
+def reason_of(error: OSError) -> str:
+    """The error without the path."""
+    return str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
 
 
 def real_paths(text: str, quoted: Callable[[str], str] = str) -> str:

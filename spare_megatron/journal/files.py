@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spare_megatron.formats.output import real_paths
+from spare_megatron.formats.output import real_paths, reason_of
 from spare_megatron.journal.lines import Line, R, decode_line, encode_line, journal_files, records_of
 from spare_megatron.journal.records import FaultRecord, Record
 
@@ -34,7 +34,7 @@ class BytesLost(OSError):
         named = real_paths(str(path))
         super().__init__(error.errno, f"{error.strerror}: the last {num_bytes} bytes are lost", named)
         self.num_bytes = num_bytes
-        self.reason = _reason_of(error)
+        self.reason = reason_of(error)
 
 
 class AppendingFile:
@@ -71,7 +71,7 @@ class AppendingFile:
                 if error.errno == errno.ESTALE:
                     self._open_again()
             if self._on_held is not None and (before is None) is not (self._error is None):
-                self._on_held(self._path, "" if self._error is None else _reason_of(self._error))
+                self._on_held(self._path, "" if self._error is None else reason_of(self._error))
 
     def _write_held(self) -> None:
         num_written = os.write(self._fd, self._held)
@@ -119,10 +119,6 @@ def _open(path: Path) -> int:
         if error.errno != errno.ESTALE:
             raise
         return os.open(real_paths(str(path)), _FLAGS, 0o644)
-
-
-def _reason_of(error: OSError) -> str:
-    return f"[Errno {error.errno}] {error.strerror}"
 
 
 class JournalWriter(AppendingFile):

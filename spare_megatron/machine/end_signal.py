@@ -16,14 +16,14 @@ _ALL = (WITHOUT_LIMIT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIG
 @contextmanager
 def blocked() -> Iterator[None]:
     """Blocks SIGUSR1 in this thread; processes and threads started in the block keep it blocked."""
-    with _blocked([WITHOUT_LIMIT]):
+    with masked([WITHOUT_LIMIT]):
         yield
 
 
 @contextmanager
 def blocked_in_children() -> Iterator[None]:
     """Blocks all of these signals, so that processes started in the block keep them blocked."""
-    with _blocked(_ALL):
+    with masked(_ALL):
         yield
 
 
@@ -54,7 +54,7 @@ def is_pending() -> bool:
 
 
 @contextmanager
-def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
+def masked(numbers: Collection[signal.Signals]) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -171,10 +171,9 @@ class RestartLoader:
         self._ctx.probe(FaultPoint.LOAD_DONE)
 
     def _record(self, action: LoadCheckpoint) -> RestartRecord:
-        member = self._ctx.member
         return RestartRecord(
-            group=member.group,
-            incarnation=member.incarnation,
+            group=self._ctx.member.group,
+            incarnation=self._ctx.member.incarnation,
             step=action.step,
             rework_steps=action.rework_steps,
             restart_s=round(time.monotonic() - self.now_s(), 6),

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace, gib
+from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace
 from spare_megatron.machine.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec
@@ -105,8 +106,7 @@ class EtcdGateway:
                 raise StoreLost("the connection to etcd is broken off")
             try_s = try_timeout_s(self._num_timeouts)
             try:
-                if self._spec.credentials is not None and not self._session.token:
-                    self._authenticate(try_s)
+                self._authenticate(try_s)
                 answer = self._send(path, body, try_s)
                 self._num_timeouts = max(0, self._num_timeouts - 1)
                 if path.startswith(_LINEARIZABLE) and "header" in answer:
@@ -143,8 +143,7 @@ class EtcdGateway:
         credentials.
         """
         try:
-            if self._spec.credentials is not None and not self._session.token:
-                self._authenticate(try_s)
+            self._authenticate(try_s)
             connection = self._connect(try_s)
             connection.request("POST", path, json.dumps(body), self._headers())
             sock = connection.sock
@@ -253,9 +252,9 @@ class EtcdGateway:
         return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
 
     def _authenticate(self, timeout_s: float) -> None:
-        assert self._spec.credentials is not None
-        body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
-        self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
+        if self._spec.credentials is not None and not self._session.token:
+            body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
+            self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}

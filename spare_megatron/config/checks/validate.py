@@ -164,12 +164,11 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     stages_text = "layout.pipeline_parallel x layout.virtual_pipeline"
     tensor, tensor_text = layout.tensor_parallel, "layout.tensor_parallel"
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
     divisions = [
         ("model.num_layers", model.num_layers, stages_text, stages),
         ("model.hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads),
         ("model.num_attention_heads", model.num_attention_heads, tensor_text, tensor),
-        ("model.ffn_hidden_size", ffn, tensor_text, tensor),
+        ("model.ffn_hidden_size", model.ffn_width, tensor_text, tensor),
     ]
     if layout.context_parallel > 1:
         # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.

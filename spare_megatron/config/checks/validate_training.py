@@ -12,10 +12,11 @@ from spare_megatron.config.training.corpus import (
     CorpusFacts,
     described_corpora,
     is_same_corpus,
+    named_corpora,
     named_set,
     validation_names,
 )
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.quantities import gib
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
@@ -49,9 +50,9 @@ def data_problems(
     elif not has_corpus:
         yield _missing(data.corpus)
     elif corpus is not None:
-        for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
-            name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
-            yield from _unfit(config, name, part.corpus, facts, memory_bytes)
+        trained_on = [facts for _, facts in corpus.parts] or [corpus]
+        for facts, (name, prefix) in zip(trained_on, named_corpora(data), strict=False):  # validation sets come last
+            yield from _unfit(config, name, prefix, facts, memory_bytes)
         yield from _ends(config, corpus)
         yield from broken(TOKENS, config)
         yield from _validation(config, corpus)

@@ -22,7 +22,7 @@ from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.config.limits import NonNegativeInt, PositiveInt
 from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
 from spare_megatron.formats.output import whole_file
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.quantities import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

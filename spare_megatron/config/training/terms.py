@@ -36,7 +36,7 @@ def terms_of(config: RunConfig) -> Terms:
         "model.num_layers": model.num_layers,
         "model.hidden_size": model.hidden_size,
         "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_width,
         "model.seq_length": model.seq_length,
         "model.vocab_size": model.vocab_size,
         "model.position_embedding": model.position_embedding,

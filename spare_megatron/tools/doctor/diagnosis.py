@@ -13,9 +13,9 @@ from spare_megatron.config.supported_versions import SUPPORTED, version_problem
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.formats.store_space import gib, shortage
+from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.store_space import shortage
 from spare_megatron.stacking import slowness
-from spare_megatron.stacking.slowness import excess
 from spare_megatron.tools.doctor.node_facts import NodeFacts, NodeMeasurements
 
 T = TypeVar("T", bound=Hashable)
@@ -325,7 +325,7 @@ def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[Nod
                 f"{bucket * byte_s[node.name]:.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
                 f"lower reduce.bucket_mib or raise reduce.timeout_s",
             )
-        elif len(likes) > 1 and (found := excess(byte_s[node.name], likes)).exceeds(slowness.LINK):
+        elif len(likes) > 1 and (found := slowness.excess(byte_s[node.name], likes)).exceeds(slowness.LINK):
             yield NodeFinding(
                 is_problem=False,
                 node=node.name,

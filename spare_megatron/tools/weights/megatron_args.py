@@ -76,7 +76,6 @@ def args_of(config: RunConfig) -> dict[str, Any]:
     if reasons := list(_not_of_pretrain_gpt(config, fields, function)):
         raise ValueError("\n  - ".join(["Megatron-LM's pretrain_gpt.py has no model like this one:", *reasons]))
     is_rope = model.position_embedding == "rope"
-    base = model.rope_base
     norm_is_zero_centered = fields.get("layernorm_zero_centered_gamma", False)
     return {
         "num_layers": model.num_layers,
@@ -91,7 +90,7 @@ def args_of(config: RunConfig) -> dict[str, Any]:
         "position_embedding_type": model.position_embedding,
         "add_position_embedding": True,
         "use_rotary_position_embeddings": is_rope,
-        "rotary_base": int(base) if base.is_integer() else base,
+        "rotary_base": int(model.rope_base) if model.rope_base.is_integer() else model.rope_base,
         "rotary_percent": 1.0,
         "use_rope_scaling": model.rope_scaling_factor != 1.0,
         "rope_scaling_factor": _LLAMA3_FACTOR,

@@ -5,14 +5,45 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from spare_megatron.cli.printing import message, say
 from spare_megatron.config.object_stores import refusal_of_address
+
+T = TypeVar("T")
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function of one dataclass, each field of which is annotated as a parameter of typer."""
+    hints = get_type_hints(options, include_extras=True)
+    listed: Any = fields(options)  # type: ignore[arg-type]
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in listed
+    ]
+
+    def with_options(command: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(options(**given))
+
+        run.__annotations__ = hints
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return with_options
 
 
 class SpareCommand(TyperCommand):

@@ -4,7 +4,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from spare_megatron.formats.quantities import parse_bytes, parse_duration_s
 
@@ -27,43 +30,126 @@ _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 """The planner holds this many counts for each redundancy that it tries."""
 
+# Of `spare simulate`, too.
+Repair = Annotated[
+    str | None,
+    Option(help="Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."),
+]
+Join = Annotated[str | None, Option(help="Time that all groups wait for an admission, as in 30s.")]
+Reform = Annotated[
+    str | None,
+    Option(
+        help="Re-form groups from idle machines and those of broken groups: time from the loss of a machine until the "
+        "group runs, as in 60s. A loss then takes one machine."
+    ),
+]
+Machines = Annotated[int | None, Option(help="Machines of a group, for --reform.")]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options by their names, as the user wrote them; None where absent."""
+    """As the user wrote them; None where absent."""
 
-    groups: int
-    restart: str
-    save: str
-    mtbf: str | None
-    failures_per_node_day: float | None
-    gpus_per_node: int | None
-    gpus_per_group: int | None
-    step: str | None
-    reduce: str | None
-    microbatches: int | None
-    repair: str | None
-    transfer: str | None
-    join: str | None
-    spares: int | None
-    reform: str | None
-    machines_per_group: int | None
-    steps: int | None
-    groups_per_domain: int | None
-    domain_mtbf: str | None
-    last_resort: bool
-    fetch: str | None
-    policy: str | None
-    redundancy: int | None
-    partition_copy: str | None
-    shard_size: str | None
-    memory: str | None
-    read_rate: str | None
-    widths: str | None
-    over_groups: str | None
-    slow_every: str | None
-    slow_for: str | None
-    slow_factor: float | None
+    groups: Annotated[int, Option(help="Number of data-parallel groups, and of shards.")]
+    restart: Annotated[str, Option(help="Time from a wipe-out until training continues, as in 60m.")]
+    save: Annotated[str, Option(help="Time that training stalls for one save, as in 60s.")]
+    mtbf: Annotated[str | None, Option(help="Mean time between losses of any group, as in 300s, 5m or 2h.")] = None
+    failures_per_node_day: Annotated[
+        float | None, Option(help="Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group.")
+    ] = None
+    gpus_per_node: Annotated[int | None, Option(help="For --failures-per-node-day.")] = None
+    gpus_per_group: Annotated[int | None, Option(help="For --failures-per-node-day.")] = None
+    step: Annotated[str | None, Option(help="Time to compute one shard on one group.", show_default=ASSUMED_STEP)] = (
+        None
+    )
+    reduce: Annotated[
+        str | None,
+        Option(help="Time of the rest of a step, mostly the reduction.", show_default="10ms per group"),
+    ] = None
+    microbatches: Annotated[
+        int | None, Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
+    ] = None
+    repair: Repair = None
+    transfer: Annotated[
+        str | None, Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
+    ] = None
+    join: Join = None
+    spares: Annotated[
+        int | None,
+        Option(help="Spare groups, or machines with --reform, that replace lost ones at once.", show_default="0"),
+    ] = None
+    reform: Reform = None
+    machines_per_group: Machines = None
+    steps: Annotated[
+        int | None,
+        Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
+    ] = None
+    groups_per_domain: Annotated[
+        int | None, Option(help="Groups in one rack or power domain, with consecutive ids.")
+    ] = None
+    domain_mtbf: Annotated[
+        str | None, Option(help="Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
+    ] = None
+    last_resort: Annotated[
+        bool,
+        Option(
+            "--last-resort", help="Let any group read any shard, so that only the loss of all groups is a wipe-out."
+        ),
+    ] = False
+    fetch: Annotated[
+        str | None, Option(help="Time until a group has data of shards outside its stack.", show_default="0s")
+    ] = None
+    policy: Annotated[
+        str | None,
+        Option(
+            help="stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin "
+            "is microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
+            show_default="see above",
+        ),
+    ] = None
+    redundancy: Annotated[int | None, Option(help="Hosts per shard. [default: the best]")] = None
+    partition_copy: Annotated[
+        str | None,
+        Option(
+            "--slice-copy",
+            help="Time to copy one partition of the optimizer state whose host is lost.",
+            show_default=ASSUMED_PARTITION_COPY,
+        ),
+    ] = None
+    shard_size: Annotated[str | None, Option(help="Size of one shard in memory, as in 64MiB.")] = None
+    memory: Annotated[str | None, Option(help="Memory limit of a group for its shards, as in 2GB.")] = None
+    read_rate: Annotated[str | None, Option(help="Rate at which a group reads shards, as in 1GB/s.")] = None
+    widths: Annotated[
+        str | None,
+        Option(
+            help="Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane.",
+        ),
+    ] = None
+    over_groups: Annotated[
+        str | None,
+        Option(
+            help="Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
+            "[default: all of an assumed --reduce, else 0s]",
+        ),
+    ] = None
+    slow_every: Annotated[
+        str | None, Option(help="Mean time until a given group turns slow, as in 30d: what that costs is shown.")
+    ] = None
+    slow_for: Annotated[
+        str | None,
+        Option(help="Mean time for which a group is slow; for --slow-every.", show_default=ASSUMED_SLOW),
+    ] = None
+    slow_factor: Annotated[
+        float | None,
+        Option(
+            help="Time per microbatch of a slow group over that of the others.",
+            show_default=f"{ASSUMED_SLOW_FACTOR:g}",
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, Option(help="Draw time to train, endured losses and lost time into this PNG file.")
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False
 
 
 def facts_of(given: PlanOptions) -> "ClusterFacts":

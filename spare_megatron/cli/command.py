@@ -6,10 +6,10 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -20,18 +20,37 @@ from spare_megatron.config.object_stores import refusal_of_address
 T = TypeVar("T")
 
 
+def option(
+    text: str,
+    *names: str,
+    default: Any = None,
+    shown: bool | str = True,
+    metavar: str | None = None,
+    least: int | None = None,
+) -> Any:
+    """A field of a dataclass that `takes` makes an option of, with this help. `shown`: how the default is shown."""
+    parameter = typer.Option(*names, help=text, show_default=shown, metavar=metavar, min=least)
+    return field(default=default, metadata={"parameter": parameter})
+
+
+def like(options: type[Any], name: str) -> Any:
+    """A field that is the same option as one of other `options`."""
+    one = next(one for one in fields(options) if one.name == name)
+    return field(default=one.default, metadata=one.metadata)
+
+
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a command of a function of one dataclass, each field of which is annotated as a parameter of typer."""
+    """Makes a command of a function of one dataclass: fields are `option`s, or annotated as parameters of typer."""
     hints = get_type_hints(options, include_extras=True)
     listed: Any = fields(options)  # type: ignore[arg-type]
     parameters = [
         inspect.Parameter(
-            field.name,
+            one.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=Annotated[hints[one.name], *one.metadata.values()] if one.metadata else hints[one.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
         )
-        for field in listed
+        for one in listed
     ]
 
     def with_options(command: Callable[[T], None]) -> Callable[..., None]:
@@ -39,7 +58,7 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
         def run(**given: Any) -> None:
             command(options(**given))
 
-        run.__annotations__ = hints
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 

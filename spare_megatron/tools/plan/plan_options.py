@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from typer import Option
-
+from spare_megatron.cli.command import option
 from spare_megatron.formats.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
@@ -30,126 +29,71 @@ _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 """The planner holds this many counts for each redundancy that it tries."""
 
-# Of `spare simulate`, too.
-Repair = Annotated[
-    str | None,
-    Option(help="Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."),
-]
-Join = Annotated[str | None, Option(help="Time that all groups wait for an admission, as in 30s.")]
-Reform = Annotated[
-    str | None,
-    Option(
-        help="Re-form groups from idle machines and those of broken groups: time from the loss of a machine until the "
-        "group runs, as in 60s. A loss then takes one machine."
-    ),
-]
-Machines = Annotated[int | None, Option(help="Machines of a group, for --reform.")]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """As the user wrote them; None where absent."""
 
-    groups: Annotated[int, Option(help="Number of data-parallel groups, and of shards.")]
-    restart: Annotated[str, Option(help="Time from a wipe-out until training continues, as in 60m.")]
-    save: Annotated[str, Option(help="Time that training stalls for one save, as in 60s.")]
-    mtbf: Annotated[str | None, Option(help="Mean time between losses of any group, as in 300s, 5m or 2h.")] = None
-    failures_per_node_day: Annotated[
-        float | None, Option(help="Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group.")
-    ] = None
-    gpus_per_node: Annotated[int | None, Option(help="For --failures-per-node-day.")] = None
-    gpus_per_group: Annotated[int | None, Option(help="For --failures-per-node-day.")] = None
-    step: Annotated[str | None, Option(help="Time to compute one shard on one group.", show_default=ASSUMED_STEP)] = (
-        None
+    groups: int = option("Number of data-parallel groups, and of shards.", default=MISSING)
+    restart: str = option("Time from a wipe-out until training continues, as in 60m.", default=MISSING)
+    save: str = option("Time that training stalls for one save, as in 60s.", default=MISSING)
+    mtbf: str | None = option("Mean time between losses of any group, as in 300s, 5m or 2h.")
+    failures_per_node_day: float | None = option(
+        "Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group."
     )
-    reduce: Annotated[
-        str | None,
-        Option(help="Time of the rest of a step, mostly the reduction.", show_default="10ms per group"),
-    ] = None
-    microbatches: Annotated[
-        int | None, Option(help="Microbatches per shard.", show_default=str(ASSUMED_MICROBATCHES))
-    ] = None
-    repair: Repair = None
-    transfer: Annotated[
-        str | None, Option(help="Time that a repaired group needs to copy the state.", show_default="0s")
-    ] = None
-    join: Join = None
-    spares: Annotated[
-        int | None,
-        Option(help="Spare groups, or machines with --reform, that replace lost ones at once.", show_default="0"),
-    ] = None
-    reform: Reform = None
-    machines_per_group: Machines = None
-    steps: Annotated[
-        int | None,
-        Option(help="Steps of the training, in which machines are lost for good.", show_default=str(ASSUMED_STEPS)),
-    ] = None
-    groups_per_domain: Annotated[
-        int | None, Option(help="Groups in one rack or power domain, with consecutive ids.")
-    ] = None
-    domain_mtbf: Annotated[
-        str | None, Option(help="Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
-    ] = None
-    last_resort: Annotated[
-        bool,
-        Option(
-            "--last-resort", help="Let any group read any shard, so that only the loss of all groups is a wipe-out."
-        ),
-    ] = False
-    fetch: Annotated[
-        str | None, Option(help="Time until a group has data of shards outside its stack.", show_default="0s")
-    ] = None
-    policy: Annotated[
-        str | None,
-        Option(
-            help="stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin "
-            "is microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
-            show_default="see above",
-        ),
-    ] = None
-    redundancy: Annotated[int | None, Option(help="Hosts per shard. [default: the best]")] = None
-    partition_copy: Annotated[
-        str | None,
-        Option(
-            "--slice-copy",
-            help="Time to copy one partition of the optimizer state whose host is lost.",
-            show_default=ASSUMED_PARTITION_COPY,
-        ),
-    ] = None
-    shard_size: Annotated[str | None, Option(help="Size of one shard in memory, as in 64MiB.")] = None
-    memory: Annotated[str | None, Option(help="Memory limit of a group for its shards, as in 2GB.")] = None
-    read_rate: Annotated[str | None, Option(help="Rate at which a group reads shards, as in 1GB/s.")] = None
-    widths: Annotated[
-        str | None,
-        Option(
-            help="Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane.",
-        ),
-    ] = None
-    over_groups: Annotated[
-        str | None,
-        Option(
-            help="Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
-            "[default: all of an assumed --reduce, else 0s]",
-        ),
-    ] = None
-    slow_every: Annotated[
-        str | None, Option(help="Mean time until a given group turns slow, as in 30d: what that costs is shown.")
-    ] = None
-    slow_for: Annotated[
-        str | None,
-        Option(help="Mean time for which a group is slow; for --slow-every.", show_default=ASSUMED_SLOW),
-    ] = None
-    slow_factor: Annotated[
-        float | None,
-        Option(
-            help="Time per microbatch of a slow group over that of the others.",
-            show_default=f"{ASSUMED_SLOW_FACTOR:g}",
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None, Option(help="Draw time to train, endured losses and lost time into this PNG file.")
-    ] = None
-    as_json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False
+    gpus_per_node: int | None = option("For --failures-per-node-day.")
+    gpus_per_group: int | None = option("For --failures-per-node-day.")
+    step: str | None = option("Time to compute one shard on one group.", shown=ASSUMED_STEP)
+    reduce: str | None = option("Time of the rest of a step, mostly the reduction.", shown="10ms per group")
+    microbatches: int | None = option("Microbatches per shard.", shown=str(ASSUMED_MICROBATCHES))
+    repair: str | None = option(
+        "Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."
+    )
+    transfer: str | None = option("Time that a repaired group needs to copy the state.", shown="0s")
+    join: str | None = option("Time that all groups wait for an admission, as in 30s.")
+    spares: int | None = option("Spare groups, or machines with --reform, that replace lost ones at once.", shown="0")
+    reform: str | None = option(
+        "Re-form groups from idle machines and those of broken groups: time from the loss of a machine until the "
+        "group runs, as in 60s. A loss then takes one machine."
+    )
+    machines_per_group: int | None = option("Machines of a group, for --reform.")
+    steps: int | None = option("Steps of the training, in which machines are lost for good.", shown=str(ASSUMED_STEPS))
+    groups_per_domain: int | None = option("Groups in one rack or power domain, with consecutive ids.")
+    domain_mtbf: str | None = option("Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
+    last_resort: bool = option(
+        "Let any group read any shard, so that only the loss of all groups is a wipe-out.",
+        "--last-resort",
+        default=False,
+    )
+    fetch: str | None = option("Time until a group has data of shards outside its stack.", shown="0s")
+    policy: str | None = option(
+        "stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin "
+        "is microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
+        shown="see above",
+    )
+    redundancy: int | None = option("Hosts per shard. [default: the best]")
+    partition_copy: str | None = option(
+        "Time to copy one partition of the optimizer state whose host is lost.",
+        "--slice-copy",
+        shown=ASSUMED_PARTITION_COPY,
+    )
+    shard_size: str | None = option("Size of one shard in memory, as in 64MiB.")
+    memory: str | None = option("Memory limit of a group for its shards, as in 2GB.")
+    read_rate: str | None = option("Rate at which a group reads shards, as in 1GB/s.")
+    widths: str | None = option(
+        "Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane."
+    )
+    over_groups: str | None = option(
+        "Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
+        "[default: all of an assumed --reduce, else 0s]"
+    )
+    slow_every: str | None = option("Mean time until a given group turns slow, as in 30d: what that costs is shown.")
+    slow_for: str | None = option("Mean time for which a group is slow; for --slow-every.", shown=ASSUMED_SLOW)
+    slow_factor: float | None = option(
+        "Time per microbatch of a slow group over that of the others.", shown=f"{ASSUMED_SLOW_FACTOR:g}"
+    )
+    plot: Path | None = option("Draw time to train, endured losses and lost time into this PNG file.")
+    as_json: bool = option("Print the plan as JSON.", "--json", default=False)
 
 
 def facts_of(given: PlanOptions) -> "ClusterFacts":
@@ -157,9 +101,9 @@ def facts_of(given: PlanOptions) -> "ClusterFacts":
     from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.tools.plan.overhead import StepTimes
 
-    for option, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
+    for name, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
         if value is not None and value < 1:
-            raise ValueError(f"{option} {value} is below 1")
+            raise ValueError(f"{name} {value} is below 1")
     if given.groups > _MOST_GROUPS:
         raise ValueError(
             f"--groups {given.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
@@ -208,9 +152,9 @@ def _reform(given: PlanOptions, times: "StepTimes") -> "ReformTimes | None":
         return None
     if given.machines_per_group is None:
         raise ValueError(f"--reform {given.reform} needs --machines-per-group, of which a loss takes one")
-    for option, value in (("machines-per-group", given.machines_per_group), ("steps", given.steps)):
+    for name, value in (("machines-per-group", given.machines_per_group), ("steps", given.steps)):
         if value is not None and value < 1:
-            raise ValueError(f"--{option} {value} is below 1")
+            raise ValueError(f"--{name} {value} is below 1")
     return ReformTimes(
         machines_per_group=given.machines_per_group,
         reform_s=parse_duration_s("--reform", given.reform, is_zero_fine=True),

@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Exit, Option
+from typer import Exit
 
-from spare_megatron.cli.command import takes
+from spare_megatron.cli.command import like, option, takes
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.formats.quantities import format_bytes, parse_duration_s, parse_redundancies
 from spare_megatron.machine.interrupts import INTERRUPTED, raising
-from spare_megatron.tools.plan.plan_options import Join, Machines, Reform, Repair
+from spare_megatron.tools.plan.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from spare_megatron.tools.simulate.scenario import Scenario
@@ -39,57 +39,38 @@ _DURATIONS = {"repair_s": "repair", "reform_s": "reform", "costs.save_s": "save"
 class SimulateOptions:
     """As the user wrote them; None where absent."""
 
-    preset: Annotated[
-        str, Option(help="Preset (paper_n600, llama3_16k, meta_rsc1, ...) or TOML file of the scenario.")
-    ] = DEFAULT_PRESET
-    policy: Annotated[str | None, Option(help="spare, replication or checkpoint_only; all compares them.")] = None
-    granularity: Annotated[
-        str | None, Option(help="Unit of reordering: stack (whole shards, as in the paper) or microbatch.")
-    ] = None
-    redundancy: Annotated[int | None, Option(help="Hosts per shard.")] = None
-    microbatches_per_shard: Annotated[int | None, Option("--microbatches", help="Microbatches per shard.")] = None
-    num_steps: Annotated[int | None, Option("--steps", help="Number of steps to commit.")] = None
-    seeds: Annotated[int, Option(help="Number of simulations of each scenario, with seeds from 0.")] = 5
-    repair: Repair = None
-    reform: Reform = None
-    machines_per_group: Machines = None
-    shared_data: Annotated[
-        bool | None, Option("--shared-data", help="All groups can read all data, so that any computes any shard.")
-    ] = None
-    save: Annotated[str | None, Option(help="Time that training stalls for one save, as in 60s.")] = None
-    join: Join = None
-    overrides: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a setting of the scenario, as in failures.shape=1.0. Repeatable.",
-        ),
-    ] = None
-    calibrate: Annotated[
-        Path | None,
-        Option(metavar="RUN_DIR", help="Take costs from the journal of this run, and predict its own times."),
-    ] = None
-    replay: Annotated[
-        Path | None, Option(metavar="RUN_DIR", help="Predict the times of this run instead; needs --calibrate.")
-    ] = None
-    sweep: Annotated[
-        str | None,
-        Option("--sweep-redundancy", metavar="FROM..TO", help="Simulate these redundancies, as in 2..20 or 3,4,6."),
-    ] = None
-    out: Annotated[
-        Path | None, Option(help="JSON-lines file that keeps each result; results in it are not simulated again.")
-    ] = None
-    jobs: Annotated[int | None, Option(help="Number of processes.", show_default="one per processor")] = None
-    journal: Annotated[
-        Path | None, Option(help="Write the journal of seed 0 to this directory, for `spare check`.")
-    ] = None
-    plot: Annotated[
-        Path | None, Option(help="Draw every policy over the redundancy, and a timeline, into this PNG file.")
-    ] = None
-    as_json: Annotated[
-        bool, Option("--json", help="Print the figures as JSON; ci95 is half of the 95% confidence interval.")
-    ] = False
+    preset: str = option(
+        "Preset (paper_n600, llama3_16k, meta_rsc1, ...) or TOML file of the scenario.", default=DEFAULT_PRESET
+    )
+    policy: str | None = option("spare, replication or checkpoint_only; all compares them.")
+    granularity: str | None = option("Unit of reordering: stack (whole shards, as in the paper) or microbatch.")
+    redundancy: int | None = option("Hosts per shard.")
+    microbatches_per_shard: int | None = option("Microbatches per shard.", "--microbatches")
+    num_steps: int | None = option("Number of steps to commit.", "--steps")
+    seeds: int = option("Number of simulations of each scenario, with seeds from 0.", default=5)
+    repair: str | None = like(PlanOptions, "repair")
+    reform: str | None = like(PlanOptions, "reform")
+    machines_per_group: int | None = like(PlanOptions, "machines_per_group")
+    shared_data: bool | None = option("All groups can read all data, so that any computes any shard.", "--shared-data")
+    save: str | None = option("Time that training stalls for one save, as in 60s.")
+    join: str | None = like(PlanOptions, "join")
+    overrides: list[str] | None = option(
+        "Override a setting of the scenario, as in failures.shape=1.0. Repeatable.", "--set", metavar="KEY=VALUE"
+    )
+    calibrate: Path | None = option(
+        "Take costs from the journal of this run, and predict its own times.", metavar="RUN_DIR"
+    )
+    replay: Path | None = option("Predict the times of this run instead; needs --calibrate.", metavar="RUN_DIR")
+    sweep: str | None = option(
+        "Simulate these redundancies, as in 2..20 or 3,4,6.", "--sweep-redundancy", metavar="FROM..TO"
+    )
+    out: Path | None = option("JSON-lines file that keeps each result; results in it are not simulated again.")
+    jobs: int | None = option("Number of processes.", shown="one per processor")
+    journal: Path | None = option("Write the journal of seed 0 to this directory, for `spare check`.")
+    plot: Path | None = option("Draw every policy over the redundancy, and a timeline, into this PNG file.")
+    as_json: bool = option(
+        "Print the figures as JSON; ci95 is half of the 95% confidence interval.", "--json", default=False
+    )
 
 
 @takes(SimulateOptions)
@@ -169,9 +150,9 @@ def scenario_of(given: SimulateOptions, measured: "Measured | None") -> "Scenari
     own = {name: getattr(given, name) for name in _SETTINGS}
     own["last_resort"] = "true" if given.shared_data else None
     settings += [f"{name}={value}" for name, value in own.items() if value is not None]
-    for name, option in _DURATIONS.items():
-        if (text := getattr(given, option)) is not None:
-            settings.append(f"{name}={parse_duration_s(f'--{option}', text, is_zero_fine=True)!r}")
+    for name, own_name in _DURATIONS.items():
+        if (text := getattr(given, own_name)) is not None:
+            settings.append(f"{name}={parse_duration_s(f'--{own_name}', text, is_zero_fine=True)!r}")
     if given.policy is not None and given.policy != ALL_POLICIES:
         settings.append(f"policy={given.policy.replace('-', '_')}")
     return load_scenario(given.preset, settings)
@@ -204,9 +185,9 @@ def _redundancies(given: SimulateOptions, base: "Scenario", default: tuple[int, 
 
 def _check_options(given: SimulateOptions) -> None:
     """What can be wrong before anything is simulated, so that no hour of simulation is lost to it."""
-    for option, count in (("--seeds", given.seeds), ("--jobs", given.jobs)):
+    for name, count in (("seeds", given.seeds), ("jobs", given.jobs)):
         if count is not None and count < 1:
-            raise ValueError(f"{option} {count} is below 1")
+            raise ValueError(f"--{name} {count} is below 1")
     if given.out is not None:
         check_output_file("--out", given.out)
     if given.plot is not None:

@@ -4,13 +4,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
-import typer
-
-from spare_megatron.cli.command import takes
+from spare_megatron.cli.command import option, takes
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.printing import say, say_json
@@ -23,38 +21,25 @@ if TYPE_CHECKING:
     from spare_megatron.tools.text.documents import Skipped
     from spare_megatron.tools.text.tokenizer import TokenizerSource
 
-INPUTS = Annotated[list[Path], typer.Option("--input", help="Text file, file of JSON, or folder of them. Repeatable.")]
-SUFFIX = Annotated[
-    list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
-]
-EXCLUDE = Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")]
-JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each object of JSON, as in text.")]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessOptions:
     """As the user wrote them."""
 
-    inputs: INPUTS
-    output_prefix: Annotated[
-        Path, typer.Option(help="Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.")
-    ]
-    tokenizer: Annotated[
-        str, typer.Option(help="byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.")
-    ] = "byte"
-    json_key: JSON_KEY = None
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize. The output does not depend on it.")] = 1
-    suffix: SUFFIX = None
-    exclude: EXCLUDE = None
-    end_of_document: Annotated[
-        str, typer.Option(help="Token that ends a document, where the tokenizer does not say it.")
-    ] = ""
-    split_pattern: Annotated[str, typer.Option(help="For tiktoken: the regular expression, or @FILE with it.")] = ""
-    special_token: Annotated[
-        list[str] | None, typer.Option(help="For tiktoken: TEXT=ID of a special token. Repeatable.")
-    ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False
+    inputs: list[Path] = option("Text file, file of JSON, or folder of them. Repeatable.", "--input", default=MISSING)
+    output_prefix: Path = option("Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.", default=MISSING)
+    tokenizer: str = option(
+        "byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.", default="byte"
+    )
+    json_key: str | None = option("Key of the text in each object of JSON, as in text.")
+    workers: int = option("Processes that tokenize. The output does not depend on it.", default=1, least=1)
+    suffix: list[str] | None = option("Read only files with this suffix from folders, as in .txt. Repeatable.")
+    exclude: list[str] | None = option("Skip folders with this name. Repeatable.")
+    end_of_document: str = option("Token that ends a document, where the tokenizer does not say it.", default="")
+    split_pattern: str = option("For tiktoken: the regular expression, or @FILE with it.", default="")
+    special_token: list[str] | None = option("For tiktoken: TEXT=ID of a special token. Repeatable.")
+    overwrite: bool = option("Replace an existing dataset.", "--overwrite", default=False)
+    as_json: bool = option("Print the figures as JSON.", "--json", default=False)
 
 
 @takes(PreprocessOptions)

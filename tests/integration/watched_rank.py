@@ -107,7 +107,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
     attempts = _WatchedAttempts(watch, now)
-    train_step.attempt_reduce = attempts.attempt_reduce
+    train_step.attempt_reduce, train_step._begin_early = attempts.attempt_reduce, attempts.begin_early
     train_step.update_model = attempts.update_model
     assembly.GroupAgreement = partial(_TimelyAgreement, watch)
     stacked_state.partition_contents = partial(_late_contents, watch)
@@ -322,10 +322,24 @@ class _WatchedAttempts:
     def __init__(self, watch: Watch, now: _Now) -> None:
         self._watch, self._attempts = watch, now
         self._attempt_reduce, self._update_model = train_step.attempt_reduce, train_step.update_model
+        self._begin_early = train_step._begin_early
+        self._entered = -1
         self._first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
         self._is_leave_asked: Callable[[], bool] | None = None
 
+    def begin_early(self, ctx: RankContext, parts: Components, action: AttemptReduce, *brought: Any) -> Any:
+        """With `reduce.overlap` the reduction begins with the pass."""
+        self._enter(ctx, action)
+        return self._begin_early(ctx, parts, action, *brought)
+
     def attempt_reduce(self, ctx: RankContext, parts: Components, action: AttemptReduce) -> Sequence[Event]:
+        self._enter(ctx, action)
+        return self._attempt_reduce(ctx, parts, action)
+
+    def _enter(self, ctx: RankContext, action: AttemptReduce) -> None:
+        if action.attempt == self._entered:
+            return
+        self._entered = action.attempt
         self._attempts.attempt(action)
         if self._is_leave_asked is None:
             is_leave_asked = self._is_leave_asked = ctx.progress.is_leave_asked
@@ -348,7 +362,6 @@ class _WatchedAttempts:
         for wait in waits:
             with ctx.probe.during(Operation.AWAIT_ENTRY):
                 wait()
-        return self._attempt_reduce(ctx, parts, action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:
         """Whether this group is the one without which a reduction stays unfinished: the last that is not hit in it."""

@@ -23,7 +23,8 @@ LEAVES = {words: command for words, command in COMMANDS.items() if not hasattr(c
 
 def texts_of(command: Any) -> set[str]:
     """Names of the parameters that are paths or free text."""
-    hints = typing.get_type_hints(inspect.unwrap(command.callback))
+    written = inspect.unwrap(command.callback, stop=lambda function: hasattr(function, "__signature__"))
+    hints = typing.get_type_hints(written)
     return {name for name, hint in hints.items() if re.search(r"\b(Path|str)\b", str(hint))}
 
 

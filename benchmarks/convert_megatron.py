@@ -15,7 +15,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.tools.convert.launch import read_launch
+from spare_megatron.tools.convert.arguments import read_arguments
+from spare_megatron.tools.convert.launch import Launch, read_launch
 from spare_megatron.tools.convert.reading import convert_launch, problems_of
 
 _PATHS = "DATA_PATH DATA_CACHE_PATH TENSORBOARD_PATH WANDB_EXPERIMENT WANDB_SAVE_PATH OUTPUT_PATH INFERENCE_OUTPUT_PATH"
@@ -32,42 +33,35 @@ yaml: Any = import_module("yaml")
 _BEGIN_ELSEWHERE = ("frozen-start", "checkpoint-consistency")
 
 
+def launches(file: Path) -> Iterator[tuple[Launch, str]]:
+    """Each launch of a configuration, and its GPUs. Raises ValueError."""
+    table = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    begins_elsewhere = table.get("TEST_TYPE") in _BEGIN_ELSEWHERE
+    defined = {name: f"/{name.lower()}" for name in _PATHS.split()} | {"REPEAT": "1", "DATA_BLEND": "1 /a 2 /b"}
+    defined |= {"CHECKPOINT_SAVE_PATH": "/saved", "CHECKPOINT_LOAD_PATH": "/loaded" if begins_elsewhere else "/saved"}
+    for name in (name for name in table if re.fullmatch(r"MODEL_ARGS(_\d+)?", name)):
+        one = yaml.dump({"ENV_VARS": table.get("ENV_VARS") or {}, "MODEL_ARGS": table[name]})
+        with TemporaryDirectory() as folder:
+            (copy := Path(folder) / "launch.yaml").write_text(one, encoding="utf-8")
+            yield read_launch(copy, defined), table.get("MODEL_ENV_VARS", {}).get(name, {}).get("GPUS_PER_NODE", "8")
+
+
 def outcome(file: Path) -> tuple[str, Counter[str]]:
     """Why the configuration is refused, empty if it is converted; and its given arguments by what became of them."""
-    table = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     kinds: Counter[str] = Counter()
-    for name in (name for name in table if re.fullmatch(r"MODEL_ARGS(_\d+)?", name)):
-        try:
-            reason, found = _outcome_of_launch(table, name)
-        except ValueError as error:
-            return str(error).partition("launch.yaml ")[2] or str(error), kinds
-        kinds += found
-        if reason:
-            return reason, kinds
+    try:
+        for launch, num_gpus in launches(file):
+            size = () if "--vocab-size" in launch.arguments else ("--vocab-size", "50257")
+            _, preset, _ = convert_launch(launch, ["--nproc-per-node", num_gpus, "--nnodes", "1", *size], ())
+            given = read_arguments(launch.arguments)
+            kinds.update(found.kind for name, found in preset.classes.items() if name in given)
+            if missing := sorted({name for name, found in preset.classes.items() if found.kind == "missing"}):
+                return preset.classes[missing[0]].text, kinds
+            if problems := problems_of(preset, "run"):
+                return problems[0], kinds
+    except ValueError as error:
+        return str(error).partition("launch.yaml ")[2] or str(error), kinds
     return "", kinds
-
-
-def _outcome_of_launch(table: Mapping[str, Any], name: str) -> tuple[str, Counter[str]]:
-    defined = {name: f"/{name.lower()}" for name in _PATHS.split()} | {"REPEAT": "1", "DATA_BLEND": "1 /a 2 /b"}
-    begins_elsewhere = table.get("TEST_TYPE") in _BEGIN_ELSEWHERE
-    defined |= {"CHECKPOINT_SAVE_PATH": "/saved", "CHECKPOINT_LOAD_PATH": "/loaded" if begins_elsewhere else "/saved"}
-    num_gpus = table.get("MODEL_ENV_VARS", {}).get(name, {}).get("GPUS_PER_NODE", "8")
-    with TemporaryDirectory() as folder:
-        (file := Path(folder) / "launch.yaml").write_text(
-            yaml.dump({"ENV_VARS": table.get("ENV_VARS") or {}, "MODEL_ARGS": table[name]}), encoding="utf-8"
-        )
-        launch = read_launch(file, defined)
-    size = () if "--vocab-size" in launch.arguments else ("--vocab-size", "50257")
-    _, preset, _ = convert_launch(launch, ["--nproc-per-node", num_gpus, "--nnodes", "1", *size], ())
-    given = [found for name, found in preset.classes.items() if f"--{name}" in {*_names(launch.arguments)}]
-    kinds = Counter(found.kind for found in given)
-    if missing := sorted({name for name, found in preset.classes.items() if found.kind == "missing"}):
-        return preset.classes[missing[0]].text, kinds
-    return (problems_of(preset, "run") or [""])[0], kinds
-
-
-def _names(words: tuple[str, ...]) -> list[str]:
-    return [f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in words if word.startswith("--")]
 
 
 def measure(folder: Path) -> dict[str, Any]:

@@ -40,9 +40,10 @@ CPU_ARGUMENTS = (
 
 @dataclass(kw_only=True)
 class Trained:
-    """Of one rank: Megatron's loss of each step, on the last stage, and SHA-256 of the parameters at the end."""
+    """Of one rank: Megatron's loss of each step, on the last stage, its parameters, and their SHA-256 at the end."""
 
     losses: list[float]
+    num_parameters: int = 0
     params_sha256: str = ""
 
 
@@ -72,6 +73,7 @@ def pretrain(
     def train_step(forward: Any, samples: Any, modules: Any, *given: Any, **options: Any) -> Any:
         answer = step_of_megatron(forward, samples, modules, *given, **options)
         trained.losses += map(float, answer[0].values())
+        trained.num_parameters = sum(one.numel() for module in modules for one in module.parameters())
         trained.params_sha256 = parameters_sha256(_chunks(modules), lambda: None)
         return answer
 
@@ -151,7 +153,7 @@ def _with_our_attention(model: Any) -> Any:
 def _provide(config: RunConfig) -> Callable[..., tuple[Any, None, None]]:
     """The datasets provider of a run: `Samples` to train on, nothing to evaluate on."""
 
-    def provide(_num_samples: Sequence[int]) -> tuple[Any, None, None]:
+    def provide(_num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, None, None]:
         return Samples(config), None, None
 
     provide.is_distributed = True

@@ -1,5 +1,6 @@
 """Whole runs against the training loop of Megatron itself, which the newest versions of megatron-core contain."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import convert_reduced
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -81,6 +83,17 @@ def test_losses_are_those_of_megatrons_own_attention_up_to_rounding(text_corpus:
     for rank in ranks:
         assert rank.losses == pytest.approx(losses_of(run), rel=1e-5)
         assert rank.params_sha256
+
+
+def test_a_reduced_configuration_of_megatrons_tests_trains_as_in_its_own_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = Path(__file__).parents[1] / "megatron_launches"
+    monkeypatch.setattr("sys.argv", ["convert_reduced", str(launches), "--configurations", "1", "--json"])
+    convert_reduced.main()
+    result = json.loads(capsys.readouterr().out)
+    assert {"machine", "commit", "date"} <= result.keys()
+    assert (result["configurations"], result["equal_parameters"], result["bitwise"]) == (1, 1, 1)
 
 
 def config_of(corpus: Path, layout: dict[str, int], model: dict[str, Any]) -> RunConfig:

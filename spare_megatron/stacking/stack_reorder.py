@@ -10,11 +10,16 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread, makespan_bound
+from spare_megatron.stacking.matching import (
+    Spread,
+    SpreadProblem,
+    cheapest_spread,
+    least_spread,
+    makespan_bound,
+    match_slots,
+)
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 
@@ -122,17 +127,10 @@ def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProb
 
 
 def _has_matching(problem: SpreadProblem, depth: int) -> bool:
-    """Whether every shard gets a slot if every surviving group offers `depth` slots. Hopcroft-Karp."""
+    """Whether every shard gets a slot if every surviving group offers `depth` slots."""
     hosts = problem.placement.host_array
-    num_groups = problem.placement.num_groups
     shards, columns = np.nonzero(problem.is_alive[hosts])
-    slots = (hosts[shards, columns][:, None] * depth + np.arange(depth)).ravel()
-    ends = np.cumsum(np.bincount(shards, minlength=num_groups)) * depth
-    graph = csr_array(
-        (np.ones(slots.size, dtype=np.int8), slots.astype(np.int32), np.concatenate(([0], ends)).astype(np.int32)),
-        shape=(num_groups, num_groups * depth),
-    )
-    return bool((maximum_bipartite_matching(graph, perm_type="column") >= 0).all())
+    return match_slots(shards, hosts[shards, columns], len(hosts), depth) is not None
 
 
 def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray) -> StackArray:

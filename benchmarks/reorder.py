@@ -74,7 +74,7 @@ def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: 
         num_least += makespan == least
         num_explained += makespan == max(least, sole_host_load(placement, alive))
         excess += makespan / least - 1
-        num_least_depth += reorder_stacks(placement, alive, stacks).depth == least_load(num_groups, len(alive), 1)
+        num_least_depth += reorder_stacks(placement, alive, stacks).order.depth == least_load(num_groups, len(alive), 1)
     return {
         "placement": kind,
         "num_groups": num_groups,

@@ -28,7 +28,9 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """Each group computes some of the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy)."""
+    """Each group computes some of the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy); with
+    paces, `depth` is the largest of any group.
+    """
 
     stacks: StackArray
     depth: int
@@ -41,8 +43,6 @@ class StackReorder:
     owners: StackArray
     """Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its stack."""
     order: StackOrder
-    depth: int
-    """The largest of any group."""
     num_moves: int
     """Shards swapped into the first `depth` of a stack for one that its group does not own."""
     phase: Literal[1, 3]
@@ -83,7 +83,7 @@ def reorder_stacks(
         depth = next(s for s in range(bound, placement.redundancy + 1) if _has_matching(problem, s))
     if is_covered and depth == order.depth:
         owners = _earliest_host(placement, is_alive, position)
-        return StackReorder(owners=owners, order=order, depth=depth, num_moves=0, phase=1)
+        return StackReorder(owners=owners, order=order, num_moves=0, phase=1)
     return _fewest_moves(problem, order, position, depth)
 
 
@@ -102,7 +102,6 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     return StackReorder(
         owners=read_only(placement.host_array[is_owner].astype(np.int32)),
         order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depths), depth=int(depths.max())),
-        depth=int(depths.max()),
         num_moves=spread.num_moves,
         phase=3,
     )

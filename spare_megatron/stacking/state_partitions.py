@@ -180,9 +180,10 @@ def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...
         owners.append(owner)
     able = sorted({host for row in hosts for host in row})
     place = {member: index for index, member in enumerate(able)}
-    pairs = np.array([(number, place[host]) for number, row in enumerate(hosts) for host in row])
+    rows = np.repeat(np.arange(len(hosts)), [len(row) for row in hosts])
+    places = np.array([place[host] for row in hosts for host in row], dtype=np.int64)
     for most in range(-(-len(hosts) // len(able)), max(load.values())):
-        if (matched := match_slots(*pairs.T, len(hosts), most)) is not None:
+        if (matched := match_slots(rows, places, len(hosts), most)) is not None:
             return tuple(able[index] for index in matched.tolist())
     return tuple(owners)
 

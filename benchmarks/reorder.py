@@ -20,10 +20,11 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from spare_megatron.stacking.golomb import difference_counts
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import IntArray, Placement, PlacementKind, make_placement
 from spare_megatron.stacking.plans import Owners
-from spare_megatron.stacking.reorder import Reorder, initial_owners, least_load, reorder_microbatches
+from spare_megatron.stacking.reorder import Reorder, initial_owners, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackReorder, initial_order, reorder_stacks
 
 NUM_MICROBATCHES = 16
@@ -32,6 +33,11 @@ TIMED = ((1000, 9, 10.0), (10_000, 14, 150.0))
 """Groups, redundancy, and the limit of the 99th percentile in ms."""
 
 Row = dict[str, str | int | float]
+
+
+def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:
+    """Lower bound on the makespan of any placement: ceil(N m / alive), with m microbatches per shard."""
+    return -(-num_groups * num_microbatches // num_alive)
 
 
 def loss_order(placement: Placement, rng: np.random.Generator) -> tuple[IntArray, int]:
@@ -68,12 +74,12 @@ def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: 
         num_least += makespan == least
         num_explained += makespan == max(least, sole_host_load(placement, alive))
         excess += makespan / least - 1
-        num_least_depth += reorder_stacks(placement, alive, stacks).depth == least_load(num_groups, len(alive), 1)
+        num_least_depth += reorder_stacks(placement, alive, stacks).order.depth == least_load(num_groups, len(alive), 1)
     return {
         "placement": kind,
         "num_groups": num_groups,
         "redundancy": redundancy,
-        "max_shared_hosts": placement.max_shared_hosts,
+        "max_shared_hosts": int(difference_counts(num_groups, tuple(-placement.host_array[0] % num_groups)).max()),
         "states": num_states,
         "share_least_makespan": num_least / num_states,
         "share_least_or_sole_host": num_explained / num_states,

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from spare_megatron.core.log import entries as log
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, losses_of
@@ -17,8 +18,7 @@ Members = frozenset[int]
 Severity = Literal["invalid", "unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One reason why a journal is not valid."""
 
     severity: Severity
@@ -26,6 +26,9 @@ class Finding:
     reason: str
     place: tuple[Any, ...] = ()
     """Sort key among the findings of a rule; equal places keep the order in which they were found."""
+
+
+invalid, unknown = partial(Finding, "invalid"), partial(Finding, "unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +120,9 @@ class Fold(Membership):
     def is_whole(self) -> bool:
         return self.known.num_entries == len(self.entries)
 
-    def severity(self, *, is_known: bool) -> Severity:
-        """Severity of a contradiction with another record; `is_known`: the entries of `known` alone show it."""
-        return "invalid" if is_known else "unknown"
+    def finding(self, reason: str, place: tuple[Any, ...] = (), *, is_known: bool) -> Finding:
+        """A contradiction with another record; `is_known`: the entries of `known` alone show it."""
+        return Finding("invalid" if is_known else "unknown", reason, place)
 
     @property
     def kept_commits(self) -> list[Committed]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from ortools.graph.python import max_flow
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
@@ -54,6 +56,11 @@ class SpreadProblem:
     def most_time(self, units: int) -> int:
         """The time in which every group is done with so many units, cold or not."""
         return int(np.max(self.pace)) * self.rounds.num_rounds(units) + (self.fetch or 0)
+
+    @property
+    def cold_cost(self) -> int:
+        """More than all units cost if they move to hosts: cold units are as few as possible, whatever moves instead."""
+        return int(self.demand.sum()) + 1
 
     def _units(self, time: int) -> IntArray:
         return self.rounds.num_units(np.asarray(time // self.pace, dtype=np.int64))
@@ -161,64 +168,6 @@ def cheapest_spread(problem: SpreadProblem, makespan: int) -> Spread | Bottlenec
     )
 
 
-def is_certified(problem: SpreadProblem, spread: Spread) -> bool:
-    """Whether the potentials of a spread prove that it is feasible and of least cost.
-
-    Complementary slackness, with gap = potential of host - potential of shard: a pair with a gap below 0 carries
-    nothing, with gap 0 at most its free units, with gap 1 at least those; larger gaps do not occur. A surviving host
-    below the highest potential is full, and no potential is negative. For cold units `_is_commons_certified`. Cost:
-    O(N r).
-    """
-    placement, r = problem.placement, problem.placement.redundancy
-    hosts = placement.host_array.ravel()
-    alive = problem.is_alive[hosts]
-    gap = spread.host_potential[hosts] - np.repeat(spread.shard_potential, r)
-    load = np.bincount(hosts, weights=spread.flow, minlength=problem.is_alive.size) + spread.lent
-    top = max(int(spread.host_potential.max()), int(spread.shard_potential.max()), spread.commons_potential)
-    total, _ = problem.capacities(spread.makespan)
-    return bool(
-        (spread.flow >= 0).all()
-        and (spread.flow[~alive] == 0).all()
-        and (spread.flow.reshape(-1, r).sum(axis=1) + spread.cold == problem.demand).all()
-        and (load <= total).all()
-        and (gap[alive] <= 1).all()
-        and (spread.flow[alive & (gap < 0)] == 0).all()
-        and (spread.flow <= problem.free)[alive & (gap == 0)].all()
-        and (spread.flow >= problem.free)[alive & (gap == 1)].all()
-        and ((load == total) | (spread.host_potential == top))[problem.is_alive].all()
-        and spread.host_potential.min() >= 0
-        and spread.shard_potential.min() >= 0
-        and _is_commons_certified(problem, spread)
-    )
-
-
-def _is_commons_certified(problem: SpreadProblem, spread: Spread) -> bool:
-    """The same for the commons: no shard lies more than the cost of a cold unit below it, and one that has cold units
-    lies exactly that much below. A survivor above the commons takes all cold units that it can, one below takes none.
-    """
-    _, capacity = problem.capacities(spread.makespan)
-    if problem.fetch is None:
-        return not spread.cold.any() and not spread.lent.any()
-    gap = spread.commons_potential - spread.shard_potential
-    beyond = spread.host_potential - spread.commons_potential
-    return bool(
-        (spread.cold >= 0).all()
-        and (spread.lent >= 0).all()
-        and (spread.lent <= capacity).all()
-        and spread.cold.sum() == spread.lent.sum()
-        and (gap <= _cold_cost(problem)).all()
-        and (gap == _cold_cost(problem))[spread.cold > 0].all()
-        and (spread.lent == capacity)[problem.is_alive & (beyond > 0)].all()
-        and (spread.lent[beyond < 0] == 0).all()
-        and spread.commons_potential >= 0
-    )
-
-
-def _cold_cost(problem: SpreadProblem) -> int:
-    """More than all units cost if they move to hosts: cold units are as few as possible, whatever moves instead."""
-    return int(problem.demand.sum()) + 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Distances:
     """Reduced distances from the excess; `nearest` is that of the nearest host with spare capacity."""
@@ -260,7 +209,7 @@ class _Residual:
         """Units a host can still take; negative where it must give some away."""
         self.cold = np.zeros(self.num_shards, dtype=np.int64)
         self.lent = np.zeros(self.num_groups, dtype=np.int64)
-        self.cold_cost = _cold_cost(problem)
+        self.cold_cost = problem.cold_cost
         self.shard_potential = np.zeros(self.num_shards, dtype=np.int64)
         self.host_potential = np.zeros(self.num_groups, dtype=np.int64)
         self.commons_potential = 0
@@ -387,6 +336,20 @@ class _Residual:
         sources = (np.concatenate((shard_node[waiting], host_node[giving])), host_node[taking])
         limits = (np.concatenate((self.unplaced[waiting], -spare[giving])), spare[taking])
         return _changes_by_maximum_flow(links, sources, limits)
+
+
+def match_slots(rows: IntArray, hosts: IntArray, num_rows: int, num_slots: int) -> IntArray | None:
+    """For each row one of the hosts that it is paired with, none more often than `num_slots` times; None if there is no
+    such choice. Pairs are in ascending order of rows. Hopcroft-Karp.
+    """
+    slots = (hosts[:, None] * num_slots + np.arange(num_slots)).ravel()
+    ends = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=num_rows)) * num_slots))
+    graph = csr_array(
+        (np.ones(slots.size, dtype=np.int8), slots.astype(np.int32), ends.astype(np.int32)),
+        shape=(num_rows, num_slots * (int(hosts.max(initial=0)) + 1)),
+    )
+    found = maximum_bipartite_matching(graph, perm_type="column")
+    return None if (found < 0).any() else found.astype(np.int64) // num_slots
 
 
 def _changes_by_maximum_flow(

@@ -1,7 +1,8 @@
 """The current assignment of microbatches to owners, at microbatch or shard granularity."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -16,21 +17,29 @@ from spare_megatron.stacking.stack_reorder import initial_order as initial_stack
 Granularity = Literal["microbatch", "stack"]
 
 
-class Order(Protocol):
-    """Owners of all microbatches, at one of the two granularities."""
+class Order(ABC):
+    """Owners of all microbatches; of each shard `unit` of them, one or all, have one owner."""
 
-    @property
-    def work(self) -> Work:
+    def __init__(self, placement: Placement, owners: Owners, unit: int) -> None:
+        self._placement = placement
+        self._unit = unit
+        self.work = Work(owners)
         """The work of each surviving group in a step."""
 
+    @abstractmethod
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "Order":
         """The order for exactly these groups at these paces, with the fewest moves. Raises WipeOut."""
 
+    @abstractmethod
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
         """The orphans spread over these groups with the least makespan of the patch alone. Raises WipeOut."""
 
     def probing(self, group: GroupId) -> Work:
         """The work, but for its least part that the group can take from another; the order stays as it is."""
+        hosted = np.flatnonzero((self._placement.host_array == group).any(axis=1))
+        owners = self.work.owners.copy()
+        owners[hosted[0] if hosted.size else 0, : self._unit] = group  # one that hosts no shard reads all data
+        return Work(owners)
 
 
 def initial_order(
@@ -76,55 +85,33 @@ class Dealing:
         return self._order.patch(frozenset(members), orphans, paces)
 
 
-class SingleMicrobatches:
+class SingleMicrobatches(Order):
     def __init__(self, placement: Placement, owners: Owners, fetch: int | None) -> None:
-        self._placement = placement
-        self._owners = owners
+        super().__init__(placement, owners, unit=1)
         self._fetch = fetch
-        self.work = Work(owners)
 
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "SingleMicrobatches":
-        reorder = reorder_microbatches(self._placement, alive, self._owners, fetch=self._fetch, paces=paces)
+        reorder = reorder_microbatches(self._placement, alive, self.work.owners, fetch=self._fetch, paces=paces)
         return SingleMicrobatches(self._placement, reorder.owners, self._fetch)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
         work = patch_work(self._placement, alive, orphans, fetch=self._fetch, paces=paces)
-        return work_of(work, self._owners.shape)
-
-    def probing(self, group: GroupId) -> Work:
-        owners = self._owners.copy()
-        owners[_first_shard(self._placement, group), 0] = group
-        return Work(owners)
+        return work_of(work, self.work.owners.shape)
 
 
-class WholeShards:
+class WholeShards(Order):
     """Each shard has one owner, as in the SPARe paper. A patch assigns whole shards, too."""
 
     def __init__(self, placement: Placement, stacks: StackOrder, owners: Owners, num_microbatches: int) -> None:
-        self._placement = placement
+        super().__init__(placement, np.repeat(owners[:, None], num_microbatches, axis=1), unit=num_microbatches)
         self._stacks = stacks
-        self._num_microbatches = num_microbatches
-        self.work = Work(np.repeat(owners[:, None], num_microbatches, axis=1))
 
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "WholeShards":
-        of_shards = paces.in_units_of(self._num_microbatches)
-        reorder = reorder_stacks(self._placement, alive, self._stacks, paces=of_shards)
-        return WholeShards(self._placement, reorder.order, reorder.owners, self._num_microbatches)
-
-    def probing(self, group: GroupId) -> Work:
-        owners = self.work.owners.copy()
-        owners[_first_shard(self._placement, group)] = group
-        return Work(owners)
+        reorder = reorder_stacks(self._placement, alive, self._stacks, paces=paces.in_units_of(self._unit))
+        return WholeShards(self._placement, reorder.order, reorder.owners, self._unit)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
-        of_shards = paces.in_units_of(self._num_microbatches)
         lost = [Microbatch(shard, 0) for shard in sorted({orphan.shard for orphan in orphans})]
-        shards = patch_work(self._placement, alive, lost, paces=of_shards)
+        shards = patch_work(self._placement, alive, lost, paces=paces.in_units_of(self._unit))
         one_each = work_of(shards, (self._placement.num_groups, 1))
-        return Work(np.repeat(one_each.owners, self._num_microbatches, axis=1))
-
-
-def _first_shard(placement: Placement, group: GroupId) -> int:
-    """The lowest shard that the group hosts; shard 0 of a group that hosts none, which reads all data."""
-    shards = np.flatnonzero((placement.host_array == group).any(axis=1))
-    return int(shards[0]) if shards.size else 0
+        return Work(np.repeat(one_each.owners, self._unit, axis=1))

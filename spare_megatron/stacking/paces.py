@@ -4,6 +4,7 @@ The pace is the time of one round, in thousandths of the pace of the group's lik
 and padding need one round per unit: pace x load.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
@@ -111,14 +112,12 @@ def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: 
     """
     total, fast = num_groups * num_microbatches, num_groups - num_slow
 
+    def room(time: float) -> int:
+        return fast * floor(time + 1e-9) + num_slow * floor(time / factor + 1e-9)
+
     def least(pace: float) -> float:
         """The least multiple of a pace that suffices."""
-        low, high = 0, ceil(num_microbatches * factor / pace)
-        while low < high:
-            middle = (low + high) // 2
-            time = middle * pace
-            room = fast * floor(time + 1e-9) + num_slow * floor(time / factor + 1e-9)
-            low, high = (low, middle) if room >= total else (middle + 1, high)
-        return low * pace
+        most = ceil(num_microbatches * factor / pace)
+        return pace * bisect_left(range(most), total, key=lambda number: room(number * pace))
 
     return min(least(1.0), least(factor)) / num_microbatches

@@ -39,8 +39,8 @@ class Placement:
     the home of exactly one; anything else raises ValueError.
 
     >>> ring = Placement(hosts=((0, 2), (1, 0), (2, 1)))
-    >>> ring.stack(0), ring.redundancy, ring.max_shared_hosts
-    ((0, 1), 2, 1)
+    >>> ring.stack(0), ring.redundancy
+    ((0, 1), 2)
     """
 
     hosts: tuple[tuple[GroupId, ...], ...]
@@ -91,22 +91,6 @@ class Placement:
     def stack_array(self) -> IntArray:
         """All stacks, shape (num_groups, redundancy)."""
         return self.pair_array // self.redundancy
-
-    @property
-    def max_shared_hosts(self) -> int:
-        """The most hosts that two different shards share; above 1, a difference of offsets repeats.
-
-        Cost: O(r^2) for cyclic placements, otherwise O(N r^2 log(N r)).
-        """
-        num_groups, r = self.num_groups, self.redundancy
-        offsets = -self.host_array[0] % num_groups
-        if np.array_equal((np.arange(num_groups)[:, None] - offsets) % num_groups, self.host_array):
-            shared = np.bincount(((offsets[:, None] - offsets) % num_groups).ravel(), minlength=num_groups)
-            return int(shared[1:].max(initial=0))
-        stacks = self.stack_array
-        first, second = np.nonzero(~np.eye(r, dtype=bool))
-        keys = (stacks[:, first] * num_groups + stacks[:, second]).ravel()
-        return int(np.unique(keys, return_counts=True)[1].max(initial=0))
 
     def max_hosts_in_domain(self, groups_per_domain: int) -> int:
         """The most hosts of a shard in one domain; 1 is the best, and possible if r groups_per_domain <= N."""

@@ -9,13 +9,13 @@ Where surviving groups differ in `paces`, the makespan is a time: the largest pa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, least_spread
-from spare_megatron.stacking.paces import EVEN, LIKE, ONE_BY_ONE, Paces, Rounds
+from spare_megatron.stacking.paces import EVEN, LIKE, ONE_BY_ONE, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 from spare_megatron.stacking.plans import Microbatch, Owners
 
@@ -36,15 +36,6 @@ class Reorder:
     """Microbatches whose owner changed, those of lost groups included, and all cold ones."""
     path: ReorderPath
     """`orphans` if only microbatches without a surviving owner moved, else `chains`."""
-
-
-def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:
-    """Lower bound on the makespan of any placement: ceil(N m / alive), with m microbatches per shard.
-
-    >>> least_load(200, 199, 16)
-    17
-    """
-    return -(-num_groups * num_microbatches // num_alive)
 
 
 def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
@@ -74,16 +65,7 @@ def reorder_microbatches(
         placement.require_hosts(alive)
     kept = np.where(is_alive[placement.host_array], _count_owned(placement, owners), 0)
     demand = np.full(placement.num_groups, owners.shape[1], dtype=np.int64)
-    problem = SpreadProblem(
-        placement=placement,
-        is_alive=is_alive,
-        demand=demand,
-        free=kept.ravel(),
-        start=kept.ravel(),
-        fetch=fetch,
-        **_times(paces, is_alive),
-    )
-    spread = least_spread(problem)
+    spread = least_spread(_problem(placement, is_alive, demand, kept.ravel(), fetch, paces))
     num_orphans = int(demand.sum() - kept.sum())
     path: ReorderPath = "chains" if spread.num_moves > num_orphans else "orphans" if num_orphans else "unchanged"
     changed = _hand_over(placement, owners, kept, spread)
@@ -116,17 +98,8 @@ def patch_work(
     demand = np.bincount(shards, minlength=placement.num_groups).astype(np.int64)
     if fetch is None or not alive:
         placement.require_hosts(alive, {item.shard for item in items})
-    nothing, is_alive = np.zeros(placement.host_array.size, dtype=np.int64), placement.alive_mask(alive)
-    problem = SpreadProblem(
-        placement=placement,
-        is_alive=is_alive,
-        demand=demand,
-        free=nothing,
-        start=nothing,
-        fetch=fetch,
-        **_times(paces, is_alive),
-    )
-    spread = least_spread(problem)
+    nothing = np.zeros(placement.host_array.size, dtype=np.int64)
+    spread = least_spread(_problem(placement, placement.alive_mask(alive), demand, nothing, fetch, paces))
     flow = spread.flow.reshape(placement.host_array.shape)
     groups = _groups_in_order(placement.host_array, flow, spread.cold, spread.lent)
     work: dict[GroupId, list[Microbatch]] = {}
@@ -135,15 +108,21 @@ def patch_work(
     return {group: tuple(work[group]) for group in sorted(work)}
 
 
-class _Times(TypedDict):
-    pace: IntArray | int
-    rounds: Rounds
-
-
-def _times(paces: Paces, is_alive: BoolArray) -> _Times:
-    """Rounds are left out where all groups are alike: they change no order of loads."""
-    by_group = paces.among(is_alive)
-    return _Times(pace=LIKE, rounds=ONE_BY_ONE) if by_group is None else _Times(pace=by_group, rounds=paces.rounds)
+def _problem(
+    placement: Placement, is_alive: BoolArray, demand: IntArray, kept: IntArray, fetch: int | None, paces: Paces
+) -> SpreadProblem:
+    """To spread this demand, of which each pair keeps a part. Rounds count only where groups differ in pace."""
+    pace = paces.among(is_alive)
+    return SpreadProblem(
+        placement=placement,
+        is_alive=is_alive,
+        demand=demand,
+        free=kept,
+        start=kept,
+        pace=LIKE if pace is None else pace,
+        rounds=ONE_BY_ONE if pace is None else paces.rounds,
+        fetch=fetch,
+    )
 
 
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:

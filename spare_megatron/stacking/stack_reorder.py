@@ -10,11 +10,16 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread, makespan_bound
+from spare_megatron.stacking.matching import (
+    Spread,
+    SpreadProblem,
+    cheapest_spread,
+    least_spread,
+    makespan_bound,
+    match_slots,
+)
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 
@@ -23,7 +28,9 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """Each group computes some of the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy)."""
+    """Each group computes some of the first `depth` shards of its row of `stacks`, shape (num_groups, redundancy); with
+    paces, `depth` is the largest of any group.
+    """
 
     stacks: StackArray
     depth: int
@@ -36,8 +43,6 @@ class StackReorder:
     owners: StackArray
     """Read-only; for each shard, the surviving group whose gradient counts, within the first `depth` of its stack."""
     order: StackOrder
-    depth: int
-    """The largest of any group."""
     num_moves: int
     """Shards swapped into the first `depth` of a stack for one that its group does not own."""
     phase: Literal[1, 3]
@@ -78,7 +83,7 @@ def reorder_stacks(
         depth = next(s for s in range(bound, placement.redundancy + 1) if _has_matching(problem, s))
     if is_covered and depth == order.depth:
         owners = _earliest_host(placement, is_alive, position)
-        return StackReorder(owners=owners, order=order, depth=depth, num_moves=0, phase=1)
+        return StackReorder(owners=owners, order=order, num_moves=0, phase=1)
     return _fewest_moves(problem, order, position, depth)
 
 
@@ -97,7 +102,6 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     return StackReorder(
         owners=read_only(placement.host_array[is_owner].astype(np.int32)),
         order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depths), depth=int(depths.max())),
-        depth=int(depths.max()),
         num_moves=spread.num_moves,
         phase=3,
     )
@@ -122,17 +126,10 @@ def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProb
 
 
 def _has_matching(problem: SpreadProblem, depth: int) -> bool:
-    """Whether every shard gets a slot if every surviving group offers `depth` slots. Hopcroft-Karp."""
+    """Whether every shard gets a slot if every surviving group offers `depth` slots."""
     hosts = problem.placement.host_array
-    num_groups = problem.placement.num_groups
     shards, columns = np.nonzero(problem.is_alive[hosts])
-    slots = (hosts[shards, columns][:, None] * depth + np.arange(depth)).ravel()
-    ends = np.cumsum(np.bincount(shards, minlength=num_groups)) * depth
-    graph = csr_array(
-        (np.ones(slots.size, dtype=np.int8), slots.astype(np.int32), np.concatenate(([0], ends)).astype(np.int32)),
-        shape=(num_groups, num_groups * depth),
-    )
-    return bool((maximum_bipartite_matching(graph, perm_type="column") >= 0).all())
+    return match_slots(shards, hosts[shards, columns], len(hosts), depth) is not None
 
 
 def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray) -> StackArray:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.matching import match_slots
 from spare_megatron.stacking.placement import make_placement
 
 Hosts = tuple[tuple[Member, ...], ...]
@@ -180,23 +179,13 @@ def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...
             load[owner] += 1
         owners.append(owner)
     able = sorted({host for row in hosts for host in row})
-    most = -(-len(hosts) // len(able))
-    while most < max(load.values()):
-        matched = _match(hosts, able, most)
-        if matched is not None:
-            return matched
-        most += 1
+    place = {member: index for index, member in enumerate(able)}
+    rows = np.repeat(np.arange(len(hosts)), [len(row) for row in hosts])
+    places = np.array([place[host] for row in hosts for host in row], dtype=np.int64)
+    for most in range(-(-len(hosts) // len(able)), max(load.values())):
+        if (matched := match_slots(rows, places, len(hosts), most)) is not None:
+            return tuple(able[index] for index in matched.tolist())
     return tuple(owners)
-
-
-def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...] | None:
-    """An owner for every partition, at most `most` per member, or None."""
-    place = {member: index * most for index, member in enumerate(able)}
-    columns = [place[host] + number for row in hosts for host in row for number in range(most)]
-    ends = np.cumsum([0, *(len(row) * most for row in hosts)])
-    graph = csr_array((np.ones(len(columns), dtype=np.int8), columns, ends), shape=(len(hosts), len(able) * most))
-    found = maximum_bipartite_matching(graph, perm_type="column")
-    return None if (found < 0).any() else tuple(able[int(column) // most] for column in found)
 
 
 def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:

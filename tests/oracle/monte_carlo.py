@@ -51,7 +51,7 @@ def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> l
             nonlocal order
             result = reorder_stacks(placement, alive, order)
             order = result.order
-            return result.depth
+            return result.order.depth
 
         return after
 

@@ -11,12 +11,12 @@ from spare_megatron.stacking.matching import (
     Spread,
     SpreadProblem,
     cheapest_spread,
-    is_certified,
     least_spread,
     makespan_bound,
 )
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
+from tests.unit.certificate import is_certified
 
 COLD_COST = 10**6
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
+from benchmarks.reorder import least_load
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.reorder import least_load, patch_work
+from spare_megatron.stacking.reorder import patch_work
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks
 from tests.oracle.enumeration import mean_makespans
 from tests.oracle.monte_carlo import depth_samples, endured_samples, makespan_samples

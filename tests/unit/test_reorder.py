@@ -6,18 +6,19 @@ from itertools import product
 import numpy as np
 import pytest
 
+from benchmarks.reorder import least_load
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import SpreadProblem, cheapest_spread, is_certified, least_spread, makespan_bound
+from spare_megatron.stacking.matching import SpreadProblem, cheapest_spread, least_spread, makespan_bound
 from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.reorder import (
     Owners,
     Reorder,
     initial_owners,
-    least_load,
     patch_work,
     reorder_microbatches,
 )
+from tests.unit.certificate import is_certified
 
 Alive = frozenset[GroupId]
 RING = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))

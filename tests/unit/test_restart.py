@@ -36,7 +36,7 @@ def waiting(group: int, *steps: int, failure: str = "") -> RestartState:
 
 
 def decide(*waits: RestartState, waited_s: float, first_step: int = 0) -> Restart | GiveUp | CheckpointCandidate | None:
-    return decide_restart(9, Search(RING, waits, waited_s, LIMITS), 0, first_step=first_step)
+    return decide_restart(9, Search(replace(TERMS, first_step=first_step), waits, waited_s, LIMITS), 0)
 
 
 def restart(step: int, *groups: int) -> Restart:
@@ -233,7 +233,7 @@ def test_a_group_that_alone_finds_a_file_damaged_does_not_send_the_others_back()
 def test_the_last_group_alone_needs_no_second_witness() -> None:
     bad = Reading(NEW, damaged=(2,), reason="gone")
     ring = make_placement("golomb", 1, 1)
-    search = Search(ring, [reader(0, bad)], 0.0, LIMITS)
+    search = Search(LogTerms(placement=ring, num_steps=99), [reader(0, bad)], 0.0, LIMITS)
     assert search.refused_by(GroupId(0)) == {NEW: "gone"}
 
 

@@ -275,15 +275,15 @@ def test_none_is_taken_where_none_is_wanted_or_due() -> None:
 
 
 def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_both_are_alike() -> None:
-    ring = make_placement("golomb", 2, 1)
+    terms = LogTerms(placement=make_placement("golomb", 2, 1), num_steps=99)
     waiting = [
         RestartState(member=Member(GroupId(group), 1), candidates=(CheckpointCandidate(8), CheckpointCandidate(4)))
         for group in (0, 1)
     ]
     for step, attempt in ((6, None), (8, 18), (10, 20)):
         snapshot = WholeSnapshot(step=step, attempt=step + 10)
-        entry = decide_restart(11, Search(ring, waiting, 0.0, LIMITS, snapshot), 0)
-        without = decide_restart(11, Search(ring, waiting, 0.0, LIMITS), 0)
+        entry = decide_restart(11, Search(terms, waiting, 0.0, LIMITS, snapshot), 0)
+        without = decide_restart(11, Search(terms, waiting, 0.0, LIMITS), 0)
         assert entry == without if attempt is None else entry
         assert (entry.step, entry.snapshot) == (max(step, 8), attempt)  # type: ignore[union-attr]
 

@@ -113,17 +113,12 @@ class Restarts:
         snapshot = self.snapshots.newest_whole(
             (held for item in waiting for held in item.held), (held for item in waiting for held in item.partitions)
         )
-        search = Search(self._terms.placement, waiting, event.waited_s, self._limits, snapshot)
+        search = Search(self._terms, waiting, event.waited_s, self._limits, snapshot)
         reasons = search.refused_by(event.group)
         if reasons:
             return (actions.WithdrawCandidates(reasons=reasons),)
-        decision = decide_restart(
-            self.wipe_out.step,
-            search,
-            sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
-            last_resort=self._terms.last_resort,
-            first_step=self._terms.first_step,
-        )
+        num_recent = sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s)
+        decision = decide_restart(self.wipe_out.step, search, num_recent)
         if isinstance(decision, CheckpointCandidate):
             return (actions.ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
         return () if decision is None else (actions.AppendEntry(index=head, entry=decision),)
@@ -138,27 +133,31 @@ class Search:
 
     def __init__(
         self,
-        placement: Placement,
+        terms: LogTerms,
         waiting: Sequence[RestartState],
         waited_s: float,
         limits: RestartLimits,
         snapshot: WholeSnapshot | None = None,
     ) -> None:
-        self.placement, self.limits, self.snapshot = placement, limits, snapshot
+        self.terms, self.limits, self.snapshot = terms, limits, snapshot
         self.waiting = [_with_failure(item, limits) for item in waiting]
         self.able = [item for item in self.waiting if not item.failure or snapshot is not None]
         self.groups = frozenset(item.member.group for item in self.able)
         self.is_over = waited_s >= limits.wait_s
-        home = frozenset(map(GroupId, range(placement.num_groups)))  # further groups host no shard
-        self.is_early = not home <= self.groups and not self.is_over
+        self.home = frozenset(map(GroupId, range(terms.placement.num_groups)))  # further groups host no shard
+        self.is_early = not self.home <= self.groups and not self.is_over
         self._verifications: dict[CheckpointCandidate, FileVerification] = {}
+
+    def uncovered(self, groups: Collection[GroupId]) -> tuple[ShardId, ...]:
+        """Shards that none of these groups can compute."""
+        return () if self.terms.last_resort else self.terms.placement.uncovered(frozenset(groups))
 
     def verification(self, candidate: CheckpointCandidate) -> FileVerification:
         """What has been read of a checkpoint; its offering groups (all while more may come) divide its files."""
         if candidate not in self._verifications:
             groups = {item.member.group for item in self.able if candidate in item.candidates}
-            readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
-            self._verifications[candidate] = FileVerification(candidate, self.waiting, sorted(readers))
+            readers = sorted(self.home if self.is_early else groups)
+            self._verifications[candidate] = FileVerification(candidate, self.waiting, readers)
         return self._verifications[candidate]
 
     def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
@@ -167,9 +166,7 @@ class Search:
         return {candidate: reason for candidate, reason in found.items() if reason}
 
 
-def decide_restart(
-    step: int, search: Search, num_recent: int, *, last_resort: bool = False, first_step: int = 0
-) -> Restart | GiveUp | CheckpointCandidate | None:
+def decide_restart(step: int, search: Search, num_recent: int) -> Restart | GiveUp | CheckpointCandidate | None:
     """The entry that ends a wipe-out; the checkpoint to verify first; or None to wait.
 
     Picks the newest checkpoint that every waiting group offers, else the newest one whose offering groups host all
@@ -179,7 +176,8 @@ def decide_restart(
 
     >>> from spare_megatron.stacking.placement import make_placement
     >>> from spare_megatron.stacking.layout import Member
-    >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
+    >>> ring = LogTerms(placement=make_placement("golomb", 2, 1), num_steps=9)
+    >>> limits = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
     >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
     >>> first = RestartState(member=Member(0, 1), candidates=(new, old))
     >>> both = [first, RestartState(member=Member(1, 1), candidates=(old,))]
@@ -188,10 +186,10 @@ def decide_restart(
     >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
     True
     """
-    placement, limits, able = search.placement, search.limits, search.able
+    limits, able, first_step = search.limits, search.able, search.terms.first_step
     if num_recent >= limits.max_restarts:
         return GiveUp(step=step, reason=_too_many(num_recent, limits))
-    uncovered = () if last_resort else placement.uncovered(search.groups)
+    uncovered = search.uncovered(search.groups)
     if not search.is_early and (uncovered or not able):
         return GiveUp(step=step, reason=_not_back(search, uncovered))
     candidates = [{candidate for candidate in item.candidates if candidate.step > first_step} for item in able]
@@ -209,21 +207,20 @@ def decide_restart(
         return None
     if newest is not None or not any(candidates):
         return Restart(step=newest_step, members=_members(able))
-    found = _newest_of_some(search, first_step, is_everywhere=last_resort) if search.is_over else None
+    found = _newest_of_some(search) if search.is_over else None
     # The last group to come may offer what others have found damaged, and not yet the earlier ones that they offer.
     found = found or _newest_unread(search, set.union(*candidates))
     return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
 
 
-def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | CheckpointCandidate | None:
-    """Restart from the newest checkpoint after `first_step` whose offering groups host all shards; None without one.
-
-    Returns the checkpoint itself if it must be verified first. `is_everywhere`: every group can compute every shard.
+def _newest_of_some(search: Search) -> Restart | CheckpointCandidate | None:
+    """Restart from the newest checkpoint whose offering groups host all shards, or that if it must be verified first;
+    None without one.
     """
     for newest in sorted({candidate for item in search.able for candidate in item.candidates}, reverse=True):
         holders = [item for item in search.able if newest in item.candidates]
-        groups = frozenset(item.member.group for item in holders)
-        if newest.step > first_step and (is_everywhere or not search.placement.uncovered(groups)):
+        groups = [item.member.group for item in holders]
+        if newest.step > search.terms.first_step and not search.uncovered(groups):
             is_whole = search.verification(newest).is_whole
             return Restart(step=newest.step, members=_members(holders)) if is_whole else newest
     return None
@@ -259,7 +256,7 @@ def _nothing_in_common(waiting: Sequence[RestartState]) -> str:
 
 
 def _not_back(search: Search, uncovered: Sequence[ShardId]) -> str:
-    absent = sorted(set(range(search.placement.num_groups)) - search.groups)
+    absent = sorted(search.home - search.groups)
     reason = (
         f"groups {absent} have not come back within checkpoint.restart_wait_s={search.limits.wait_s:g}, and no other "
         f"group hosts shards {[int(shard) for shard in uncovered]}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import isclose
 from typing import Any
 
-from spare_megatron.journal.fold import Finding, placement_of
+from spare_megatron.journal.fold import Finding, invalid, placement_of, unknown
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
@@ -36,7 +36,7 @@ def check_places(view: JournalView, run: RunRecord) -> Iterator[Finding]:
 
 
 def _invalid(record: PlacesRecord, reason: str) -> Finding:
-    return Finding(severity="invalid", reason=f"assignment {record.index} of places {reason}")
+    return invalid(f"assignment {record.index} of places {reason}")
 
 
 def _why_impossible(
@@ -146,9 +146,7 @@ def _why_not_decided(record: LadderRecord) -> Iterator[Finding]:
             if is_so
         ]
     for reason in wrong:
-        yield Finding(
-            severity="invalid", reason=f"the decision about machine {record.machine} ({record.rule}): {reason}"
-        )
+        yield invalid(f"the decision about machine {record.machine} ({record.rule}): {reason}")
 
 
 def _of_list(records: list[PlacesRecord], passed: set[int]) -> Iterator[Finding]:
@@ -162,7 +160,7 @@ def _of_list(records: list[PlacesRecord], passed: set[int]) -> Iterator[Finding]
                 yield _invalid(record, f"ends the quarantine of machine {machine}, which is in none")
             elif machine not in passed:
                 reason = f"the journal lacks an examination that machine {machine} has passed, whose quarantine ends"
-                yield Finding(severity="unknown", reason=reason)
+                yield unknown(reason)
         for machine, place, _ in record.holdings:
             if machine % record.num_places in quarantined:
                 yield _invalid(record, f"gives place {place} to machine {machine}, which is in quarantine")
@@ -177,7 +175,7 @@ def _of_supervisor(source: str, records: list[PlacesRecord | StartRecord]) -> It
             quarantined -= set(record.released)
         elif quarantined:
             text = f"machine {min(quarantined)} starts group {record.group} (life {record.incarnation}) in quarantine"
-            yield Finding(severity="invalid", reason=f"{source}: {text}")
+            yield invalid(f"{source}: {text}")
 
 
 def _why_misjudged(record: ExaminationRecord) -> Iterator[Finding]:
@@ -188,7 +186,7 @@ def _why_misjudged(record: ExaminationRecord) -> Iterator[Finding]:
     others = [set(_digests(like)) for like in record.likes.values()]
     if len(own) != 1 or own not in others:
         what = f"examination {record.number} of machine {record.machine}"
-        yield Finding(severity="invalid", reason=f"{what} has passed, and no other machine has computed the same")
+        yield invalid(f"{what} has passed, and no other machine has computed the same")
 
 
 def _digests(figures: Mapping[str, Any] | None) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.journal.fold import Finding, Fold, Rule
+from spare_megatron.journal.fold import Finding, Fold, Rule, invalid, unknown
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import EndRecord, ParamsRecord, VoteRecord
@@ -35,12 +35,12 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
         if not changed[key] and not any(_compare(key[1], by_group.values())):
             continue
         excused = _excused_groups(fold, key, by_group, part.contributed.get(key[1], set()))
-        severity = fold.severity(is_known=key < fold.known.position)  # else a missing entry may have fenced a group
+        is_known = key < fold.known.position  # else a missing entry may have fenced a group
         for group in sorted(changed[key] - excused):
             reason = f"after {key[1]} steps group {group} has two digests of its parameters"
-            yield Finding(severity=severity, reason=reason, place=key)
+            yield fold.finding(reason, key, is_known=is_known)
         for reason in _compare(key[1], [record for group, record in by_group.items() if group not in excused]):
-            yield Finding(severity=severity, reason=reason, place=key)
+            yield fold.finding(reason, key, is_known=is_known)
 
 
 def _excused_groups(
@@ -83,7 +83,7 @@ def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Findi
     silent = fold.groups - {r.group for r in part.params if (r.num_restarts, r.step) in last}
     # After the loss of a state partition, groups that still lack its parameters have no digest to record.
     for group in sorted(silent) if silent and not has_lost_state(fold) else ():
-        yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
+        yield unknown(f"no digest of the last parameters of group {group} in the journal")
 
 
 def check_compared(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -95,7 +95,7 @@ def check_compared(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         for group in sorted(commit.members):
             if (group, commit.step + 1) not in compared and (group, commit.attempt + 1) in part.went_on:
                 reason = f"after {commit.step + 1} steps: no digest of the parameters of group {group} in the journal"
-                yield Finding(severity="unknown", reason=reason, place=(number,))
+                yield unknown(reason, (number,))
 
 
 def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -116,11 +116,8 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
             continue
         known = set() if before is None else digests.get((before, step), set())
         if known and not digests.get((number, step), set()) <= known:
-            yield Finding(
-                severity=fold.severity(is_known=(number, step) < fold.known.position),
-                reason=f"restart {number} loaded parameters that differ from those the groups held after {step} steps",
-                place=(number,),
-            )
+            reason = f"restart {number} loaded parameters that differ from those the groups held after {step} steps"
+            yield fold.finding(reason, (number,), is_known=(number, step) < fold.known.position)
 
 
 RULES: Sequence[Rule] = (check_restored, check_params, check_last_params, check_compared)
@@ -144,18 +141,17 @@ def check_partitions(view: JournalView, fold: Fold) -> Iterator[Finding]:
         return
     partitions = _fold_partitions(fold.terms.partitions, fold)
     for error in partitions.errors:
-        yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
+        yield fold.finding(error, is_known=fold.is_whole)
     ends = records_of(view.rare, EndRecord)
     if len(ends) == 1 and ends[0].outcome in ("finished", "stopped") and partitions.finished_at is None:
         reason = "the run has ended, and no log entry states that all parameters are complete"
-        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+        yield fold.finding(reason, is_known=fold.known.is_over)
     if partitions.finished_at is None:
         return
     stretch = Stretch(key="attempt", first=partitions.finished_at, end=partitions.finished_at + 1)
     for _, record in view.select((VoteRecord,), stretch)[VoteRecord]:
         if not record.is_complete:
-            reason = f"the run finished although group {record.group} lacked parameters"
-            yield Finding(severity="invalid", reason=reason)
+            yield invalid(f"the run finished although group {record.group} lacked parameters")
 
 
 def has_lost_state(fold: Fold) -> bool:

@@ -1,14 +1,25 @@
 """Rules on steps: the sums of every committed step count every microbatch exactly once, in every bucket.
 
 A failed attempt keeps, for each rank, the first buckets that all survivors hold. So every attempt from which some rank
-kept buckets, and the committed one, must count every microbatch exactly once by itself.
+kept buckets, and the committed one, must count every microbatch exactly once by itself, as an evaluation must.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from spare_megatron.journal.fold import Committed, Finding, Fold, FoldedAttempt, Rule, Severity
+from spare_megatron.core.log.loss_sums import added
+from spare_megatron.journal.fold import (
+    Committed,
+    Evaluation,
+    Finding,
+    Fold,
+    FoldedAttempt,
+    Rule,
+    Severity,
+    invalid,
+    unknown,
+)
 from spare_megatron.journal.journal_view import Attempts, by_attempt
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -40,8 +51,7 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
         for record in records:
             if was_fenced(record, fold):
                 reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
-                severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
-                yield Finding(severity=severity, reason=reason, place=place)
+                yield fold.finding(reason, place, is_known=record.attempt <= fold.known.attempt)
 
 
 def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -83,11 +93,9 @@ def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
         for group in sorted(attempted.members):
             counts, place = held.get((attempted.attempt, group)), (number, which)
             if following.kept and counts is None:
-                reason = f"step {commit.step}: no vote of group {group} says what it kept"
-                yield Finding(severity="unknown", reason=reason, place=place)
+                yield unknown(f"step {commit.step}: no vote of group {group} says what it kept", place)
             elif _more_than(counts or (), following.kept):
-                reason = f"step {commit.step}: buckets are kept whose sums group {group} did not hold"
-                yield Finding(severity="invalid", reason=reason, place=place)
+                yield invalid(f"step {commit.step}: buckets are kept whose sums group {group} did not hold", place)
 
 
 def check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -99,7 +107,7 @@ def check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
                 reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
-                yield Finding(severity="invalid", reason=reason, place=place)
+                yield invalid(reason, place)
 
 
 def was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
@@ -130,16 +138,14 @@ def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
     for place, record in part.votes:
         if was_fenced(record, fold):
             reason = f"step {record.step}: group {record.group} voted after it was fenced"
-            severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
-            yield Finding(severity=severity, reason=reason, place=place)
+            yield fold.finding(reason, place, is_known=record.attempt <= fold.known.attempt)
 
 
 def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No group votes twice on an attempt."""
     for (attempt, group), cast in sorted(_votes(part).items()):
         if len(cast) > 1:
-            reason = f"group {group} voted {len(cast)} times on attempt {attempt}"
-            yield Finding(severity="invalid", reason=reason, place=(attempt, group))
+            yield invalid(f"group {group} voted {len(cast)} times on attempt {attempt}", (attempt, group))
 
 
 def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -152,8 +158,7 @@ def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Fin
             digest = digest_of_work(microbatches_of([record]))
             last[record.group] = record.microbatches, digest
         if voted.get((record.attempt, record.group), digest) != digest:
-            reason = f"step {record.step}: group {record.group} voted on other work than it contributed"
-            yield Finding(severity="invalid", reason=reason, place=place)
+            yield invalid(f"step {record.step}: group {record.group} voted on other work than it contributed", place)
 
 
 def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -163,17 +168,15 @@ def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]
     for place, record in part.votes:
         if record.step != steps.get(record.attempt, record.step):
             reason = f"group {record.group} voted on attempt {record.attempt} as one of step {record.step}"
-            yield Finding(severity="invalid", reason=f"step {steps[record.attempt]}: {reason}", place=(-1, *place))
+            yield invalid(f"step {steps[record.attempt]}: {reason}", (-1, *place))
     for number, commit in part.commits:
         step = commit.step
         for group in sorted(commit.members):
             cast = votes.get((commit.attempt, group), [])
             if not cast:
-                reason = f"step {step}: no vote of group {group} in the journal"
-                yield Finding(severity="unknown", reason=reason, place=(number,))
+                yield unknown(f"step {step}: no vote of group {group} in the journal", (number,))
             elif not all(cast):
-                reason = f"step {step}: committed although group {group} lacked the complete sum"
-                yield Finding(severity="invalid", reason=reason, place=(number,))
+                yield invalid(f"step {step}: committed although group {group} lacked the complete sum", (number,))
 
 
 def _votes(part: Attempts) -> dict[tuple[int, int], list[bool]]:
@@ -196,8 +199,7 @@ def check_applied(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
             what = f"a group applied attempt {attempt}, another was committed"
         else:
             what = "applied without a commit"
-        severity = fold.severity(is_known=is_decided)
-        yield Finding(severity=severity, reason=f"step {step}: {what}", place=(step, attempt))
+        yield fold.finding(f"step {step}: {what}", (step, attempt), is_known=is_decided)
 
 
 def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -215,8 +217,7 @@ def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
             # A group lost after the commit may not have applied it, unless it contributed to the next attempt.
             was_lost = fold.last_fenced_at.get(group, -1) > commit.index
             if not was_lost or (group, commit.attempt + 1) in part.went_on:
-                reason = f"step {commit.step}: no update of group {group} in the journal"
-                yield Finding(severity="unknown", reason=reason, place=(number,))
+                yield unknown(f"step {commit.step}: no update of group {group} in the journal", (number,))
 
 
 def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]) -> Iterator[tuple[Severity, str]]:
@@ -235,6 +236,43 @@ def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]
             yield "invalid", f"group {group} applied it {times} times"
 
 
+def check_evaluations(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Every evaluation counts each microbatch of each validation set once, and is the sum of what its groups found."""
+    found = by_attempt(part.evaluations)
+    votes = {(record.attempt, record.group): record.is_complete for _, record in part.votes}
+    for number, evaluation in part.evaluated:
+        cast = {group: votes.get((evaluation.entry.attempt, group)) for group in evaluation.members}
+        records = [record for record in found[evaluation.entry.attempt] if record.group in evaluation.members]
+        for severity, reason in _check_evaluation(run, evaluation, records, cast):
+            what = f"evaluation after {evaluation.entry.step} steps: {reason}"
+            yield Finding(severity=severity, reason=what, place=(number,))
+
+
+def _check_evaluation(
+    run: RunRecord, evaluation: Evaluation, records: Sequence[EvaluationRecord], votes: Mapping[int, bool | None]
+) -> Iterator[tuple[Severity, str]]:
+    for group, vote in sorted(votes.items()):
+        if vote is None:
+            yield "unknown", f"no vote of group {group} in the journal"
+        elif not vote:
+            yield "invalid", f"decided although group {group} had not computed its part"
+    missing = sorted(evaluation.members.keys() - {record.group for record in records})
+    for group in missing:
+        yield "unknown", f"what group {group} found is not in the journal"
+    for record in records:
+        if record.incarnation != evaluation.members[record.group] or record.step != evaluation.entry.step:
+            yield "invalid", f"group {record.group} found it in another incarnation or step"
+    if missing:
+        return
+    expected = {(s, k) for s in range(run.num_groups) for k in range(run.eval_microbatches_per_shard)}
+    counted = Counter(microbatches_of(records))
+    if set(counted) != expected or set(counted.values()) != {1}:
+        yield "invalid", miscount(counted, expected)
+    found = added(record.sums for record in records)
+    if {one.name: one for one in found} != {one.name: one for one in evaluation.entry.sums}:
+        yield "invalid", "the log has other sums than its groups found"
+
+
 RULES: Sequence[Rule] = (
     check_contributions,
     check_kept,
@@ -245,4 +283,5 @@ RULES: Sequence[Rule] = (
     check_votes,
     check_applied,
     check_updates,
+    check_evaluations,
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from spare_megatron.journal.event_texts import fault_named
-from spare_megatron.journal.fold import Finding, Fold
+from spare_megatron.journal.fold import Finding, Fold, invalid, unknown
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import (
@@ -25,20 +25,17 @@ def check_terms(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findi
     terms = asdict(run)
     for name, value in sorted(view.settings.items()):
         if terms[name] != value and run.terms:
-            reason = f"the run record has {name}={terms[name]!r}, and config.toml {value!r}"
-            yield Finding(severity="invalid", reason=reason)
+            yield invalid(f"the run record has {name}={terms[name]!r}, and config.toml {value!r}")
     digest = digest_of_terms(terms)
     if run.terms not in ("", digest):
-        yield Finding(severity="invalid", reason="the terms in the run record do not match their digest")
+        yield invalid("the terms in the run record do not match their digest")
     for group in sorted({record.group for record in records if record.sha256 != digest}):
-        reason = f"group {group} ran under terms other than those of the run record"
-        yield Finding(severity="invalid", reason=reason)
+        yield invalid(f"group {group} ran under terms other than those of the run record")
     if run.terms or records:
         named = {(record.group, record.incarnation) for record in records}
         for group, incarnation in _incarnations_in_sums(fold):
             if (group, incarnation) not in named:
-                reason = f"the terms of group {group} in incarnation {incarnation} are not in the journal"
-                yield Finding(severity="unknown", reason=reason)
+                yield unknown(f"the terms of group {group} in incarnation {incarnation} are not in the journal")
 
 
 def _incarnations_in_sums(fold: Fold) -> list[tuple[int, int]]:
@@ -66,11 +63,10 @@ def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fin
                 if (restart.step, (restart.group, restart.incarnation)) not in ordered:
                     who = f"group {restart.group}, incarnation {restart.incarnation}"
                     reason = f"{who}, restarted after {restart.step} steps, and no log entry orders it"
-                    yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+                    yield fold.finding(reason, is_known=fold.known.is_over)
             case FaultRecord() as fault:
                 if (fault.step, fault.group, fault.rank, fault.phase, fault.kind) not in wanted:
-                    reason = f"the run record lacks an injected fault: {fault_named(fault)}"
-                    yield Finding(severity="invalid", reason=reason)
+                    yield invalid(f"the run record lacks an injected fault: {fault_named(fault)}")
 
 
 def _check_loss(loss: LossRecord, fold: Fold) -> Iterator[Finding]:
@@ -80,15 +76,14 @@ def _check_loss(loss: LossRecord, fold: Fold) -> Iterator[Finding]:
     is_fence = entry["entry"] == "fence" and entry["group"] == loss.group
     if not is_fence or entry.get("incarnation", 0) < loss.incarnation:
         what = f"log entry {loss.entry_index} does not fence incarnation {loss.incarnation} of group {loss.group}"
-        yield Finding(severity="invalid", reason=f"{what}, although a supervisor reports it")
+        yield invalid(f"{what}, although a supervisor reports it")
 
 
 def _check_recovery(recovery: RecoveryRecord, fold: Fold) -> Iterator[Finding]:
     strangers = sorted({group for group in recovery.lost if group not in fold.last_fenced_at})
     if strangers:
         what = f"group {recovery.group} recovered from the loss of groups {strangers} in step {recovery.step}"
-        severity = fold.severity(is_known=fold.known.is_over)
-        yield Finding(severity=severity, reason=f"{what}, and no log entry fences them")
+        yield fold.finding(f"{what}, and no log entry fences them", is_known=fold.known.is_over)
 
 
 _NUM_DIGITS = 12
@@ -97,8 +92,7 @@ _NUM_DIGITS = 12
 def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All ranks ran the code of the run record; each rank of a group in a committed sum recorded its code."""
     if view.origin_code not in (None, run.code):
-        reason = f"origin.json names {_code(view.origin_code)}, the run record {_code(run.code)}"
-        yield Finding(severity="invalid", reason=reason)
+        yield invalid(f"origin.json names {_code(view.origin_code)}, the run record {_code(run.code)}")
     ranks = records_of(view.rare, RankRecord)
     others: dict[str, list[RankRecord]] = defaultdict(list)
     for record in ranks:
@@ -107,16 +101,14 @@ def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
     for code, records in others.items():
         names = f"rank {records[0].rank} of group {records[0].group} in incarnation {records[0].incarnation}"
         more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-        reason = f"{names}{more} ran {_code(code)}, the run record names {_code(run.code)}"
-        yield Finding(severity="invalid", reason=reason)
+        yield invalid(f"{names}{more} ran {_code(code)}, the run record names {_code(run.code)}")
     if run.code:
         named = {(record.group, record.incarnation, record.rank) for record in ranks}
         for group, incarnation in _incarnations_in_sums(fold):
             missing = [rank for rank in range(run.ranks_per_group) if (group, incarnation, rank) not in named]
             if missing:
                 who = f"ranks {missing} of group {group} in incarnation {incarnation}"
-                reason = f"the code of {who} is not in the journal"
-                yield Finding(severity="unknown", reason=reason)
+                yield unknown(f"the code of {who} is not in the journal")
 
 
 def _code(digest: str | None) -> str:

@@ -7,12 +7,11 @@ from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.event_texts import describe_storage
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log
+from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log, invalid, unknown
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT, records_of
 from spare_megatron.journal.proofs import check_state, check_steps
 from spare_megatron.journal.proofs.check_audits import check_audits
-from spare_megatron.journal.proofs.check_evaluations import check_evaluations
 from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
@@ -70,7 +69,7 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant; shows `tally` every part that the rules read."""
     runs = records_of(view.rare, RunRecord)
     if len(runs) != 1:
-        found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
+        found = [unknown(f"{len(runs)} run records, expected 1")]
         return _verdict(view, found, 0, FORMAT)
     run = runs[0]
     fold = fold_view(view, run)
@@ -78,7 +77,7 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
     findings += [*_check_log(view, fold), *_check_fold(fold), *check_reports(view, run, fold)]
     findings += [*check_places(view, run), *check_quarantines(view)]
-    findings += _apply((*check_steps.RULES, check_evaluations, check_audits), attempts_of(view, fold), run, fold, tally)
+    findings += _apply((*check_steps.RULES, check_audits), attempts_of(view, fold), run, fold, tally)
     findings += check_state.check_partitions(view, fold)
     findings += _apply(check_state.RULES, steps_of(view, fold), run, fold, tally)
     findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
@@ -114,9 +113,9 @@ def _check_lines(view: JournalView, journal_format: int) -> Iterator[Finding]:
     for text in view.damage:
         if journal_format < FORMAT:
             reason = f"a line is not as format {FORMAT} has it, and the journal is of format {journal_format}: {text}"
-            yield Finding(severity="unknown", reason=reason)
+            yield unknown(reason)
         else:
-            yield Finding(severity="invalid", reason=f"damaged line: {text}")
+            yield invalid(f"damaged line: {text}")
 
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
@@ -145,19 +144,18 @@ def _fold(entries: dict[int, dict[str, Any]], losses: Sequence[LossRecord], run:
 def _check_log(view: JournalView, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
     for _, record in view.disputed():
-        yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
+        yield invalid(f"groups read different entries at log index {record.index}")
     for before, after in itertools.pairwise([-1, *sorted(fold.entries)]):
         if after - before == 2:
-            yield Finding(severity="unknown", reason=f"log entry {before + 1} is not in the journal")
+            yield unknown(f"log entry {before + 1} is not in the journal")
         elif after - before > 2:
-            reason = f"log entries {before + 1} to {after - 1} are not in the journal"
-            yield Finding(severity="unknown", reason=reason)
+            yield unknown(f"log entries {before + 1} to {after - 1} are not in the journal")
 
 
 def _check_fold(fold: Fold) -> Iterator[Finding]:
     """Steps are committed in order, once each, on ever later attempts; restarts go back to saved state."""
     for number, error in enumerate(fold.errors):
-        yield Finding(severity=fold.severity(is_known=number < fold.known.num_errors), reason=error)
+        yield fold.finding(error, is_known=number < fold.known.num_errors)
 
 
 def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -169,23 +167,23 @@ def _check_faults(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fin
         began = began_with.get(fault["step"], frozenset())
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             if is_due(fault, fold):  # else the run ended before it, or the group was lost to something else
-                yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
+                yield unknown(f"the fault {fault} never struck")
         elif fault["group"] in began and fault["step"] < fold.step - 1:
             there = set(fault.get("costs", [fault["group"]])) & began
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
                     continue  # an earlier fence is that of an earlier incarnation
                 reason = f"the fault {fault} struck, but no entry fences group {group}"
-                yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
+                yield fold.finding(reason, is_known=fold.is_whole)
 
 
 def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The journal has an end, and the log agrees with it."""
     ends = records_of(view.rare, EndRecord)
     if not ends:
-        yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
+        yield unknown("the journal has no end: the run goes on or was cut off")
     elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
-        yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
+        yield unknown(f"the journal has ends that differ: {[end.outcome for end in ends]}")
     elif ends[0].outcome == "finished" and not fold.is_trained:
         if fold.known.is_over:
             reason = f"the run finished with {fold.step} of {run.num_steps} steps committed"
@@ -194,15 +192,15 @@ def _check_end(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
             after = "" if counted is None else f" after {run.first_step + counted} committed steps"
             lacks = f"the journal lacks the log after {fold.step} of {run.num_steps} steps"
             reason = f"the run finished{after}, and {lacks}"
-        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+        yield fold.finding(reason, is_known=fold.known.is_over)
     elif ends[0].outcome == "wipe_out" and not _is_wiped_out(fold):
         reason = "the run ended as a wipe-out, and every shard has a surviving host"
         reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
-        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+        yield fold.finding(reason, is_known=fold.known.is_over)
     elif ends[0].outcome == "stopped" and not any(commit.is_last for commit in fold.kept_commits):
-        yield Finding(severity="unknown", reason="the run was stopped before its last step was committed")
+        yield unknown("the run was stopped before its last step was committed")
     elif ends[0].outcome in ("failed", "halted"):
-        yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+        yield unknown(f"the run ended as {ends[0].outcome}: {ends[0].reason}")
 
 
 def _is_cut(view: JournalView, fold: Fold) -> bool:
@@ -214,7 +212,7 @@ def _check_storage(view: JournalView) -> Iterator[Finding]:
     """Storage accepted all lines."""
     for record in records_of(view.rare, StorageRecord):
         if record.outcome == "lost":
-            yield Finding(severity="unknown", reason=describe_storage(record))
+            yield unknown(describe_storage(record))
 
 
 def _is_wiped_out(fold: Fold) -> bool:

@@ -151,8 +151,7 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Repla
 def compute(
     config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wanted: Wanted, where: Where
 ) -> tuple[list[OfRank], dict[int, str]]:
-    """What each rank of the group has found, and node -> host of the machines that have computed. Leaves no process on
-    any of them.
+    """What each rank of the group has found, and node -> host of the machines that have computed; no process is left.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """

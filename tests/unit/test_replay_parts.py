@@ -160,7 +160,7 @@ FIT = MachineFacts(host="other", gpus=("GPU-a", "GPU-b"), code=code_digest())
         ),
         ([], "cpu", "node 3: its process ended before its answer"),
         ([FIT, ValueError("rank 2 ended")], "cpu", r"node 3 \(other\): rank 2 ended"),
-        ([FIT], "cpu", r"node 3 \(other\): its process has ended before it has computed"),
+        ([FIT], "cpu", r"node 3 \(other\): its process ended before its answer"),
     ],
 )
 def test_a_machine_that_is_unfit_or_fails_ends_the_replay_everywhere(

@@ -47,6 +47,11 @@ class NodeProcesses:
 
     def ask(self, orders: Mapping[int, object], limit_s: float) -> dict[int, Any]:
         """Sends the requests and returns the answers. Nodes that do not answer are dropped."""
+        answers = self.answers(orders, limit_s, late="a file system or a GPU there may hang")
+        return {node: answer for node, answer in answers if node not in self.failures}
+
+    def answers(self, orders: Mapping[int, object], limit_s: float, *, late: str) -> Iterator[tuple[int, Any]]:
+        """Sends the requests; yields each node with its answer, or with None as it is dropped, `late` as the advice."""
         pending: dict[Connection, int] = {}
         for node, order in orders.items():
             connection = self.connections.get(node)
@@ -54,18 +59,20 @@ class NodeProcesses:
                 with contextlib.suppress(OSError):  # found gone below
                     connection.send(order)
                 pending[connection] = node
-        answers, end_s = {}, time.monotonic() + limit_s
+        end_s = time.monotonic() + limit_s
         while pending and (left_s := end_s - time.monotonic()) > 0:
             ready = wait(list(pending), left_s)
             for connection in [connection for connection in pending if connection in ready]:
                 node = pending.pop(connection)
+                answer = None
                 try:
-                    answers[node] = connection.recv()
+                    answer = connection.recv()
                 except (EOFError, OSError):
                     self._lose(node, "its process ended before its answer; see its output there")
+                yield node, answer
         for node in pending.values():
-            self._lose(node, f"no answer within {limit_s:g} s; a file system or a GPU there may hang")
-        return answers
+            self._lose(node, f"no answer within {limit_s:g} s; {late}")
+            yield node, None
 
     def close(self) -> None:
         for connection in self.connections.values():

@@ -78,10 +78,8 @@ class Replay:
 
 
 def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: Where = _HERE) -> Replay:
-    """Computes the disputed microbatches of a step again, or one of them.
-
-    Raises ValueError if there is no such dispute, its parameters are not there or damaged, or a machine is not there or
-    cannot compute as the run did.
+    """Computes the disputed microbatches of a step again, or one of them. ValueError: there is no such dispute, its
+    parameters are not there or damaged, or a machine is not there or cannot compute as the run did.
     """
     view = JournalIndex(run_dir, settings=terms_in(run_dir))
     run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)

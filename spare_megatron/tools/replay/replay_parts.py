@@ -1,12 +1,10 @@
 """Which machines compute a replay, with which devices, and how the ranks on them come together."""
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +149,7 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Repla
 def compute(
     config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wanted: Wanted, where: Where
 ) -> tuple[list[OfRank], dict[int, str]]:
-    """What each rank of the group has found, and node -> host of the machines that have computed. Leaves no process on
-    any of them.
+    """What each rank of the group has found, and node -> host of the machines that have computed; no process is left.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """
@@ -281,24 +278,10 @@ def _collect(
     nodes: NodeProcesses, orders: Mapping[int, ComputePart], facts: Mapping[int, MachineFacts], where: Where
 ) -> dict[int, OfRank]:
     """What each rank has found. ValueError: a rank or a machine has failed, or all are too slow."""
-    pending = {nodes.connections[node]: node for node in orders}
-    for connection, node in pending.items():
-        with contextlib.suppress(OSError):  # found gone below
-            connection.send(orders[node])
     found: dict[int, OfRank] = {}
-    end_s = time.monotonic() + _TIMEOUT_S
-    while pending:
-        ready = wait(list(pending), max(0.0, end_s - time.monotonic()))
-        if not ready:
-            raise ValueError(f"the replay has not ended within {_TIMEOUT_S:g} s; name one --microbatch")
-        for connection in [connection for connection in pending if connection in ready]:
-            node = pending.pop(connection)
-            machine = "" if where.group is None else f"node {node} ({facts[node].host}): "
-            try:
-                answer = connection.recv()
-            except (EOFError, OSError):
-                raise ValueError(f"{machine}its process has ended before it has computed") from None
-            if isinstance(answer, ValueError):
-                raise ValueError(f"{machine}{answer}")
-            found |= answer
+    for node, answer in nodes.answers(orders, _TIMEOUT_S, late="name one --microbatch"):
+        failure = answer if isinstance(answer, ValueError) else nodes.failures.get(node)
+        if failure is not None:
+            raise ValueError(f"{'' if where.group is None else f'node {node} ({facts[node].host}): '}{failure}")
+        found |= answer
     return found

@@ -19,15 +19,13 @@ from spare_megatron.tools.simulate.scenario import Scenario
 
 
 class Fleet:
-    """The groups of a simulated run. Time only moves forward, as far as the caller says.
+    """The groups of a simulated run, in virtual time that only moves forward.
 
-    Failed hardware (a group's, or one of its nodes) is repaired into the pool of spares. A lost group reserves what is
-    free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
-    state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
-    left a lost group stays away until a restart, which brings back all groups and spares. With re-forming a loss takes
-    one machine instead, nothing is reserved, and `core.machines.reforming` decides which groups are whole again. A
-    group with a notice of its loss may leave before. `num_lost`: groups lost so far, counting each loss. `max_down`:
-    the most groups down at a time.
+    Failed hardware is repaired into a pool of spares. A lost group reserves what is free first, a spare or the next
+    repaired, fetches the state and waits to be admitted; groups lost together choose in order of their ids. If there is
+    none, it stays away until a restart, which brings back all groups and spares. With re-forming a loss takes one
+    machine, nothing is reserved, and `core.machines.reforming` decides which groups are whole again. A group with a
+    notice of its loss may leave before. `num_lost` counts each loss; `max_down`: the most groups down at a time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+
+import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+# isort: split
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
 

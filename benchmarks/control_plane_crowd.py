@@ -21,7 +21,9 @@ from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.formats.codec import encode, set_fields
 from spare_megatron.formats.frames import Address, Frame, FrameKind, Inbox, send_at_once
 from spare_megatron.stacking.layout import Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.store.interface import published
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
@@ -178,9 +180,9 @@ class Crowd:
 
 
 def _address_of(log: DecisionLog, relay: Member) -> Address:
-    text = log.relay(relay)
-    assert text is not None, "relays are up before anybody votes"
-    return Address.parse(text)
+    (address,) = published(log.store, [keys.relay(relay)], Address)
+    assert address is not None, "relays are up before anybody votes"
+    return address
 
 
 def _connect(leader: Leader, address: Address, selector: selectors.BaseSelector) -> _Voter:

@@ -2,17 +2,23 @@
 
     python benchmarks/convert_megatron.py FOLDER          # tests/functional_tests/test_cases/gpt of a checkout
 
-Declared absent, and so made up: paths, the tokenizer (50257 tokens) and the devices (one node of 8). A configuration
-that begins from a checkpoint loads it from another folder than the one that it saves to; all others go on with their
-own. It counts as converted if no argument is missing and the preset passes `spare config check --elsewhere`.
+Declared absent, and so made up: paths, the tokenizer (50257 tokens) and the devices (one node of 8, or as many as a
+launch of several names). A checkpoint that a configuration begins from (`TEST_TYPE` frozen-start or
+checkpoint-consistency) is in another folder than the one that it saves to; all others go on with their own, as their
+first run begins without one (`run_ci_test.sh`). A configuration counts as converted if each of its launches has no
+argument that is missing and a preset that passes `spare config check --elsewhere`.
 """
 
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,20 +28,37 @@ from spare_megatron.tools.convert.launch import read_launch
 from spare_megatron.tools.convert.reading import convert_launch, problems_of
 
 _PATHS = "DATA_PATH DATA_CACHE_PATH TENSORBOARD_PATH WANDB_EXPERIMENT WANDB_SAVE_PATH OUTPUT_PATH INFERENCE_OUTPUT_PATH"
-_ABSENT = ("--nproc-per-node", "8", "--nnodes", "1")
+yaml: Any = import_module("yaml")
+_BEGIN_ELSEWHERE = ("frozen-start", "checkpoint-consistency")
 
 
 def outcome(file: Path) -> tuple[str, Counter[str]]:
     """Why the configuration is refused, empty if it is converted; and its given arguments by what became of them."""
-    begins_elsewhere = "frozen" in file.read_text(encoding="utf-8").partition("TEST_TYPE:")[2].split("\n")[0]
+    table = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    kinds: Counter[str] = Counter()
+    for name in (name for name in table if re.fullmatch(r"MODEL_ARGS(_\d+)?", name)):
+        try:
+            reason, found = _outcome_of_launch(table, name)
+        except ValueError as error:
+            return str(error).partition("launch.yaml ")[2] or str(error), kinds
+        kinds += found
+        if reason:
+            return reason, kinds
+    return "", kinds
+
+
+def _outcome_of_launch(table: Mapping[str, Any], name: str) -> tuple[str, Counter[str]]:
     defined = {name: f"/{name.lower()}" for name in _PATHS.split()} | {"REPEAT": "1", "DATA_BLEND": "1 /a 2 /b"}
+    begins_elsewhere = table.get("TEST_TYPE") in _BEGIN_ELSEWHERE
     defined |= {"CHECKPOINT_SAVE_PATH": "/saved", "CHECKPOINT_LOAD_PATH": "/loaded" if begins_elsewhere else "/saved"}
-    try:
+    num_gpus = table.get("MODEL_ENV_VARS", {}).get(name, {}).get("GPUS_PER_NODE", "8")
+    with TemporaryDirectory() as folder:
+        (file := Path(folder) / "launch.yaml").write_text(
+            yaml.dump({"ENV_VARS": table.get("ENV_VARS") or {}, "MODEL_ARGS": table[name]}), encoding="utf-8"
+        )
         launch = read_launch(file, defined)
-        size = () if "--vocab-size" in launch.arguments else ("--vocab-size", "50257")
-        _, preset, _ = convert_launch(launch, [*_ABSENT, *size], ())
-    except ValueError as error:
-        return str(error).removeprefix(f"{file} "), Counter()
+    size = () if "--vocab-size" in launch.arguments else ("--vocab-size", "50257")
+    _, preset, _ = convert_launch(launch, ["--nproc-per-node", num_gpus, "--nnodes", "1", *size], ())
     given = [found for name, found in preset.classes.items() if f"--{name}" in {*_names(launch.arguments)}]
     kinds = Counter(found.kind for found in given)
     if missing := sorted({name for name, found in preset.classes.items() if found.kind == "missing"}):

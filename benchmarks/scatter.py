@@ -1,7 +1,8 @@
 """A bucket of gradients summed for everybody beside one whose parts are summed for their recipients, over gloo.
 
 One process for each group, in turn with one communicator. With as many parts as groups, a bucket is all gradients of a
-rank; with one part, it lies within a partition, whose owner is another group in each round.
+rank; with one part, it lies within a partition, whose owner is another group in each round. With `--exact` the bucket
+has int64 numbers, and the other way is a reduce-scatter and an all-gather of the sums in fp32.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer, _Awaited
 
 TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.0005
@@ -31,7 +32,8 @@ EXTRAS = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--elements", type=int, default=1_000_000, help="gradients in the bucket, fp32")
+    parser.add_argument("--elements", type=int, default=1_000_000, help="gradients in the bucket")
+    parser.add_argument("--exact", action="store_true", help="int64 sums, reduce-scattered and gathered in fp32")
     parser.add_argument("--parts", type=int, default=1, help="partitions that the bucket lies in")
     parser.add_argument("--redundancy", type=int, default=2, help="recipients of each")
     parser.add_argument("--rounds", type=int, default=20, help="sums of each kind")
@@ -68,7 +70,7 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
     size = options.groups
     backend = dist.ProcessGroupGloo(dist.FileStore(str(store), size), rank, size, TIMEOUT)
     exchange = Exchange(backend, rank, is_polled=False)
-    buffer = torch.zeros(options.elements + EXTRAS)
+    buffer = torch.zeros(options.elements + EXTRAS, dtype=torch.int64 if options.exact else torch.float32)
     spent_s: dict[str, list[float]] = {"all_reduced": [], "scattered": []}
     sent_bytes = dict.fromkeys(spent_s, 0)
     for number in range(options.rounds):
@@ -78,6 +80,8 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
             transfer = Transfer(connection=SharedBackend(backend, buffer.device, 60.0), tensors=[buffer])
             if kind == "all_reduced":
                 transfer.works = [backend.allreduce([buffer], dist.AllreduceOptions())]
+            elif options.exact:
+                _post_exact(transfer, backend, buffer, rank, size)
             else:
                 exchange.post(transfer, _shares(options, buffer, number), buffer[-EXTRAS:], number * options.parts)
             while not transfer.advance():
@@ -88,6 +92,17 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
     if results is not None:
         results.send((spent_s, sent_bytes))
     backend.barrier(dist.BarrierOptions()).wait()
+
+
+def _post_exact(transfer: Transfer, backend: dist.ProcessGroupGloo, buffer: torch.Tensor, rank: int, size: int) -> None:
+    """The extras are summed for all, as they are now; what a strip lacks at the end is left out."""
+    strip = (len(buffer) - EXTRAS) // size
+    summed, gathered = torch.empty(strip, dtype=torch.int64), torch.empty(size * strip)
+    whole = buffer[: size * strip]
+    scattered = backend._reduce_scatter_base(summed, whole, dist.ReduceScatterOptions())
+    # Of this kind `wait()` alone reports the end.
+    transfer.works = [_Awaited([scattered]), backend.allreduce([buffer[-EXTRAS:]], dist.AllreduceOptions())]
+    transfer.follow = lambda: [backend._allgather_base(gathered, summed.float())]
 
 
 def _shares(options: argparse.Namespace, buffer: torch.Tensor, number: int) -> list[BucketShare]:

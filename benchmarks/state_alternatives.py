@@ -112,7 +112,7 @@ def measure_snapshots(num_bytes: int, rounds: int) -> dict[str, Any]:
         ways: dict[str, Copy] = {
             "files": lambda now, last, write: files.copy(now, last, num_bytes, write),
             "server": lambda now, last, write: client.copy(
-                now, last, {None: num_bytes}, lambda memories: write(memories[0])
+                now, last, {None: num_bytes}, lambda mapped: write(mapped[0].memory)
             ),
         }
         before = shared_bytes()

@@ -74,7 +74,7 @@ def parse_options() -> argparse.Namespace:
 
 def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
     """Everything but the verdict on the figures, which it returns."""
-    say(f"`spare` is {spare_command()}; everything is made in {folder}, without a network")
+    say(f"`spare` is {shlex.join(spare_command())}; everything is made in {folder}, without a network")
     say("1 of 6: text of two kinds as JSON lines, from this Python: its modules, and its manual")
     library = Path(sysconfig.get_paths()["stdlib"])
     write_json_lines(folder / "code.jsonl", (file.read_text("utf-8") for file in sorted(library.glob("*.py"))))
@@ -196,8 +196,8 @@ def transformers_loss(run_dir: Path, weights: Path) -> float:
 # ------------------------------------------------------------------------------------------------------- commands
 
 
-def spare_command() -> Path:
-    return Path(sys.executable).with_name("spare")
+def spare_command() -> list[str]:
+    return [sys.executable, "-m", "spare_megatron"]
 
 
 def spare(*words: object, is_read: bool = False) -> str:
@@ -210,7 +210,7 @@ def spare(*words: object, is_read: bool = False) -> str:
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         output = subprocess.PIPE if is_read else None  # a terminal shows progress as it goes
-        done = subprocess.run([spare_command(), *map(str, words)], stdout=output, text=True, check=False)
+        done = subprocess.run([*spare_command(), *map(str, words)], stdout=output, text=True, check=False)
     finally:
         signal.signal(signal.SIGINT, before)
     print(done.stdout or "", end="", flush=True)

@@ -121,6 +121,17 @@ def misplaced(house: House, package: Package) -> Iterator[str]:
             yield f"{file}:{line} imports {target}, which {room.path} may not"
 
 
+def unprepared(package: Package) -> Iterator[str]:
+    """Files that import megatron, when they are loaded, before our `mcore`, which makes it possible without triton."""
+    mcore = f"{package.root.name}.mcore"
+    for file, tree in package.trees.items():
+        at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [name for node in at_once for _, name in imported_names(node)]
+        first = next((name for name in names if name.startswith(("megatron.", f"{mcore}.")) or name == mcore), "")
+        if first.startswith("megatron.") and not file.startswith("mcore/"):
+            yield f"{file} imports megatron before {mcore}, which makes it importable"
+
+
 def circles(package: Package) -> Iterator[str]:
     """A circle of files that import each other, if there is one."""
     graph: dict[str, set[str]] = {file: set() for file in package.trees}

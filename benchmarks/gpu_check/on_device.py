@@ -1,6 +1,5 @@
 """Parts that look into single ranks: memory over aborts, and what the steps of a reduction cost."""
 
-import mmap
 import multiprocessing
 import os
 import statistics
@@ -27,8 +26,10 @@ from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import set_gpu_environment
+from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.snapshot.mapped_files import MappedFiles
 from spare_megatron.store.tcp_store import TcpControlStore, listen
 
 NUM_ABORTS = 10
@@ -185,18 +186,21 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
         sums.put(bucket, staging)
     trainer.update(sums.totals().loss)
     trainer.begin_step(1)
-    memory = mmap.mmap(-1, trainer.state_copy().num_bytes)
+    fd = os.memfd_create("snapshot")
+    os.posix_fallocate(fd, 0, trainer.state_copy().num_bytes)
+    mapped = MappedFiles(torch.cuda.cudart() if device.type == "cuda" else None)
+    file = mapped.map(Part(0), fd)
 
     def copy() -> None:
-        trainer.state_copy().write(memory)
+        trainer.state_copy().write(file.memory, file.range_bytes)
 
     def copy_beside() -> None:
-        copying = threading.Thread(target=trainer.state_copy().write, args=(memory,))
+        copying = threading.Thread(target=trainer.state_copy().write, args=(file.memory, file.range_bytes))
         copying.start()
         trainer.compute(work)
         copying.join()
 
-    return {
+    found = {
         "digest of the parameters": _median_s(lambda: trainer.params_digest().hexdigest(), device),
         "norms of all buckets": _median_s(lambda: [sums.norm(bucket) for bucket in range(len(sums.buckets))], device),
         "staging of all buckets": _median_s(stage_all, device),
@@ -204,6 +208,16 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
         "snapshot copy": _median_s(copy, device, _ROUNDS_OF_A_COPY),
         "snapshot copy beside two microbatches": _median_s(copy_beside, device, _ROUNDS_OF_A_COPY),
     }
+    mapped.register()
+    if device.type == "cuda" and not mapped.failure:
+        found |= {
+            "registering a snapshot's memory": mapped.last_s,
+            "snapshot copy into registered memory": _median_s(copy, device, _ROUNDS_OF_A_COPY),
+            "the same beside two microbatches": _median_s(copy_beside, device, _ROUNDS_OF_A_COPY),
+        }
+    mapped.keep(())
+    os.close(fd)
+    return found
 
 
 def _median_s(call: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:

@@ -6,10 +6,12 @@ import select
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -82,6 +84,54 @@ def _has_reader(stream: IO[str]) -> bool:
     poll = select.poll()
     poll.register(stream, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+T = TypeVar("T")
+
+
+def option(
+    text: str,
+    *names: str,
+    default: Any = None,
+    shown: bool | str = True,
+    metavar: str | None = None,
+    least: int | None = None,
+) -> Any:
+    """A field of a dataclass that `takes` makes an option of, with this help. `shown`: how the default is shown."""
+    parameter = typer.Option(*names, help=text, show_default=shown, metavar=metavar, min=least)
+    return field(default=default, metadata={"parameter": parameter})
+
+
+def like(options: type[Any], name: str) -> Any:
+    """A field that is the same option as one of other `options`."""
+    one = next(one for one in fields(options) if one.name == name)
+    return field(default=one.default, metadata=one.metadata)
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Makes a command of a function of one dataclass: fields are `option`s, or annotated as parameters of typer."""
+    hints = get_type_hints(options, include_extras=True)
+    listed: Any = fields(options)  # type: ignore[arg-type]
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[hints[one.name], *one.metadata.values()] if one.metadata else hints[one.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        )
+        for one in listed
+    ]
+
+    def with_options(command: Callable[[T], None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(options(**given))
+
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return with_options
 
 
 class SpareCommand(TyperCommand):

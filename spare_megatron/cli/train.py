@@ -1,6 +1,7 @@
 """`spare train`: one run on this machine."""
 
 import dataclasses
+import inspect
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,8 +91,8 @@ def train(
 
 
 assert train.__doc__ is not None, "its help is its docstring"
-train.__doc__ = train.__doc__.replace(
-    "EXIT_CODES", "\n    ".join(f"- {code}: {text}" for code, text in MEANINGS.items())
+train.__doc__ = inspect.cleandoc(train.__doc__).replace(  # as Python 3.13 compiles it
+    "EXIT_CODES", "\n".join(f"- {code}: {text}" for code, text in MEANINGS.items())
 )
 
 

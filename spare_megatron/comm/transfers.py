@@ -167,10 +167,12 @@ class Exchange:
         buffers may complete in different orders. NCCL's stream keeps the order; with gloo a sum is forwarded once it is
         here.
         """
-        transfer.works = self._sums(shares, extras)
         if self._is_polled:
-            transfer.works = [*transfer.works, *self._copies(shares, first_tag)]
+            # As one batch: NCCL starts a kernel for all of them.
+            sums = nccl.coalesced(self._backend, extras.device, lambda: self._sums(shares, extras))
+            transfer.works = [sums, *self._copies(shares, first_tag)]
         else:
+            transfer.works = self._sums(shares, extras)
             transfer.follow = lambda: self._copies(shares, first_tag)
 
     def _sums(self, shares: Sequence[BucketShare], extras: torch.Tensor) -> list[Any]:

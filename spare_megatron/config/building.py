@@ -58,13 +58,13 @@ class TypeProblem:
     text: str
 
 
-class _Misfit(Exception):
+class Misfit(ValueError):
     """A value does not have the type of its field."""
 
 
 def valid_keys() -> tuple[str, ...]:
     """Every dotted key in the order of the schema; `[megatron]` is open and contributes none."""
-    return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
+    return tuple(key for key, kind in leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
 
 
 def build_run_config(
@@ -75,11 +75,11 @@ def build_run_config(
     """
     problems: list[TypeProblem] = []
     table: dict[str, Any] = {}
-    kinds = {**_leaf_kinds(RunConfig, ""), **{f"megatron.{name}": kind for name, kind in megatron_kinds.items()}}
+    kinds = {**leaf_kinds(RunConfig, ""), **{f"megatron.{name}": kind for name, kind in megatron_kinds.items()}}
     for key, value in values.items():
         try:
-            converted = _convert(value, kinds[key], key) if key in kinds else value
-        except _Misfit as misfit:
+            converted = convert(value, kinds[key], key) if key in kinds else value
+        except Misfit as misfit:
             problems.append(TypeProblem(key=key, text=str(misfit)))
             continue
         section, _, name = key.partition(".")
@@ -91,12 +91,12 @@ def build_run_config(
 
 
 @cache
-def _leaf_kinds(schema: type[Any], prefix: str) -> Mapping[str, Any]:
+def leaf_kinds(schema: type[Any], prefix: str) -> Mapping[str, Any]:
     """Maps each dotted key to its type; cached because a campaign builds many configurations."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and isinstance(kind, type):
-            kinds.update(_leaf_kinds(kind, f"{prefix}{name}."))
+            kinds.update(leaf_kinds(kind, f"{prefix}{name}."))
         else:
             kinds[f"{prefix}{name}"] = kind
     return kinds
@@ -111,12 +111,12 @@ def _build_sections(table: Mapping[str, Any]) -> RunConfig:
 # --------------------------------------------------------------------------------------------------- one value
 
 
-def _convert(value: Any, kind: Any, key: str) -> Any:
-    """Converts a value to the type of its field; a whole number is accepted for a float."""
+def convert(value: Any, kind: Any, key: str) -> Any:
+    """Converts a value to the type of its field; a whole number is accepted for a float. Raises Misfit."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         inner = [choice for choice in get_args(kind) if choice is not type(None)]
-        return _convert(value, inner[0], key)
+        return convert(value, inner[0], key)
     if origin is tuple:
         return _convert_list(value, get_args(kind)[0], key)
     if is_dataclass(kind) and isinstance(kind, type):
@@ -129,7 +129,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
             return float(value)
     elif type(value) is kind:
         return value
-    raise _Misfit(f"{key}={value!r} must be {describe_kind(kind)}")
+    raise Misfit(f"{key}={value!r} must be {describe_kind(kind)}")
 
 
 def _choices(kind: Any) -> Collection[str]:
@@ -140,21 +140,21 @@ def _choices(kind: Any) -> Collection[str]:
 
 def _convert_list(value: Any, kind: Any, key: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise _Misfit(f"{key}={value!r} must be a list")
-    return tuple(_convert(item, kind, f"{key}[{index}]") for index, item in enumerate(value))
+        raise Misfit(f"{key}={value!r} must be a list")
+    return tuple(convert(item, kind, f"{key}[{index}]") for index, item in enumerate(value))
 
 
 def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
     if not isinstance(value, dict):
-        raise _Misfit(f"{key}={value!r} must be a table")
+        raise Misfit(f"{key}={value!r} must be a table")
     hints = get_type_hints(kind)
     for name in value:
         if name not in hints:
-            raise _Misfit(f"unknown setting {key}.{name}; {advice(name, list(hints))}")
+            raise Misfit(f"unknown setting {key}.{name}; {advice(name, list(hints))}")
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in value:
-            raise _Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")
-    return kind(**{name: _convert(item, hints[name], f"{key}.{name}") for name, item in value.items()})
+            raise Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")
+    return kind(**{name: convert(item, hints[name], f"{key}.{name}") for name, item in value.items()})
 
 
 def describe_kind(kind: Any) -> str:

@@ -36,6 +36,11 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
     return {**_fields_of(config.model), **config.megatron}
 
 
+def head_width(config: RunConfig) -> Any:
+    """Values of a query, key or value in one attention head."""
+    return config.megatron.get("kv_channels") or config.model.hidden_size // max(config.model.num_attention_heads, 1)
+
+
 def _fields_of(model: ModelConfig) -> dict[str, Any]:
     function, is_gated = _ACTIVATIONS[model.activation]
     return {
@@ -60,7 +65,7 @@ def _expert_fields_of(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.experts_per_token,
-        "moe_ffn_hidden_size": model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
+        "moe_ffn_hidden_size": model.expert_width,
         "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
         # Megatron names tensors of layers that are not all alike by their number, and stacks the others'.
         "moe_layer_freq": layers if model.num_dense_layers else 1,

@@ -50,7 +50,7 @@ def dump_run_config(config: RunConfig) -> str:
 
 
 def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yields every setting by dotted key in schema order; of `[megatron]` only the keys that are set."""
+    """Every setting by dotted key; of `[megatron]` only the keys that are set."""
     for section in fields(config):
         value = getattr(config, section.name)
         if is_dataclass(value):

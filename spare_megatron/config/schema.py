@@ -79,6 +79,14 @@ class ModelConfig:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto uses transformer-engine on a GPU where it is installed, else local."""
 
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_ffn_hidden_size or self.ffn_width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
@@ -431,15 +439,15 @@ class SlurmConfig:
     """Partition; the cluster's default if empty."""
     account: str = ""
     """Account that is charged for the job; the user's default if empty."""
-    time_limit_minutes: int | None = None
+    time_limit_minutes: PositiveInt | None = None
     """Minutes until Slurm ends the job; the partition's limit if absent."""
-    end_before_limit_s: int = 300
+    end_before_limit_s: PositiveInt = 300
     """Seconds before the time limit at which the run finishes its step, saves, and requeues the job."""
-    max_requeues: int = 10
+    max_requeues: NonNegativeInt = 10
     """Times that the job is requeued, after a wipe-out or at its time limit."""
-    gpus_per_node: int = 8
+    gpus_per_node: PositiveInt = 8
     """GPUs per node; its ranks use all of them. Ignored on CPUs."""
-    num_spare_nodes: int = 0
+    num_spare_nodes: NonNegativeInt = 0
     """Nodes of the job kept idle to replace lost ones."""
     options: tuple[str, ...] = ()
     """Additional options of sbatch, such as --qos=high or --constraint=h100."""
@@ -453,7 +461,7 @@ class SlurmConfig:
     """Path of Python inside the steps, where a container has it elsewhere; that of `spare submit` if empty."""
     doctor: bool = False
     """Examines all nodes of the job first, as `spare doctor` does, and ends the job if one has a problem."""
-    etcd_port: int = 2379
+    etcd_port: PositiveInt = 2379
     """First of 6 ports for the etcd that the job starts on its nodes if control.endpoints is empty."""
 
 
@@ -469,6 +477,10 @@ class MetricsConfig:
     """Id of the run at Weights & Biases, the same for all that continue it; if empty, of the loaded checkpoint."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate of one rank's device in 10^12 operations per second, for `perf/mfu`; absent leaves that metric out."""
+    prometheus_port: int | None = None
+    """Port of the driver's machine at which Prometheus reads the metrics; absent serves none."""
+    prometheus_address: str = "127.0.0.1"
+    """Address of the driver's machine for that port; whoever reaches it can read the metrics, without a password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ class Driver:
         self._store_failure = ""
         self._without_store: set[int] = set()
         self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
-        """Committed so far."""
+        self._num_restarts = 0
 
     def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.
@@ -332,8 +332,8 @@ class Driver:
                 self._last_rejoined[GroupId(group)] = incarnation
                 self._drains.on_admission(report.step)
                 self._stop_reason = ""
-                if isinstance(report, RestartRecord):
-                    self._num_steps = report.step
+                if isinstance(report, RestartRecord) and report.num_restarts > self._num_restarts:
+                    self._num_restarts, self._num_steps = report.num_restarts, report.step
             case reports.StoreGone(reason=reason):
                 self._without_store.add(sender)
                 if self._are_lost(set(self._nodes) - self._without_store):

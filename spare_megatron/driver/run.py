@@ -77,6 +77,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
         no_slow_host=why_no_quota() if "slow_host" in fault_kinds else "",
         no_slow_link=why_no_slow_link() if "slow_link" in fault_kinds else "",
         can_listen=_can_listen(config.control.listen_address),
+        can_serve_metrics=_can_listen(config.metrics.prometheus_address, config.metrics.prometheus_port or 0),
         corpus_failure=corpus_failure,
         corpus=corpus,
         program=program,
@@ -123,6 +124,8 @@ def start_run(
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
         on_event(Notice(text=", ".join(f"{name}: {value}" for name, value in preflight(config).items())))
+        if (port := config.metrics.prometheus_port) is not None:
+            on_event(Notice(text=f"Prometheus reads metrics at {config.metrics.prometheus_address}, port {port}"))
         run_dir = held.enter_context(_held_directories(config, run_dir, rejected))
         on_event(RunDirectoryOpened(path=run_dir))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
@@ -284,14 +287,15 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _can_listen(address: str) -> bool:
-    """Whether this machine can bind the address. True for text that is no address, which validation reports."""
+def _can_listen(address: str, port: int = 0) -> bool:
+    """Whether this machine can listen there; port 0 is any. True for what is no address, which validation reports."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         with socket.socket(family) as listener:
-            listener.bind((address, 0))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            listener.bind((address, port))
     except OSError:
         return False
-    except ValueError:
+    except (ValueError, OverflowError):
         return True
     return True

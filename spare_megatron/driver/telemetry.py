@@ -27,6 +27,7 @@ from spare_megatron.observe.metrics import (
     Value,
     WandbSink,
 )
+from spare_megatron.observe.prometheus import PrometheusSink
 from spare_megatron.process import reports
 from spare_megatron.process.processes import report_held
 from spare_megatron.stacking.layout import GroupId, Member
@@ -127,6 +128,8 @@ def open_sinks(
             return TensorBoardSink(run_dir)
 
     sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
+    if metrics.prometheus_port is not None:
+        sinks.append(PrometheusSink(run_dir, config.name, metrics.prometheus_address, metrics.prometheus_port))
     if metrics.tensorboard:
         sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed, rest_s=rest_s))
     if metrics.wandb_project:
@@ -177,12 +180,12 @@ class Telemetry:
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case RestartRecord(group=group, step=step):
+            case RestartRecord(group=group, step=step, num_restarts=num_restarts):
                 self._absent.discard(GroupId(group))
-                if step < self._next_step:  # the first report of this restart
-                    self._counts["fault/restarts"] += 1
+                if num_restarts > self._counts["fault/restarts"]:  # the first report of this restart
+                    self._counts["fault/restarts"] = num_restarts
                     self._goodput.on_restart(self._next_step - step)
-                self._next_step = min(step, self._next_step)
+                    self._next_step = step
             case reports.RunPaused(shards=shards) if shards:
                 self._goodput.on_entry("resume")
             case reports.StoreMeasured(space=space):

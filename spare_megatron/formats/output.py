@@ -22,14 +22,17 @@ class NotWritten(OSError):
             remedy = "make room there, or choose another"
         elif error.errno in _NOT_ALLOWED:
             remedy = "choose one that you may write"
-        self.reason = str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
+        self.reason = reason_of(error)
         super().__init__(f"{self.reason}: {setting} {real_paths(str(path))}: {remedy}")
 
 
+def reason_of(error: OSError) -> str:
+    """The error without the path."""
+    return str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
+
+
 def real_paths(text: str, quoted: Callable[[str], str] = str) -> str:
-    """The text with each path of a descriptor, by which a run reaches its directory wherever it is moved, replaced by
-    where that is now, `quoted` as the text needs it.
-    """
+    """The text with each path of a descriptor (`machine.lock`) replaced by where that is now, `quoted` for the text."""
 
     def target(found: re.Match[str]) -> str:
         try:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _DURATIONS = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
 _YEAR_S = 365.25 * 86400.0
@@ -45,6 +46,15 @@ def format_bytes(size: float) -> str:
     ('604 MB', '1 MB')
     """
     return _scaled(size, _BYTES, " ")
+
+
+def gib(size: float) -> str:
+    """Formats a size with three digits, in units of powers of two.
+
+    >>> [gib(size) for size in (100, 5e5, 2**20 - 1, 3 * 2**30)]
+    ['100 B', '488 KiB', '1 MiB', '3 GiB']
+    """
+    return _scaled(size, _BINARY, " ")
 
 
 def format_large(count: float) -> str:

@@ -1,19 +1,8 @@
-"""The size of etcd's database against its quota, and sizes as text."""
+"""The size of etcd's database against its quota."""
 
 from dataclasses import dataclass
 
-
-def gib(num_bytes: float) -> str:
-    """A size with three significant digits.
-
-    >>> [gib(size) for size in (100, 5e5, 3 * 2**30)]
-    ['100 B', '488 KiB', '3 GiB']
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
+from spare_megatron.formats.quantities import gib
 
 STEP_BYTES = 400
 """Bytes that a step's log entry leaves in etcd's database for good; measured in docs/control_store.md."""
@@ -24,8 +13,6 @@ _WELL_FILLED = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpace:
-    """The size of an etcd database."""
-
     used_bytes: int
     """Keys with all versions not yet compacted, without free pages."""
     limit_bytes: int | None

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.lines import Line, R, decode_line, encode_line, records_of, require_known_format
+from spare_megatron.formats.output import real_paths, reason_of
+from spare_megatron.journal.lines import Line, R, decode_line, encode_line, journal_files, records_of
 from spare_megatron.journal.records import FaultRecord, Record
 
 OnHeld = Callable[[Path, str], None]
@@ -34,7 +34,7 @@ class BytesLost(OSError):
         named = real_paths(str(path))
         super().__init__(error.errno, f"{error.strerror}: the last {num_bytes} bytes are lost", named)
         self.num_bytes = num_bytes
-        self.reason = _reason_of(error)
+        self.reason = reason_of(error)
 
 
 class AppendingFile:
@@ -71,7 +71,7 @@ class AppendingFile:
                 if error.errno == errno.ESTALE:
                     self._open_again()
             if self._on_held is not None and (before is None) is not (self._error is None):
-                self._on_held(self._path, "" if self._error is None else _reason_of(self._error))
+                self._on_held(self._path, "" if self._error is None else reason_of(self._error))
 
     def _write_held(self) -> None:
         num_written = os.write(self._fd, self._held)
@@ -121,10 +121,6 @@ def _open(path: Path) -> int:
         return os.open(real_paths(str(path)), _FLAGS, 0o644)
 
 
-def _reason_of(error: OSError) -> str:
-    return f"[Errno {error.errno}] {error.strerror}"
-
-
 class JournalWriter(AppendingFile):
     """Appends the records of the writer `source`, which names its file. `writing` is entered around each write."""
 
@@ -162,13 +158,9 @@ class Journal:
 
 def read_journal(run_dir: Path) -> Journal:
     """Reads `RUN_DIR/journal`. FileNotFoundError: there is no journal; ValueError: it has a later format."""
-    require_known_format(run_dir)
-    files = sorted((run_dir / "journal").glob("*.jsonl"))
-    if not files:
-        raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     lines: list[Line] = []
     damage: list[str] = []
-    for file in files:
+    for file in journal_files(run_dir):
         texts = file.read_text().split("\n")
         # A killed writer may leave its last line without an end; that record does not count.
         for number, text in enumerate(texts[:-1], start=1):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.journal_view import FREQUENT, Place, Placed, Stretch, is_rare
-from spare_megatron.journal.lines import KINDS, Line, decode_line, origin_field, require_known_format
+from spare_megatron.journal.lines import KINDS, Line, decode_line, journal_files, origin_field
 from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20
@@ -72,10 +72,7 @@ class JournalIndex:
         settings: Mapping[str, Any] = MappingProxyType({}),
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        require_known_format(run_dir)
-        self._files = sorted((run_dir / "journal").glob("*.jsonl"))
-        if not self._files:
-            raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+        self._files = journal_files(run_dir)
         self.origin_code = origin_field(run_dir, "code")
         self._until_s = until_s
         self._block_bytes = block_bytes

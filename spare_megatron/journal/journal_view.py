@@ -95,7 +95,7 @@ class JournalView(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Records of consecutive attempts; audits, contributions, evaluations, votes and updates with their places."""
+    """Records of consecutive attempts, with their places."""
 
     audits: Sequence[Placed]
     contributions: Sequence[Placed]

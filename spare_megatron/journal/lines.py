@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from spare_megatron.formats.codec import decode, decode_head, encode
+from spare_megatron.journal import records
 from spare_megatron.journal.records import Record
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.version import __version__
 
 R = TypeVar("R", bound=Record)
@@ -18,9 +20,13 @@ FORMAT = 5
 _FORMER_FIELDS = {"cadence": ("restart_s",)}
 """Fields of format 1 records that later formats dropped; ignored when read."""
 
-_NAMES: dict[type[Record], str] = {kind: kind.__name__.removesuffix("Record").lower() for kind in get_args(Record)}
+KINDS: dict[str, type[Record]] = {
+    name.removesuffix("Record").lower(): kind
+    for name, kind in {**vars(records), "RunRecord": RunRecord}.items()
+    if name.endswith("Record") and kind is not Record
+}
 """Of the kinds of records, as lines have them: a class of another name is another kind."""
-KINDS = {name: kind for kind, name in _NAMES.items()}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,6 @@ class _Head:
 
 
 def records_of(lines: Iterable[Line], kind: type[R]) -> list[R]:
-    """Their records of one kind, in order."""
     return [line.record for line in lines if isinstance(line.record, kind)]
 
 
@@ -79,6 +84,15 @@ def origin_field(run_dir: Path, name: str) -> str | None:
         return str(decode(text, dict).get(name, ""))
     except ValueError:
         return ""
+
+
+def journal_files(run_dir: Path) -> list[Path]:
+    """The files of a journal. FileNotFoundError: there is none; ValueError: its format is later or unknown."""
+    require_known_format(run_dir)
+    files = sorted((run_dir / "journal").glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+    return files
 
 
 def require_known_format(run_dir: Path) -> None:

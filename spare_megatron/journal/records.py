@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spare_megatron.journal.outcomes import Outcome
-from spare_megatron.journal.run_record import RunRecord
 
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group still writes an earlier one."""
@@ -23,31 +22,46 @@ StateOrigin = Literal["storage", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRecord:
+class Record:
+    """A line of the journal. The name of its class is the kind that the line names, and `Record`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfGroup(Record):
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfStep(OfGroup):
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfAttempt(OfStep):
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord(OfGroup):
     """A rank starts in an incarnation of its group; first record of its file. `code` is as in `RunRecord`."""
 
-    group: int
     rank: int
     incarnation: int
     code: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TermsRecord:
+class TermsRecord(OfGroup):
     """Terms that a group runs under in one incarnation, by its own settings; its leader writes them at the start."""
 
-    group: int
     incarnation: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContributionRecord:
+class ContributionRecord(OfAttempt):
     """A group's contribution to one attempt to reduce a step; written before any of it is sent."""
 
-    group: int
-    step: int
-    attempt: int
     epoch: int
     members: list[int]
     microbatches: dict[str, list[int]]
@@ -58,12 +72,9 @@ class ContributionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VoteRecord:
+class VoteRecord(OfAttempt):
     """A group's only vote on an attempt."""
 
-    group: int
-    step: int
-    attempt: int
     is_complete: bool
     work_digest: str
     """`digest_of_work` of the step's microbatches that the group's ranks agree to have computed."""
@@ -75,12 +86,9 @@ class VoteRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRecord:
+class AuditRecord(OfAttempt):
     """What a group votes with in an attempt of a step with audits; written before its vote."""
 
-    group: int
-    step: int
-    attempt: int
     digests: list[list[Any]]
     """Shard, index, and digest (16 hex digits) of each audited microbatch that the group has computed, its own and
     those of others."""
@@ -94,12 +102,9 @@ class AuditRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DisputeRecord:
+class DisputeRecord(OfAttempt):
     """End of a save of the parameters of a step in which groups differ about a microbatch; by the group that saves."""
 
-    group: int
-    step: int
-    attempt: int
     outcome: SaveOutcome
     reason: str = ""
     num_bytes: int = 0
@@ -109,12 +114,9 @@ class DisputeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRecord:
+class EvaluationRecord(OfAttempt):
     """What a group found in an evaluation after `step` committed steps; written before its vote, which carries it."""
 
-    group: int
-    step: int
-    attempt: int
     microbatches: dict[str, list[int]]
     """Shard -> indices, counted over all validation sets."""
     sums: list[list[Any]]
@@ -123,31 +125,25 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EntryRecord:
+class EntryRecord(OfGroup):
     """A decision log entry as a group folded it."""
 
-    group: int
     index: int
     entry: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PacesRecord:
+class PacesRecord(OfStep):
     """The paces by which work is dealt from this step on, as a group's fold of the log came to them."""
 
-    group: int
-    step: int
     permille: dict[str, int]
     """Group -> time per microbatch in thousandths of that of the groups' like, which those not named have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRecord:
+class UpdateRecord(OfAttempt):
     """A committed step, applied to the group's parameters."""
 
-    group: int
-    step: int
-    attempt: int
     num_microbatches: int
     """Microbatches in the sum, as counted inside the reduction."""
     loss: float
@@ -164,14 +160,12 @@ class UpdateRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParamsRecord:
+class ParamsRecord(OfStep):
     """A group's parameters after `step` committed steps; written again if they are gathered again, and at the end.
 
     Either digest may be empty: unknown. Earlier versions wrote only `sha256`, in every record.
     """
 
-    group: int
-    step: int
     digest: str = ""
     """What groups compare."""
     sha256: str = ""
@@ -188,11 +182,9 @@ class ParamsRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryRecord:
+class RecoveryRecord(OfStep):
     """How one surviving group spent the time from a loss to the commit of the step."""
 
-    group: int
-    step: int
     lost: list[int]
     computed_at_s: float
     """End of the group's own compute."""
@@ -211,12 +203,10 @@ class RecoveryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRecord:
+class RestartRecord(OfStep):
     """A group takes part again after a wipe-out."""
 
-    group: int
     incarnation: int
-    step: int
     rework_steps: int
     restart_s: float
     """From when the supervisor, or the rank itself, learned of the wipe-out to the end of loading."""
@@ -225,15 +215,15 @@ class RestartRecord:
     loaded_from: StateOrigin = "storage"
     load_s: float = 0.0
     """The part of `restart_s` spent loading."""
+    num_restarts: int = 0
+    """Restarts so far, this one included; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRecord:
+class FaultRecord(OfStep):
     """An injected fault, written by its victim right before the fault strikes."""
 
-    group: int
     rank: int
-    step: int
     phase: str
     kind: str
 
@@ -243,10 +233,9 @@ LOST_A_PEER = "lost a peer in its group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossRecord:
+class LossRecord(OfGroup):
     """Loss of a group, found by its node's supervisor or by the watchers of that node; rank -1 stands for the node."""
 
-    group: int
     rank: int
     cause: str
     entry_index: int
@@ -258,17 +247,16 @@ class LossRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartRecord:
+class StartRecord(OfGroup):
     """A supervisor has started the ranks of a lost group on its node again."""
 
-    group: int
     incarnation: int
     num_ranks: int
     num_spares: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacesRecord:
+class PlacesRecord(Record):
     """Machines take places, or their quarantine begins or ends; written by the process that wrote the entry of the
     list, and by each supervisor whose machine takes a place or is put into quarantine.
     """
@@ -292,7 +280,7 @@ class PlacesRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExaminationRecord:
+class ExaminationRecord(Record):
     """A machine in quarantine was examined, by its supervisor; figures as in `core.slow_machines.examination_rules`."""
 
     machine: int
@@ -307,7 +295,7 @@ class ExaminationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CulpritRecord:
+class CulpritRecord(Record):
     """What holds the run back, as the driver finds; written when that changes."""
 
     machine: int
@@ -327,7 +315,7 @@ class CulpritRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LadderRecord:
+class LadderRecord(Record):
     """Whether a machine that holds the run back is replaced, as the driver decides; written when the rule changes by
     which it is or is not. For the fields after `cost_s`, what it was decided from, see
     `core.slow_machines.slow_machine_policy.Situation`.
@@ -355,11 +343,9 @@ class LadderRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CadenceRecord:
+class CadenceRecord(OfStep):
     """Why a checkpoint is taken now, by its group's leader; for fields after `step` see `core.log.actions.Cadence`."""
 
-    group: int
-    step: int
     interval_s: float
     save_s: float
     group_interval_s: float
@@ -371,11 +357,9 @@ class CadenceRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRecord:
+class CheckpointRecord(OfStep):
     """How a group's save ended; written by its leader. A group that is lost during the save writes no record."""
 
-    group: int
-    step: int
     outcome: SaveOutcome
     reason: str
     """Why the outcome is not `saved`, or what else went wrong."""
@@ -388,12 +372,10 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRecord:
+class SnapshotRecord(OfStep):
     """How the copy of a rank's state to its node's memory ended. A rank lost before that writes no record."""
 
-    group: int
     rank: int
-    step: int
     attempt: int
     """Attempt that committed the last of these steps."""
     is_kept: bool
@@ -402,6 +384,12 @@ class SnapshotRecord:
     stall_s: float
     copy_s: float
     """From the start of the copy until it is whole or has failed."""
+    registered_bytes: int = 0
+    """Of the server's memory that the rank keeps registered with CUDA."""
+    register_s: float = 0.0
+    """What registering took after this copy."""
+    not_registered: str = ""
+    """Why CUDA has refused; copies go through buffers then."""
     slices: list[int] = field(default_factory=list)
     """State partitions in the snapshot, if the optimizer state is partitioned."""
     has_params: bool = True
@@ -410,21 +398,17 @@ class SnapshotRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RedundancyRecord:
+class RedundancyRecord(OfStep):
     """Missing copies of state partitions, and partitions that the group hosts; written whenever hosts change."""
 
-    group: int
-    step: int
     num_missing: int
     num_hosted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepairRecord:
+class RepairRecord(OfStep):
     """A group's copy of a state partition is whole on all of its ranks; written before its vote reports it."""
 
-    group: int
-    step: int
     slice: int
     donor: int
     is_move: bool = False
@@ -436,13 +420,10 @@ class RepairRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuspicionRecord:
+class SuspicionRecord(OfAttempt):
     """A microbatch whose loss is far from the losses before; written by a rank of the last stage before the vote."""
 
-    group: int
     rank: int
-    step: int
-    attempt: int
     shard: int
     index: int
     number: int
@@ -457,7 +438,7 @@ class SuspicionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRecord:
+class EndRecord(Record):
     """End of the run; written by the driver when no rank is left, or by every supervisor if the driver is lost."""
 
     outcome: Outcome
@@ -467,7 +448,7 @@ class EndRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageRecord:
+class StorageRecord(Record):
     """Storage refuses the run's files, accepts them again, or lacks their ends; written by the driver."""
 
     outcome: StorageOutcome
@@ -477,39 +458,6 @@ class StorageRecord:
     num_files: int = 1
     num_bytes: int = 0
     """Bytes lost."""
-
-
-Record = (
-    RunRecord
-    | RankRecord
-    | ContributionRecord
-    | VoteRecord
-    | AuditRecord
-    | DisputeRecord
-    | EvaluationRecord
-    | EntryRecord
-    | PacesRecord
-    | SuspicionRecord
-    | UpdateRecord
-    | ParamsRecord
-    | RecoveryRecord
-    | RestartRecord
-    | FaultRecord
-    | LossRecord
-    | StartRecord
-    | PlacesRecord
-    | ExaminationRecord
-    | CulpritRecord
-    | LadderRecord
-    | CadenceRecord
-    | CheckpointRecord
-    | SnapshotRecord
-    | RedundancyRecord
-    | RepairRecord
-    | EndRecord
-    | StorageRecord
-    | TermsRecord
-)
 
 
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:

@@ -3,14 +3,15 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from spare_megatron.journal.records import Record
 from spare_megatron.stacking.batch_ramp import BatchRamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(Record):
     """Terms of the run; the driver writes them before any rank starts."""
 
     format: int = 1
@@ -149,23 +150,23 @@ TERMS = (
 """Run record fields that the settings fix: every group knows them on its own."""
 
 
-_LATER_TERMS = {
-    "order": 1,
-    "weights": "",
-    "validation": "",
-    "masks": "",
-    "program": "",
-    "offset": 0,
-    "audit_every_steps": 0,
-    "eval_every_steps": 0,
-    "eval_microbatches_per_shard": 0,
-    "ramp": [],
-    "max_groups": 0,
-    "lanes": 1,
-    "row_size": 1,
-    "deal_by_pace": False,
-}
-"""Terms that earlier versions did not have, with what they meant then."""
+_LATER_TERMS = (
+    "order",
+    "weights",
+    "validation",
+    "masks",
+    "program",
+    "offset",
+    "audit_every_steps",
+    "eval_every_steps",
+    "eval_microbatches_per_shard",
+    "ramp",
+    "max_groups",
+    "lanes",
+    "row_size",
+    "deal_by_pace",
+)
+"""Terms that earlier versions did not have; the defaults of the record are what they meant then."""
 
 
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
@@ -174,6 +175,7 @@ def digest_of_terms(terms: Mapping[str, Any]) -> str:
     The json module writes them: the codec writes large numbers otherwise, and digests of earlier versions must match.
     """
     values = [terms[name] for name in TERMS]
-    values += [{name: terms[name]} for name, before in _LATER_TERMS.items() if terms[name] != before]
+    before = {field.name: [] if field.default is MISSING else field.default for field in fields(RunRecord)}
+    values += [{name: terms[name]} for name in _LATER_TERMS if terms[name] != before[name]]
     text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

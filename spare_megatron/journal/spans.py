@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.files import AppendingFile
@@ -14,12 +14,7 @@ FOLDER = "timeline"
 
 RecoveryStage = Literal["agree", "patch", "rebuild", "reduce"]
 """Stages that `RecoveryRecord` has the seconds of."""
-RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
-    "agree": "recovery: agree",
-    "patch": "recovery: patch",
-    "rebuild": "recovery: rebuild",
-    "reduce": "recovery: reduce",
-}
+RECOVERY_NAMES: Mapping[RecoveryStage, str] = {stage: f"recovery: {stage}" for stage in get_args(RecoveryStage)}
 """Span names of the stages of a recovery; these spans begin and end in the middle of others."""
 
 

@@ -1,5 +1,6 @@
 """Errors of CUDA: whether they show a failed device or may be a bug of the program, and which ones end the process."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,32 @@ TABLE = (
 )
 """Sticky are those of which CUDA's reference (Runtime API, cudaError) says that the process must be terminated, and
 uncorrectable errors of memory and links."""
+
+
+FAILED_DEVICE: Mapping[int, str] = {
+    48: "uncorrectable memory error",
+    62: "halted microcontroller",
+    64: "memory row that cannot be replaced",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "no answer of its system processor",
+    120: "error of its system processor",
+    140: "unrecovered memory error",
+}
+"""Xid events of the driver (NVIDIA's Xid catalog) by which a device has failed, whatever exception CUDA raises. Others,
+13 and 31 among them, mostly follow from a bug of the program.
+"""
+
+
+def describe_xid(xid: int) -> str:
+    """Names an event and, of a failed device, what it means.
+
+    >>> describe_xid(79), describe_xid(31)
+    ('Xid 79 (fallen off the bus)', 'Xid 31')
+    """
+    return f"Xid {xid}" + (f" ({FAILED_DEVICE[xid]})" if xid in FAILED_DEVICE else "")
 
 
 def find_device_error(text: str, code: int | None = None) -> DeviceError | None:

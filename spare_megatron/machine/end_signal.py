@@ -1,10 +1,8 @@
 """Requests to end a run after the step under way and save it, by a signal to any of its processes.
 
-SIGUSR1 may come at any time and sets no limit. All processes start with it blocked, so it stays pending; supervisors
-unblock it once they can act on it, the driver looks whether it is pending. With the other signals schedulers, terminals
-and service managers end programs, some of them all processes of a run at once: the run has `control.end_grace_s` from
-then on. Only driver (`interrupts`) and supervisors act on them; in all other processes they have no effect. The next
-votes of a group whose ranks are asked repeat a request, so that one supervisor is enough.
+SIGUSR1 may come at any time and sets no limit. All processes start with it blocked, so that it stays pending until
+supervisors can act on it and the driver looks. After any other signal the run has `control.end_grace_s`. Only driver
+(`interrupts`) and supervisors act on them; votes repeat a request, so that one supervisor is enough.
 """
 
 import signal
@@ -18,14 +16,14 @@ _ALL = (WITHOUT_LIMIT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIG
 @contextmanager
 def blocked() -> Iterator[None]:
     """Blocks SIGUSR1 in this thread; processes and threads started in the block keep it blocked."""
-    with _blocked([WITHOUT_LIMIT]):
+    with masked([WITHOUT_LIMIT]):
         yield
 
 
 @contextmanager
 def blocked_in_children() -> Iterator[None]:
     """Blocks all of these signals, so that processes started in the block keep them blocked."""
-    with _blocked(_ALL):
+    with masked(_ALL):
         yield
 
 
@@ -56,7 +54,7 @@ def is_pending() -> bool:
 
 
 @contextmanager
-def _blocked(numbers: Collection[signal.Signals]) -> Iterator[None]:
+def masked(numbers: Collection[signal.Signals]) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,27 @@ _REASONS = {
     0x80: "power brake",
 }
 """Bits of nvmlClocksThrottleReasons (nvml.h) that mean less than a device could do; idle and settings are others."""
+
+
+_XID_EVENT = 0x08
+"""nvmlEventTypeXidCriticalError."""
+_TIMEOUT, _GPU_IS_LOST = 10, 15
+"""Of nvmlReturn_t."""
+_OFF_THE_BUS = 79
+_WAIT_MS = 1000
+_RECENT_S = 60.0
+"""The exception of a rank comes within seconds of the event; earlier ones have nothing to do with it."""
+_KEPT_EVENTS = 256
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 class _Memory(ctypes.Structure):
@@ -76,7 +99,6 @@ def list_file(run_dir: Path, node: int) -> Path:
 
 
 def read_list(file: Path) -> tuple[str, ...]:
-    """Empty if there is none yet."""
     with contextlib.suppress(FileNotFoundError):
         return tuple(file.read_text().split())
     return ()
@@ -117,7 +139,6 @@ def shown_to_children(uuid: str | None) -> Iterator[None]:
 
 
 def restore_shown(names: str | None) -> None:
-    """Sets CUDA_VISIBLE_DEVICES as it was."""
     if names is None:
         os.environ.pop(_VISIBLE, None)
     else:
@@ -149,6 +170,59 @@ class ClockReader:
 
     def _read(self) -> None:
         self._found = reduced_clocks(self._names)
+
+
+class XidWatch:
+    """Xid events of GPUs, which exceptions of CUDA do not name. A thread of its own has them from NVML, which may not
+    return with a broken GPU. A GPU off the bus counts as event 79, also where no event comes.
+    """
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self._uuids = uuids
+        self._found: deque[tuple[float, str, int]] = deque(maxlen=_KEPT_EVENTS)
+        if uuids:
+            threading.Thread(target=self._watch, name="gpu-events", daemon=True).start()
+
+    def recent(self, uuids: Collection[str]) -> tuple[tuple[str, int], ...]:
+        """The events of these GPUs in the last minute, each once, as UUID and Xid."""
+        since_s = time.monotonic() - _RECENT_S
+        return tuple(
+            dict.fromkeys((uuid, xid) for at_s, uuid, xid in list(self._found) if at_s > since_s and uuid in uuids)
+        )
+
+    def _watch(self) -> None:
+        with _library() as nvml:
+            devices = {} if nvml is None else _devices_with_events(nvml, self._uuids)
+            events = ctypes.c_void_p()
+            if not devices or nvml.nvmlEventSetCreate(ctypes.byref(events)) != 0:
+                return
+            for handle in devices:
+                nvml.nvmlDeviceRegisterEvents(ctypes.c_void_p(handle), _XID_EVENT, events)
+            while devices:
+                self._await_event(nvml, events, devices)
+            nvml.nvmlEventSetFree(events)
+
+    def _await_event(self, nvml: Any, events: ctypes.c_void_p, devices: dict[int, str]) -> None:
+        """Notes the next event, and what has fallen off the bus, which is watched no longer."""
+        event = _Event()
+        code = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), _WAIT_MS)
+        if code == 0 and event.device in devices:
+            self._found.append((time.monotonic(), devices[event.device], event.data))
+        elif code not in (0, _TIMEOUT):
+            for handle in [one for one in devices if _is_lost(nvml, one)]:
+                self._found.append((time.monotonic(), devices.pop(handle), _OFF_THE_BUS))
+            time.sleep(_WAIT_MS / 1000)  # it may answer so at once, each time
+
+
+def _devices_with_events(nvml: Any, uuids: Sequence[str]) -> dict[int, str]:
+    """UUIDs by handle. MIG instances have no events of their own."""
+    wanted = (one for card in _cards(nvml) for one in card.devices if one.uuid in uuids and not one.is_instance)
+    return {one.handle.value: one.uuid for one in wanted if one.handle.value is not None}
+
+
+def _is_lost(nvml: Any, handle: int) -> bool:
+    memory = _Memory()
+    return bool(nvml.nvmlDeviceGetMemoryInfo(ctypes.c_void_p(handle), ctypes.byref(memory)) == _GPU_IS_LOST)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from spare_megatron.machine.end_signal import masked
+
 INTERRUPTED = 130
 """Exit code of a command ended by a signal."""
 
@@ -175,16 +177,10 @@ def never_in_children() -> Iterator[None]:
     from multiprocessing import resource_tracker
 
     # It ignores SIGINT and SIGTERM, which Python unblocks here when it starts it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_UNLESS_IGNORED, signal.SIGUSR1})
-    try:
+    with masked({*_UNLESS_IGNORED, signal.SIGUSR1}):
         resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with masked({signal.SIGINT}):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _exit(command: str, pid: int, number: int, frame: FrameType | None) -> None:

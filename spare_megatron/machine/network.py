@@ -82,8 +82,7 @@ class NodeNetwork:
     def cut(self) -> None:
         """Disables the node's port of the bridge: packets are lost silently, both ways.
 
-        The link stays up: after a link is taken down and up again, the kernel drops what its other end sends until a
-        work of its own (link_watch) has the lock of all networks, which took more than 20 s on a busy machine.
+        The link stays up: after it was down, the kernel drops what its other end sends, for 20 s on a busy machine.
         """
         self._set_port(_DISABLED)
 

@@ -25,9 +25,7 @@ class _Thread:
 
 
 def times_of(pid: int) -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread has run and waited; empty if the kernel has no such counters. They are the first
-    fields of the file (Linux, Documentation/scheduler/sched-stats).
-    """
+    """Nanoseconds that each thread has run and waited (Linux, sched-stats); empty without such counters."""
     times: dict[str, tuple[int, int]] = {}
     with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -96,9 +94,8 @@ class Starvation:
         self._total_s = 0.0
 
     def seconds(self, beats: int, now_s: float) -> float:
-        """Total starvation in seconds up to the monotonic time `now_s`; never falls, though threads end. The kernel
-        counts a wait when it is over, so one under way is looked for while the rank's beat counter, `beats`, stands
-        still.
+        """Total starvation in seconds up to the monotonic time `now_s`; never falls. The kernel counts a wait when it
+        is over, so one under way is looked for while the beat counter of the rank, `beats`, stands still.
         """
         is_silent, self._beats = beats == self._beats, beats
         seen: dict[str, _Thread] = {}

@@ -11,7 +11,6 @@ class Timers:
         self._items: list[tuple[float, Callable[[], None]]] = []
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedules the action in this many seconds."""
         self._items.append((time.monotonic() + seconds, action))
 
     def pause_s(self) -> float | None:

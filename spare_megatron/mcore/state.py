@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,12 @@ class StateCopy:
         self._as_of = copies.now()
         self.num_bytes = len(self._head) + self._tensors.num_bytes
 
-    def write(self, memory: mmap.mmap) -> None:
-        """Fills `memory`, which must have `num_bytes` bytes."""
+    def write(self, memory: mmap.mmap, range_bytes: int | None = None) -> None:
+        """Fills the first `num_bytes` of `memory`: directly if CUDA has registered it in ranges of `range_bytes`."""
         out = torch.frombuffer(memory, dtype=torch.uint8)
         start = len(self._head)
-        out[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
-        self._copies.copy(self._tensors.beside(out[start:]), self._as_of)
+        head = (torch.frombuffer(bytearray(self._head), dtype=torch.uint8), out[:start])
+        self._copies.copy(chain([head], self._tensors.beside(out[start:])), self._as_of, range_bytes)
 
 
 class IncomingState:

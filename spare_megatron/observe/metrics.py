@@ -113,7 +113,7 @@ class StepHook:
             self._next_step = max(self._next_step, step + 1)
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        pass
 
 
 class JsonlSink:
@@ -159,10 +159,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases that continues under the same id when the training does. Files in `RUN_DIR/wandb`.
-    Without a key (`WANDB_API_KEY`, or `wandb login`) it stays offline, for a later `wandb sync`; `WANDB_MODE` overrides
-    both. `run_id`: the same for all runs that continue one training. `settings`: the resolved configuration, shown with
-    the run.
+    """A run of Weights & Biases, with files in `RUN_DIR/wandb`; offline without a key, unless `WANDB_MODE` says other.
+    `run_id`: the same for all runs that continue one training. `settings`: shown with the run.
     """
 
     def __init__(self, run_dir: Path, project: str, run_id: str, name: str, settings: Mapping[str, Any]) -> None:

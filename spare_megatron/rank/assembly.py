@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
@@ -88,8 +90,8 @@ class Assembly:
             progress=progress,
         )
         self._staging = Staging(trainer.gradients.new_staging)
-        server = spec.snapshot_server
-        self._snapshots = None if server is None else SnapshotClient(server, spec.rank)
+        server, cudart = spec.snapshot_server, torch.cuda.cudart() if self._device.type == "cuda" else None
+        self._snapshots = None if server is None else SnapshotClient(server, spec.rank, cudart)
         self.components = self._build_components()
 
     def _build_trainer(self) -> GroupTrainer:
@@ -195,4 +197,4 @@ class Assembly:
 
 def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
     """The state partitions that the group holds at the start of the run."""
-    return () if controller.ownership is None else hosted_by(controller.ownership.hosts, spec.member)
+    return hosted_by(controller.state_hosts, spec.member)

@@ -218,7 +218,7 @@ class _Rank:
                 self._progress.num_steps,
                 run.voters,
                 run.epoch,
-                run.ownership,
+                run.state_hosts,
                 has_params=not self._progress.lacks_params,
             )
             if save is not None:

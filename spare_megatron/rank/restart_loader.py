@@ -119,9 +119,8 @@ class RestartLoader:
     def load_initial(self) -> None:
         """Loads `checkpoint.load`, if set. Collective over: all ranks of the group."""
         if self._first is not None:
-            ownership = self._ctx.controller.ownership
             with self._loading(step_of(self._first)):
-                self._load_first(self._first, () if ownership is None else ownership.hosts)
+                self._load_first(self._first, self._ctx.controller.state_hosts)
 
     def restart(self, action: LoadCheckpoint, digests: StateDigests) -> None:
         """Loads the checkpoint, snapshot or initial state; the first vote compares it. Collective over: all ranks of
@@ -172,14 +171,14 @@ class RestartLoader:
         self._ctx.probe(FaultPoint.LOAD_DONE)
 
     def _record(self, action: LoadCheckpoint) -> RestartRecord:
-        member = self._ctx.member
         return RestartRecord(
-            group=member.group,
-            incarnation=member.incarnation,
+            group=self._ctx.member.group,
+            incarnation=self._ctx.member.incarnation,
             step=action.step,
             rework_steps=action.rework_steps,
             restart_s=round(time.monotonic() - self.now_s(), 6),
             rejected=list(self.rejected),
             loaded_from="storage" if action.snapshot is None else "memory",
             load_s=round(self._load_s, 6),
+            num_restarts=self._ctx.controller.num_restarts,
         )

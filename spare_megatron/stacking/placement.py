@@ -5,6 +5,7 @@ pairs of offsets differ by d mod N, with a modular Golomb ruler at most one. Fai
 groups of consecutive ids; no two hosts of a shard share one if r groups_per_domain <= N.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
@@ -19,6 +20,17 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 T = TypeVar("T", np.int32, np.int64)
 PlacementKind = Literal["golomb", "consecutive"]
+
+
+class WipeOut(Exception):
+    """Some shards, in ascending order, have no surviving host: only their return, a checkpoint or a snapshot helps."""
+
+    def __init__(self, shards: tuple[ShardId, ...]) -> None:
+        super().__init__(shards)
+        self.shards = shards
+
+    def __str__(self) -> str:
+        return f"no surviving host for shards {', '.join(map(str, self.shards))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +130,19 @@ class Placement:
         """Shards without a surviving host, ascending; any of them is a wipe-out. Cost: O(N r)."""
         lost = ~self.alive_mask(alive)[self.host_array].any(axis=1)
         return tuple(ShardId(int(shard)) for shard in np.flatnonzero(lost))
+
+    def require_hosts(self, alive: frozenset[GroupId], needed: Collection[int] | None = None) -> None:
+        """Raises WipeOut if a needed shard (None: any) has no host that is alive.
+
+        >>> ring = Placement(hosts=((0, 2), (1, 0), (2, 1)))
+        >>> ring.require_hosts(frozenset({GroupId(0)}), needed=(0, 1))
+        >>> ring.require_hosts(frozenset({GroupId(0)}))
+        Traceback (most recent call last):
+        spare_megatron.stacking.placement.WipeOut: no surviving host for shards 2
+        """
+        lost = tuple(shard for shard in self.uncovered(alive) if needed is None or shard in needed)
+        if lost:
+            raise WipeOut(lost)
 
 
 def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Placement:

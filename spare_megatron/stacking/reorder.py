@@ -18,7 +18,6 @@ from spare_megatron.stacking.matching import Spread, SpreadProblem, least_spread
 from spare_megatron.stacking.paces import EVEN, LIKE, ONE_BY_ONE, Paces, Rounds
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 from spare_megatron.stacking.plans import Microbatch, Owners
-from spare_megatron.stacking.wipe_out import require_hosts
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
 
@@ -72,7 +71,7 @@ def reorder_microbatches(
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
     is_alive = placement.alive_mask(alive)
     if fetch is None or not alive:
-        require_hosts(placement, alive)
+        placement.require_hosts(alive)
     kept = np.where(is_alive[placement.host_array], _count_owned(placement, owners), 0)
     demand = np.full(placement.num_groups, owners.shape[1], dtype=np.int64)
     problem = SpreadProblem(
@@ -116,7 +115,7 @@ def patch_work(
     shards = np.array([item.shard for item in items], dtype=np.int64)
     demand = np.bincount(shards, minlength=placement.num_groups).astype(np.int64)
     if fetch is None or not alive:
-        require_hosts(placement, alive, {item.shard for item in items})
+        placement.require_hosts(alive, {item.shard for item in items})
     nothing, is_alive = np.zeros(placement.host_array.size, dtype=np.int64), placement.alive_mask(alive)
     problem = SpreadProblem(
         placement=placement,

@@ -17,7 +17,6 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread, makespan_bound
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
-from spare_megatron.stacking.wipe_out import require_hosts
 
 StackArray = npt.NDArray[np.int32]
 
@@ -64,7 +63,7 @@ def reorder_stacks(
     `stacking.matching.cheapest_spread`, where hosts are free for the shards within their first S. Ties: phase 1 picks
     the host that has the shard earliest, then the lowest id; shards move by id to the earliest positions not owned.
     """
-    require_hosts(placement, alive)
+    placement.require_hosts(alive)
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
     problem = _one_unit_per_shard(placement, is_alive)

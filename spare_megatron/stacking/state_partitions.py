@@ -16,7 +16,6 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.wipe_out import require_state
 
 Hosts = tuple[tuple[Member, ...], ...]
 """For each state partition, its hosts, ascending."""
@@ -24,6 +23,17 @@ Hosts = tuple[tuple[Member, ...], ...]
 
 def hosted_by(hosts: Hosts, member: Member) -> tuple[PartitionId, ...]:
     return tuple(PartitionId(number) for number, row in enumerate(hosts) if member in row)
+
+
+class StateWipeOut(Exception):
+    """Some state partitions, in ascending order, have no surviving host: only a checkpoint or a snapshot helps."""
+
+    def __init__(self, partitions: tuple[PartitionId, ...]) -> None:
+        super().__init__(partitions)
+        self.partitions = partitions
+
+    def __str__(self) -> str:
+        return f"no surviving host for partitions {', '.join(map(str, self.partitions))}"
 
 
 class PartitionCopy(NamedTuple):
@@ -76,7 +86,8 @@ class Ownership:
         present = tuple(sorted(members))
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
-        require_state(hosts)
+        if lost := tuple(PartitionId(number) for number, row in enumerate(hosts) if not row):
+            raise StateWipeOut(lost)
         leaving = tuple(member for member in self.leaving if member in left)
         return replace(self, members=present, hosts=hosts, leaving=leaving)._settled()
 

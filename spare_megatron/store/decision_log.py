@@ -9,10 +9,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from spare_megatron.formats.codec import decode, encode
+from spare_megatron.formats.codec import encode
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key
+from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key, published
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
@@ -32,7 +32,7 @@ class DecisionLog:
     """
 
     def __init__(self, store: ControlStore, check_s: float = _CHECK_S) -> None:
-        self._store = store
+        self.store = store
         self._check_s = check_s
         self._checked_at_s = time.monotonic()
         self._num_known = 0
@@ -60,7 +60,7 @@ class DecisionLog:
 
     def _require(self) -> None:
         key = keys.entry(self._num_known - 1) if self._num_known else keys.RUN_NAME
-        (value,) = self._store.get([key])
+        (value,) = self.store.get([key])
         is_known = self._num_known > 0 or self._newest is not None  # the embedded store has no name
         if is_known and (value is None or self._newest not in (None, value)):
             raise lost_key(key)
@@ -69,22 +69,22 @@ class DecisionLog:
     def append(self, index: int, entry: str) -> str:
         """Writes the entry if the index is free, after all before it; returns the entry stored there."""
         self.check()
-        stored = self._store.put_if_absent(keys.entry(index), entry, after=keys.entry(index - 1) if index else None)
+        stored = self.store.put_if_absent(keys.entry(index), entry, after=keys.entry(index - 1) if index else None)
         self.note(index, stored)
         return stored
 
     def has(self, index: int) -> bool:
         """Whether the entry is written; the cheap poll of a rank in a reduction."""
         self.check()
-        return self._store.exists(keys.entry(index))
+        return self.store.exists(keys.entry(index))
 
     def report_broken(self, index: int, cause: str) -> str:
         """Marks the collective preceding entry `index` as failed; returns the cause of the first such mark."""
-        return self._store.put_if_absent(keys.broken(index), cause)
+        return self.store.put_if_absent(keys.broken(index), cause)
 
     def is_broken(self, index: int) -> bool:
         """Whether a rank has marked that collective as failed; as cheap as `has`."""
-        return self._store.exists(keys.broken(index))
+        return self.store.exists(keys.broken(index))
 
     def wait(self, index: int, timeout_s: float) -> str:
         """Blocks until the entry is written and returns it; raises `StoreTimeout` after timeout_s seconds."""
@@ -92,7 +92,7 @@ class DecisionLog:
         while True:
             self.check()
             try:
-                entry = self._store.wait(key, min(left_s, _CHECK_S))
+                entry = self.store.wait(key, min(left_s, _CHECK_S))
                 break
             except StoreTimeout as late:
                 self._require()
@@ -104,7 +104,7 @@ class DecisionLog:
 
     def entries(self, indices: Sequence[int]) -> list[str | None]:
         """A few consecutive entries, None for those that are not written."""
-        return self._store.get([keys.entry(index) for index in indices])
+        return self.store.get([keys.entry(index) for index in indices])
 
     def written(self, start: int, end: int) -> list[str]:
         """A few consecutive entries, all of which are known to be written."""
@@ -115,7 +115,7 @@ class DecisionLog:
             self.note(index, entry)
         return [entry for entry in found if entry is not None]
 
-    def read(self, index: int, most: int) -> list[str]:
+    def read(self, index: int, most: int = 512) -> list[str]:
         """Written entries from the index on: at least half of those that exist, at most `most`.
 
         Cost: some log2(most) small reads. The index must be at or before the head.
@@ -152,7 +152,7 @@ class DecisionLog:
         voters: dict[str, list[Member]] = {}
         for voter, vote in votes.items():
             voters.setdefault(vote, []).append(voter)
-        num_votes = self._store.put_counted(
+        num_votes = self.store.put_counted(
             keys.votes(attempt, writer),
             encode(list(voters.items())),
             keys.num_votes(attempt),
@@ -161,38 +161,12 @@ class DecisionLog:
         )
         if num_votes == len(votes):
             # The first cast on this attempt: all groups voted on the one before, so no count before that is read again.
-            self._store.delete([keys.num_votes(attempt - 2)])
+            self.store.delete([keys.num_votes(attempt - 2)])
         return num_votes
 
     def num_votes(self, attempt: int) -> int:
         """Votes cast so far, repeated casts included, in one small read; for groups whose own vote has been cast."""
-        return self._store.counted(keys.num_votes(attempt))
-
-    def announce(self, member: Member) -> None:
-        """Announces that the member is up and waits to be admitted."""
-        self._store.put(keys.waiting(member.group), str(member.incarnation))
-
-    def waiting(self, groups: Sequence[GroupId]) -> list[Member]:
-        """Latest announced incarnation of each of these groups that has ever announced itself."""
-        found = self._store.get([keys.waiting(group) for group in groups]) if groups else []
-        return [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
-
-    def announce_restart(self, group: GroupId, text: str) -> None:
-        """Announces that the group has restarted after a wipe-out, with the encoded state that it can offer."""
-        self._store.put(keys.restart(group), text)
-
-    def waiting_to_restart(self, groups: Sequence[GroupId]) -> list[str]:
-        """Latest restart announcement of each of these groups that has ever made one."""
-        found = self._store.get([keys.restart(group) for group in groups])
-        return [text for text in found if text is not None]
-
-    def publish_digest(self, index: int, group: GroupId, digest: str) -> None:
-        """Publishes the digest of the group's parameters as of entry `index`, for the groups that the entry admits."""
-        self._store.put(keys.digest(index, group), digest)
-
-    def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
-        """The digests that these groups have published so far, None for the others."""
-        return self._store.get([keys.digest(index, group) for group in groups])
+        return self.store.counted(keys.num_votes(attempt))
 
     def votes(self, attempt: int, voters: Sequence[Member], relays: Sequence[Member] = ()) -> dict[GroupId, str]:
         """Votes cast so far, by group: reads the casts of the relays, then the keys of voters not found there."""
@@ -201,16 +175,10 @@ class DecisionLog:
         return {voter.group: found[voter] for voter in voters if voter in found}
 
     def _written_by(self, attempt: int, writers: Sequence[Member]) -> dict[Member, str]:
-        found = self._store.get([keys.votes(attempt, writer) for writer in writers]) if writers else []
-        casts = [cast for text in found if text is not None for cast in decode(text, list[tuple[str, list[Member]]])]
-        return {voter: vote for vote, voters in casts for voter in voters}
-
-    def publish_relay(self, member: Member, address: str) -> None:
-        self._store.put(keys.relay(member), address)
-
-    def relay(self, member: Member) -> str | None:
-        """Address of the member's relay, None if it has published none."""
-        return self._store.get([keys.relay(member)])[0]
+        found = published(
+            self.store, [keys.votes(attempt, writer) for writer in writers], list[tuple[str, list[Member]]]
+        )
+        return {voter: vote for casts in found for vote, voters in casts or () for voter in voters}
 
 
 def ask_interval_s(num_ranks: int) -> float:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace, gib
+from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace
 from spare_megatron.machine.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec
@@ -105,8 +106,7 @@ class EtcdGateway:
                 raise StoreLost("the connection to etcd is broken off")
             try_s = try_timeout_s(self._num_timeouts)
             try:
-                if self._spec.credentials is not None and not self._session.token:
-                    self._authenticate(try_s)
+                self._authenticate(try_s)
                 answer = self._send(path, body, try_s)
                 self._num_timeouts = max(0, self._num_timeouts - 1)
                 if path.startswith(_LINEARIZABLE) and "header" in answer:
@@ -121,6 +121,10 @@ class EtcdGateway:
                         f"control.store_timeout_s={self._spec.timeout_s:g}: {again}"
                     ) from again
                 time.sleep(_PAUSE_S)
+
+    def read(self, start: str, end: str = "") -> EtcdMessage:
+        """The keys from `start` to before `end`; `start` alone without it."""
+        return self.call("/v3/kv/range", key_range(start, end or start + "\0"))
 
     def break_off(self) -> None:
         """Ends the try under way; `call` raises StoreLost from now on. Callable from any thread."""
@@ -139,8 +143,7 @@ class EtcdGateway:
         credentials.
         """
         try:
-            if self._spec.credentials is not None and not self._session.token:
-                self._authenticate(try_s)
+            self._authenticate(try_s)
             connection = self._connect(try_s)
             connection.request("POST", path, json.dumps(body), self._headers())
             sock = connection.sock
@@ -249,9 +252,9 @@ class EtcdGateway:
         return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
 
     def _authenticate(self, timeout_s: float) -> None:
-        assert self._spec.credentials is not None
-        body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
-        self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
+        if self._spec.credentials is not None and not self._session.token:
+            body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
+            self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -315,6 +318,11 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def key_range(start: str, end: str) -> EtcdMessage:
+    """The part of a request that names the keys from `start` to before `end`."""
+    return {"key": encoded(start), "range_end": encoded(end)}
+
+
 def decoded(text: str) -> str:
     return base64.b64decode(text).decode()
 
@@ -327,7 +335,7 @@ def silence_of(spec: EtcdStoreSpec) -> str:
     """Why no member with a quorum answers within ANSWER_S seconds; empty if one answers, even with a refusal."""
     with contextlib.closing(EtcdGateway(replace(spec, timeout_s=ANSWER_S))) as gateway:
         try:
-            gateway.call("/v3/kv/range", {"key": encoded(spec.prefix)})
+            gateway.read(spec.prefix)
         except StoreRefused:  # reported where the refused request is needed
             return ""
         except StoreLost as lost:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreLacks, decoded, encoded
+from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreLacks, decoded, encoded, key_range
 from spare_megatron.store.etcd_watch import EtcdDirectory, values_of
 from spare_megatron.store.interface import StoreTimeout, lost_key
 from spare_megatron.store.keys import LOG
@@ -34,9 +34,9 @@ class EtcdControlStore:
         self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
-        compare, reads = _is_absent(self._key(key)), [self._range(key)]
+        compare, reads = [_exists(self._key(key), "EQUAL")], [self._range(key)]
         if after is not None:
-            compare += _is_present(self._key(after))
+            compare.append(_exists(self._key(after), "GREATER"))
             reads.append(self._range(after))
         answer = self._transact(compare, [self._put(key, value)], reads)
         if answer.get("succeeded"):
@@ -52,15 +52,16 @@ class EtcdControlStore:
     def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         digits = [self._put(f"{counter}/{power}", "") for power in range(weight.bit_length()) if weight >> power & 1]
         gone = [self._delete(old) for old in forget]
-        start, end = self._directory(f"{counter}/")
-        count = {"request_range": {"key": encoded(start), "range_end": encoded(end)}}
-        answer = self._transact(_is_absent(self._key(key)), [self._put(key, value), *digits, *gone, count], [count])
+        folder = self._directory(f"{counter}/")
+        count = {"request_range": key_range(*folder)}
+        is_absent = [_exists(self._key(key), "EQUAL")]
+        answer = self._transact(is_absent, [self._put(key, value), *digits, *gone, count], [count])
         # The sum of no digits is 0: a request that is repeated after the counter was removed.
-        return _sum_of(answer["responses"][-1]["response_range"], start)
+        return _sum_of(answer["responses"][-1]["response_range"], folder[0])
 
     def counted(self, counter: str) -> int:
-        start, end = self._directory(f"{counter}/")
-        return _sum_of(self._read(start, end), start)
+        folder = self._directory(f"{counter}/")
+        return _sum_of(self._gateway.read(*folder), folder[0])
 
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _OPERATIONS // 2):
@@ -88,7 +89,7 @@ class EtcdControlStore:
         if not names:
             return []
         # One request for any number of keys, and a consistent snapshot.
-        found = values_of(self._read(min(names), max(names) + "\0"))
+        found = values_of(self._gateway.read(min(names), max(names) + "\0"))
         return [found.get(name) for name in names]
 
     def exists(self, key: str) -> bool:
@@ -127,8 +128,7 @@ class EtcdControlStore:
         return self._gateway.local_host()
 
     def clear(self) -> None:
-        start, end = self._directory("")
-        self._gateway.call("/v3/kv/deleterange", {"key": encoded(start), "range_end": encoded(end)})
+        self._gateway.call("/v3/kv/deleterange", key_range(*self._directory("")))
 
     def close(self) -> None:
         self._gateway.close()
@@ -150,8 +150,7 @@ class EtcdControlStore:
         return {"request_delete_range": {"key": encoded(self._key(key))}}
 
     def _delete_counter(self, counter: str) -> EtcdMessage:
-        start, end = self._directory(f"{counter}/")
-        return {"request_delete_range": {"key": encoded(start), "range_end": encoded(end)}}
+        return {"request_delete_range": key_range(*self._directory(f"{counter}/"))}
 
     def _range(self, key: str) -> EtcdMessage:
         return {"request_range": {"key": encoded(self._key(key))}}
@@ -160,9 +159,6 @@ class EtcdControlStore:
         self, compare: list[EtcdMessage], success: list[EtcdMessage], failure: list[EtcdMessage]
     ) -> EtcdMessage:
         return self._gateway.call("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
-
-    def _read(self, start: str, end: str) -> EtcdMessage:
-        return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _directory(self, key: str) -> tuple[str, str]:
         """The key range of the directory that holds this key; of the key alone if it lies in none."""
@@ -204,9 +200,6 @@ def _sum_of(digits: EtcdMessage, directory: str) -> int:
     return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
 
 
-def _is_absent(name: str) -> list[EtcdMessage]:
-    return [{"key": encoded(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}]
-
-
-def _is_present(name: str) -> list[EtcdMessage]:
-    return [{"key": encoded(name), "target": "CREATE", "result": "GREATER", "create_revision": "0"}]
+def _exists(name: str, result: str) -> EtcdMessage:
+    """Compares the revision that created the key, 0 of an absent one: EQUAL to 0, or GREATER."""
+    return {"key": encoded(name), "target": "CREATE", "result": result, "create_revision": "0"}

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreFull, decoded, encoded, try_timeout_s
+from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage, StoreFull, decoded, key_range, try_timeout_s
 from spare_megatron.store.interface import StoreLost
 
 _PAUSE_S = 0.05
@@ -65,11 +65,7 @@ class EtcdWatch:
                 time.sleep(_PAUSE_S)
 
     def _follow_one_stream(self, try_s: float) -> None:
-        request = {
-            "key": encoded(self._keys[0]),
-            "range_end": encoded(self._keys[1]),
-            "start_revision": str(self._next_revision),
-        }
+        request = {**key_range(*self._keys), "start_revision": str(self._next_revision)}
         with self._gateway.stream("/v3/watch", {"create_request": request}, try_s) as (sock, messages):
             with self._changed:
                 self._socket = sock
@@ -120,7 +116,7 @@ class EtcdDirectory:
         """The key's value if the watch has or receives it within this time, or before the watch's next check."""
         watch = self._watch or self._open(key)
         if key < self._first:
-            value = values_of(self._read_one(key)).get(key)
+            value = values_of(self._gateway.read(key)).get(key)
             if value is not None:
                 return value
             self._first = key  # not written yet, so neither is any later key
@@ -138,13 +134,13 @@ class EtcdDirectory:
 
     def _confirmed(self, key: str) -> str | None:
         """The key's value by direct reads. Raises StoreFull if it has none and etcd takes no writes any more."""
-        value = values_of(self._read_one(key)).get(key)
+        value = values_of(self._gateway.read(key)).get(key)
         if value is None:
             try:
                 self._gateway.check_space()
             except StoreFull:
                 # It may be the last key that was written: all followers have to see the same end of the directory.
-                value = values_of(self._read_one(key)).get(key)
+                value = values_of(self._gateway.read(key)).get(key)
                 if value is None:
                     raise
         return value
@@ -158,17 +154,11 @@ class EtcdDirectory:
     def _open(self, key: str) -> EtcdWatch:
         began_s = time.monotonic()
         self._first = key if self._is_ordered else self._keys[0]
-        answer = self._read(self._first, self._keys[1])
+        answer = self._gateway.read(self._first, self._keys[1])
         self._checked(began_s)
         revision = int(answer["header"]["revision"]) + 1
         self._watch = EtcdWatch(self._gateway.another(), self._keys, values_of(answer), revision)
         return self._watch
-
-    def _read_one(self, key: str) -> EtcdMessage:
-        return self._read(key, key + "\0")
-
-    def _read(self, start: str, end: str) -> EtcdMessage:
-        return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _checked(self, began_s: float) -> None:
         """Schedules the next check of the watch, after a read that began at this time."""

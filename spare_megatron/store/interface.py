@@ -1,7 +1,11 @@
 """The `ControlStore` interface: the key-value store with compare-and-set that all processes of a run share."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from spare_megatron.formats.codec import decode, encode
+
+T = TypeVar("T")
 
 
 class StoreTimeout(Exception):
@@ -32,8 +36,7 @@ class ControlStore(Protocol):
         Raises StoreLost, and writes nothing, if a store that can lose keys has lost the key `after`.
         """
 
-    def put(self, key: str, value: str) -> None:
-        """Writes the value."""
+    def put(self, key: str, value: str) -> None: ...
 
     def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         """Writes an absent key that only this process writes, adds `weight` to a counter, removes the keys to forget.
@@ -77,3 +80,14 @@ class ControlStore(Protocol):
 
     def local_host(self) -> str:
         """This machine's IP address on the route to the store, at which other clients of the store reach it."""
+
+
+def publish(store: ControlStore, key: str, value: object) -> None:
+    """Writes the value under the key, for `published`, in the place of what was there."""
+    store.put(key, encode(value))
+
+
+def published(store: ControlStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    """The values of this kind that are published under the keys by now; None for the others."""
+    texts = store.get(keys) if keys else []
+    return [None if text is None else decode(text, kind) for text in texts]

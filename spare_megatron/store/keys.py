@@ -17,9 +17,10 @@ NUM_READY_REPORTS = "num_ready_reports"
 """Counter of the reports of ready groups, repeated ones included. Counted and read by each reporter."""
 
 DATA_DIGEST = "data-digest"
+"""Digest of samples of the shared corpus. Written by the first rank that has read them; read by all others."""
 
 AUDITED_DEVICE = "audited-device"
-"""Digest of samples of the shared corpus. Written by the first rank that has read them; read by all others."""
+"""Device and kernels of a run with audits. Written by the first rank that has them; read by all others."""
 
 PLAIN_WORLD = "plain"
 """Name of the only torch.distributed world of a run without SPARe, for all of its ranks."""

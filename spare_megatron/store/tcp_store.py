@@ -106,9 +106,7 @@ def listen(address: str, timeout: timedelta) -> Any:
 
 
 def construct_first() -> None:
-    """Constructs the first store of this process, with which torch initializes what all of them share (it looks up host
-    names). Needed before other threads construct stores: a process forked meanwhile waits for that for good.
-    """
+    """Has torch initialize what all stores share: a process that is forked meanwhile would wait for that for good."""
     with contextlib.suppress(RuntimeError, OSError):  # without a loopback interface the risk stays
         listen("127.0.0.1", timedelta(seconds=1))
 
@@ -141,9 +139,7 @@ class TcpControlStore:
         return client
 
     def renew_if_back(self) -> None:
-        """Repeats the request that another thread waits for on a new connection, if the server takes one now: the
-        kernel may send again only much later. Waits for little.
-        """
+        """Repeats the request that another thread waits for on a new connection, if the server takes one now."""
         if self._is_renewing:
             return
         with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=_PROBE_S):

@@ -1,10 +1,11 @@
 """What a supervisor does when a rank exits: the consequence for its group and the run, and the cause of the loss."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.records import LOST_A_PEER
-from spare_megatron.machine.device_errors import find_device_error
+from spare_megatron.machine.device_errors import FAILED_DEVICE, describe_xid, find_device_error
 from spare_megatron.process.processes import describe_exit
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.stacking.layout import GroupId
@@ -66,6 +67,20 @@ def cause_of_end(code: int, traceback: str = "", device_code: int | None = None)
     if device_code is not None:
         cause += f" (cudaError {device_code})"
     return cause, "" if is_its_own else error
+
+
+def name_device(cause: str, error: str, machine: int, events: Sequence[tuple[str, int]]) -> tuple[str, str]:
+    """The cause and the error of a loss with the recent Xid events of the group's GPUs on this machine, by UUID. If one
+    shows a failed device, no other group meets the error, even one that mostly is a bug.
+
+    >>> name_device("CUDA error: launch failure", "CUDA error: launch failure", 3, [("GPU-aa", 79)])
+    ('Xid 79 (fallen off the bus) of GPU-aa on machine 3: CUDA error: launch failure', '')
+    """
+    if not events or cause == FOUND_FENCED:
+        return cause, error
+    found = ", ".join(f"{describe_xid(xid)} of {uuid}" for uuid, xid in events)
+    has_failed = any(xid in FAILED_DEVICE for _, xid in events)
+    return f"{found} on machine {machine}: {cause}", "" if has_failed else error
 
 
 class RaisedExceptions:

@@ -164,6 +164,10 @@ class RankProcesses:
         num_groups = self._spec.config.spare.spares
         return {gpu: sum(nlargest(num_groups, (ranks[gpu] for ranks in of_groups))) for gpu in set().union(*of_groups)}
 
+    def gpus_of(self, group: GroupId) -> frozenset[str]:
+        """UUIDs of the GPUs of the group's ranks here."""
+        return frozenset(filter(None, map(self._gpu_of, self.of(group))))
+
     def _gpu_of(self, key: RankKey) -> str | None:
         """UUID of the rank's GPU, empty if the machine has too few; None on CPUs."""
         number = gpu_of(self._spec.config, *key)

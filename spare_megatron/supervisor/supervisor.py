@@ -11,7 +11,7 @@ from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, ExaminationRecord, LossRecord, RestartRecord, StartRecord
-from spare_megatron.machine.gpus import ClockReader
+from spare_megatron.machine.gpus import ClockReader, XidWatch
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process import reports
@@ -29,7 +29,13 @@ from spare_megatron.supervisor.end_requests import EndRequests
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.places.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
-from spare_megatron.supervisor.rank_exits import Consequence, RaisedExceptions, cause_of_end, consequence_of
+from spare_megatron.supervisor.rank_exits import (
+    Consequence,
+    RaisedExceptions,
+    cause_of_end,
+    consequence_of,
+    name_device,
+)
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
 from spare_megatron.supervisor.request_watch import RequestWatch
@@ -110,6 +116,7 @@ class Supervisor:
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
+        self._machine, self._xids = machine, XidWatch(spec.gpus)
         self._link = self._make_link(machine, outbox)
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
@@ -413,7 +420,8 @@ class Supervisor:
     def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
         """Fences the group and kills its ranks on this node, which must not linger."""
         self._lost.add(group)
-        self._want_fence(group, rank, cause, error)
+        events = self._xids.recent(self._ranks.gpus_of(group))
+        self._want_fence(group, rank, *name_device(cause, error, self._machine, events))
         self._ranks.kill(group)
         self._rank_watch.stop_watching(*self._ranks.of(group))
 

@@ -12,21 +12,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.log.entries import Entry, Fence, decode_entry, encode_entry
+from spare_megatron.core.log.entries import Entry, decode_entry, encode_entry
 from spare_megatron.core.log.events import RestartState, VotesRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.log.relays import Blocks
 from spare_megatron.core.log.votes import Vote
-from spare_megatron.formats.codec import decode, encode, set_fields
+from spare_megatron.formats.codec import decode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.voting.fencing import fence
+from spare_megatron.store.interface import publish, published
+from spare_megatron.voting.fencing import fence, fences
 
 T = TypeVar("T")
-
-_MOST_ENTRIES = 512
-"""Log entries that are broadcast at a time."""
 
 _POLL_S = 0.05
 
@@ -127,9 +126,7 @@ class GroupAgreement:
         return is_written
 
     def report_broken(self, index: int, cause: str) -> str:
-        """Marks the collective preceding entry `index` as failed, unless that is written; from this rank alone. Returns
-        the cause that the first such mark names.
-        """
+        """Marks the collective preceding entry `index` as failed unless that is written; the first mark's cause."""
         return (
             cause if self.is_written(index) else self._log.report_broken(index, f"group {self.member.group}: {cause}")
         )
@@ -233,7 +230,9 @@ class GroupAgreement:
         """Leader: the members, other than these groups, that have announced that they wait to be admitted."""
         present = {voter.group for voter in voters}
         absent = [group for group in self._may_come_back if group not in present]
-        return tuple(Member(GroupId(group), incarnation) for group, incarnation in self._log.waiting(absent))
+        found = published(self._log.store, [keys.waiting(group) for group in absent], int)
+        pairs = zip(absent, found, strict=True)
+        return tuple(Member(group, incarnation) for group, incarnation in pairs if incarnation is not None)
 
     # ----------------------------------------------------------------------------------------------------- rejoining
 
@@ -246,22 +245,22 @@ class GroupAgreement:
     def announce(self) -> None:
         """On the leader, announces that the group is up and waits to be admitted."""
         if self.is_leader:
-            self._log.announce(self.member)
+            publish(self._log.store, keys.waiting(self.member.group), self.member.incarnation)
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        self._log.announce_restart(waiting.member.group, encode(set_fields(waiting)))
+        publish(self._log.store, keys.restart(waiting.member.group), set_fields(waiting))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""
-        return tuple(decode(text, RestartState) for text in self._log.waiting_to_restart(groups))
+        found = published(self._log.store, [keys.restart(group) for group in groups], RestartState)
+        return tuple(state for state in found if state is not None)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the member; this rank alone asks the store."""
         index = from_index
         while self._log.has(index):
-            entry = decode_entry(self._log.wait(index, self._decision_timeout_s))
-            if isinstance(entry, Fence) and entry.hits(other):
+            if fences(self._log.wait(index, self._decision_timeout_s), other):
                 return True
             index += 1
         return False
@@ -269,11 +268,10 @@ class GroupAgreement:
     def publish_digest(self, index: int, digest: str) -> None:
         """On the leader, publishes the digest of the group's parameters as of this entry, for newcomers."""
         if self.is_leader:
-            self._log.publish_digest(index, self.member.group, digest)
+            publish(self._log.store, keys.digest(index, self.member.group), digest)
 
     def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
-        """The digests that these groups have published so far, None for the others."""
-        return self._log.digests(index, groups)
+        return published(self._log.store, [keys.digest(index, group) for group in groups], str)
 
     def append(self, index: int, entry: Entry) -> None:
         """Writes the entry if the index is free; `await_entry` then has the entry stored there without asking."""
@@ -298,8 +296,8 @@ class GroupAgreement:
         return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:
-        """Likewise, with the entries already written after it, up to _MOST_ENTRIES. Collective as `read_entry`."""
-        texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
+        """Likewise, with entries already written after it. Collective as `read_entry`."""
+        texts = self._log.read(index) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
         texts = self._broadcast("\n".join(texts)).split("\n")

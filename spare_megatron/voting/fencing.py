@@ -50,14 +50,15 @@ def fence(
     head = log.find_head(from_index)
     first = max(0, head - _NUM_RECENT)  # also before from_index, which may have come from a later commit
     for index, entry in enumerate(log.written(first, head), first):
-        if _fences(entry, member):
+        if fences(entry, member):
             return index
-    while not _fences(log.append(head, text), member):
+    while not fences(log.append(head, text), member):
         head += 1
         on_entry()
     return head
 
 
-def _fences(entry: str, member: Member) -> bool:
-    run_state = decode_entry(entry)
-    return isinstance(run_state, Fence) and run_state.hits(member)
+def fences(text: str, member: Member) -> bool:
+    """Whether this is the text of a log entry that fences the member."""
+    entry = decode_entry(text)
+    return isinstance(entry, Fence) and entry.hits(member)

@@ -21,9 +21,6 @@ from spare_megatron.store.decision_log import DecisionLog
 
 Stop = FinishRun | StopWipeOut | StopHalted
 
-_MOST_ENTRIES = 512
-"""Log entries read at a time."""
-
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
@@ -90,13 +87,12 @@ class LogFollower:
 
     @property
     def members(self) -> frozenset[GroupId]:
-        """The groups that take part, as of the last call of `stop`."""
         return frozenset(self._controller.members)
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | AwaitHosts | None:
         """The action that ends or pauses the run, as far as the log is written. `on_entry`: called after each entry."""
         controller = self._controller
-        while texts := self._log.read(controller.head, _MOST_ENTRIES):
+        while texts := self._log.read(controller.head):
             for text in texts:
                 entry = decode_entry(text)
                 actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)

@@ -75,10 +75,7 @@ class VoteRelay:
         self._selector.close()
 
     def _handle_all_ready(self, votes: BlockVotes) -> None:
-        """Takes votes that arrived in time although a busy machine did not let the relay poll before its deadline.
-
-        Each poll accepts one connection. Their number is bounded: without free descriptors a listener is ready forever.
-        """
+        """Takes votes that came before the deadline, after the last poll; as many polls as there may be connections."""
         for _ in range(self._most_clients + 1):
             if not self._handle_ready(votes, 0.0):
                 return

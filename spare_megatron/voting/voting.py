@@ -23,8 +23,8 @@ from spare_megatron.journal.records import Record, VoteRecord, digest_of_work
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore, StoreTimeout
+from spare_megatron.store import keys
+from spare_megatron.store.interface import ControlStore, StoreTimeout, publish, published
 from spare_megatron.voting.agreement import GroupAgreement
 from spare_megatron.voting.relay_link import RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
@@ -69,15 +69,11 @@ def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_
     fan_in, interval_s = control.vote_fan_in, control.heartbeat_interval_s
     if fan_in == 1 or num_groups <= fan_in:
         return None
-    log = DecisionLog(store)
-
-    def find(other: Member) -> Address | None:
-        text = log.relay(other)
-        return None if text is None else Address.parse(text)
-
     relay = VoteRelay(store.local_host(), fan_in)
-    log.publish_relay(member, str(relay.address))
-    link = RelayLink(member, find, FALLBACK_INTERVALS * interval_s)
+    publish(store, keys.relay(member), relay.address)
+    link = RelayLink(
+        member, lambda other: published(store, [keys.relay(other)], Address)[0], FALLBACK_INTERVALS * interval_s
+    )
     return RelayParts(relay=relay, link=link, collect_s=COLLECT_INTERVALS * interval_s)
 
 

@@ -32,8 +32,11 @@ from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.snapshot import mapped_files
+from spare_megatron.state.snapshot.mapped_files import MappedFiles
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.state.transfer.served_state import StateSource
@@ -186,21 +189,31 @@ def continued(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, by
     return tuple(map(_whole_state, trainers))
 
 
-def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
+def copied_beside_training(
+    device: torch.device, config: RunConfig, is_registered: bool = False
+) -> tuple[bytes, bytes, bytes]:
     """The state after a step: copied at once; copied by a thread while the next step computes; and after its update."""
     host_copies.BUFFER_BYTES = 10_007  # so that there are many batches
     trainer = GroupTrainer(config, device)
     _train(trainer, config, 0)
     before = _whole_state(trainer)
     copy = trainer.state_copy()
-    memory = mmap.mmap(-1, copy.num_bytes)
-    thread = threading.Thread(target=copy.write, args=(memory,))
+    mapped, fd = MappedFiles(torch.cuda.cudart() if is_registered else None), os.memfd_create("copied")
+    os.truncate(fd, copy.num_bytes)
+    mapped_files.RANGE_BYTES = 2**20
+    file = mapped.map(Part(0), fd)
+    mapped.register()
+    assert (mapped.registered_bytes, mapped.failure) == (copy.num_bytes * is_registered, "")
+    thread = threading.Thread(target=copy.write, args=(file.memory, file.range_bytes))
     thread.start()
     trainer.begin_step(1)
     trainer.compute(all_work(config))
     thread.join()
     trainer.update(reduce_alone(trainer).loss)
-    return before, memory[:], _whole_state(trainer)
+    copied = file.memory[:]
+    mapped.keep(())
+    os.close(fd)
+    return before, copied, _whole_state(trainer)
 
 
 def joined_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, tuple[str, ...]]:

@@ -155,9 +155,10 @@ def test_devices_are_counted_as_torch_numbers_them() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copy_made_beside_training_is_the_state_before_it(make_config: MakeConfig, device: str) -> None:
     config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
-    before, beside, after = run_on(device, one_device.copied_beside_training, config)
-    assert beside == before
-    assert after != before
+    for is_registered in (False, device == GPU):
+        before, beside, after = run_on(device, one_device.copied_beside_training, config, is_registered)
+        assert beside == before
+        assert after != before
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.mcore.gradients.flat_gradients import parts_of
+from spare_megatron.mcore.gradients.flat_gradients import flat_parameters, parts_of
 from spare_megatron.mcore.gradients.gradients import FloatSums, Totals
 from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.attention import TorchCoreAttention
@@ -249,6 +249,27 @@ def kept_sums(
     trainer.compute(before)
     trainer.compute(after)
     return list(sums.buckets), first, kept, staged(trainer).numpy()
+
+
+def with_and_without_megatron(
+    config: RunConfig, *calls: Sequence[Microbatch]
+) -> list[tuple[bool, np.ndarray, UpdateResult, str]]:
+    """A step as it is, and one in which Megatron adds each gradient to its buffers, too, as it does by itself: whether
+    it has, the staged sums, what the update returned, and the parameters after it.
+    """
+    found = []
+    for may_add in (False, True):
+        trainer = GroupTrainer(config, CPU)
+        trainer.begin_step(0)
+        for one in flat_parameters(trainer.chunks) if may_add else ():
+            one.parameter.grad_added_to_main_grad = False
+        for work in calls:
+            trainer.compute(work)
+        was_added = any(bool(named.main_grad.any()) for named in trainer.parameters_named())
+        sums = staged(trainer)
+        put_all(trainer, sums)
+        found.append((was_added, sums.numpy(), trainer.update(agreed_loss(trainer)), trainer.params_sha256()))
+    return found
 
 
 def summed_in_bf16(config: RunConfig, num_counted: int) -> tuple[np.ndarray, np.ndarray, Totals, float]:

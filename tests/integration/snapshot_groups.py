@@ -15,6 +15,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import HeldSnapshots
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.state.rank_context import RankContext, RankProgress
+from spare_megatron.state.snapshot.mapped_files import MappedFile, MappedFiles
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
@@ -32,16 +33,17 @@ class KeptHere:
 
     def __init__(self) -> None:
         self.kept: dict[PartitionId | None, mmap.mmap] = {}
+        self.mapped = MappedFiles(None)
 
     def copy(
         self,
         attempt: int,
         previous: int,
         num_bytes: Mapping[PartitionId | None, int],
-        write: Callable[[Sequence[mmap.mmap]], None],
+        write: Callable[[Sequence[MappedFile]], None],
     ) -> None:
         memories = {number: mmap.mmap(-1, size) for number, size in num_bytes.items()}
-        write(list(memories.values()))
+        write([MappedFile(memory, (0, index)) for index, memory in enumerate(memories.values())])
         self.kept |= memories
 
     def memory(self, attempt: int, number: PartitionId | None) -> mmap.mmap:

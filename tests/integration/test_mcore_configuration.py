@@ -23,12 +23,11 @@ from packaging.requirements import Requirement
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.checks.validate import MachineResources, problems
-from spare_megatron.config.megatron_fields import COUNTED_WITH
+from spare_megatron.config.megatron_fields import COUNTED_WITH, FUNCTION_IN_MEGATRON
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.supported_versions import SUPPORTED, check_version, supported, version_rows
-from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.mcore.gradients.fixed_point import fixed_point
 from spare_megatron.mcore.model import compatibility, rng
 from spare_megatron.mcore.model import model as model_module

@@ -14,6 +14,7 @@ from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import mcore_group as group
+from tests.integration.expert_group import all_units
 from tests.integration.mcore_group import run_group, work_of
 from tests.integration.reference import relative_distance
 
@@ -250,6 +251,31 @@ def test_what_is_not_finite_on_one_lane_is_found_by_the_lane_that_sums_it(make_c
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility
+
+EXPERTS = {"linear_bias": False, "num_experts": 3, "expert_ffn_hidden_size": 40}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ({"tie_embeddings": True}, LAYOUTS["one rank"]),
+        ({"tie_embeddings": True}, LAYOUTS["two by two"]),
+        ({"tie_embeddings": False}, LAYOUTS["two lanes of two"]),
+        (EXPERTS, {"data_parallel": 3, "expert_parallel": 3}),
+    ],
+    ids=["one rank", "2x2", "lanes", "experts"],
+)
+def test_megatron_adds_no_gradient_that_integer_sums_have(
+    make_config: MakeConfig, model: dict[str, Any], layout: dict[str, int]
+) -> None:
+    """And the step is bitwise that in which it does."""
+    config = make_config("reproducible", model=model, **layout)
+    work = all_units(config, 0)
+    for without, added in run_group(group.with_and_without_megatron, config, work[:2], work[2:]):
+        assert not without[0]
+        assert added[0]
+        np.testing.assert_array_equal(without[1], added[1])
+        assert without[2:] == added[2:]
 
 
 @pytest.mark.parametrize(

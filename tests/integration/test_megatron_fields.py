@@ -12,7 +12,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from spare_megatron.config import megatron_fields
 from spare_megatron.config.checks.validate import MachineResources, problems, warnings
-from spare_megatron.config.megatron_defaults import is_off
 from spare_megatron.config.megatron_fields import (
     COUNTED_WITH,
     FIXED_IN_MEGATRON,
@@ -21,6 +20,7 @@ from spare_megatron.config.megatron_fields import (
     OURS_IN_MEGATRON_WORDS,
     REFUSED,
     field_problems,
+    is_off,
 )
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig

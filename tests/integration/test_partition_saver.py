@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.core.log.entries import Fence, encode_entry
+from spare_megatron.core.saves.partition_saves import WritePartitions
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
@@ -27,9 +28,9 @@ def alone(work: Callable[[], object]) -> list[object]:
     return [work()]
 
 
-def write(folder: Path, partitions: Sequence[PartitionId]) -> dict[str, StoredFile]:
+def write(folder: Path, move: WritePartitions) -> dict[str, StoredFile]:
     assert folder.is_dir()
-    file = StoredFile(num_bytes=len(partitions), sha256="")
+    file = StoredFile(num_bytes=len(move.partitions), sha256="")
     return {"__0_0.distcp": file, METADATA_FNAME: file}
 
 

@@ -85,7 +85,7 @@ def test_a_command_that_does_not_train(name: str, process_as_before: None, capsy
         assert [kept["steps"] for kept in result["kept"]] == [20]
         assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
     if name == "convert_megatron":
-        assert (result["configurations"], result["converted"]) == (2, 1)
+        assert (result["configurations"], result["converted"]) == (3, 2)
         assert result["arguments"].keys() == {"taken", "implied"}
     if name == "growth_simulated":
         assert result["decisions"]["x"] == result["curves"]["groups"]["x"] == [60, 120]

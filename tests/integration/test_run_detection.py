@@ -192,7 +192,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
-    (loss,) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
+    ((_, loss),) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
     assert (loss.group, loss.rank) == (1, 1)
     assert "stopped" in loss.cause
     parts = read_spans_of(run.run_dir)

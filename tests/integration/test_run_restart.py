@@ -65,6 +65,7 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
     assert [entry["entry"] for entry in entries_of(run.journal)].count("restart") == 1
     records = run.journal.of(RestartRecord)
     assert sorted((r.group, r.step, r.rework_steps) for r in records) == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
+    assert {r.num_restarts for r in records} == {1}
     assert {event.group for event in run.events if isinstance(event, RestartRecord)} == {0, 1, 2}
     assert not [event for event in run.events if isinstance(event, RunStopped)]
     assert same_bits(config, whole, run)

@@ -20,14 +20,17 @@ import pytest
 
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.formats.frames import Address, NotOffered
-from spare_megatron.formats.pieces import Piece
+from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, Piece
 from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import PartitionId
+from spare_megatron.state.snapshot import mapped_files
 from spare_megatron.state.snapshot import snapshot_server as snapshot_server_module
+from spare_megatron.state.snapshot.mapped_files import MappedFile
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.state.transfer.piece_client import PieceClient
+from tests.cudart_stand_in import CudartStandIn
 from tests.integration.snapshot_memory import memory_files
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
@@ -77,10 +80,10 @@ def await_server(snapshot_server: NodeSnapshotServer) -> None:
             time.sleep(0.01)
 
 
-def fill(contents: Iterable[bytes]) -> Callable[[Sequence[mmap.mmap]], None]:
-    def write(memories: Sequence[mmap.mmap]) -> None:
-        for memory, content in zip(memories, contents, strict=True):
-            memory[:] = content
+def fill(contents: Iterable[bytes]) -> Callable[[Sequence[MappedFile]], None]:
+    def write(files: Sequence[MappedFile]) -> None:
+        for file, content in zip(files, contents, strict=True):
+            file.memory[: len(content)] = content
 
     return write
 
@@ -124,7 +127,7 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(snapshot_serve
         assert client.list_intact(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
         assert num_kept() == len(kept)
     assert fetched(client, 3, 5, 5000) == contents[5]
-    assert client.memory(5, None)[:] == contents[5]
+    assert client.memory(5, None)[:5000] == contents[5]
     with pytest.raises(SnapshotServerGone, match="does not hold attempt 4 of rank 3"):
         client.memory(4, None)
     assert SnapshotClient(snapshot_server.address, 2).list_intact(HOST).held == ()
@@ -166,7 +169,7 @@ def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapsh
     assert set(listed.partitions) == {
         HeldPartition(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
-    assert groups[1].memory(3, zero)[:] == kept[0][zero]
+    assert groups[1].memory(3, zero)[:700] == kept[0][zero]
     assert SnapshotClient(snapshot_server.address, 1).list_intact(HOST).partitions == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
@@ -178,10 +181,11 @@ def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapsh
 
 def test_snapshots_may_change_their_size(snapshot_server: NodeSnapshotServer) -> None:
     client = SnapshotClient(snapshot_server.address, 0)
-    for attempt, num_bytes in enumerate((10, 5000, 20)):
+    for attempt, num_bytes in enumerate((10, 5000, 20, 5 * 2**20, 5000, 5 * 2**20, 2**20 + 1, 2**20, 2**20 + 1)):
         content = os.urandom(num_bytes)
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
-        assert fetched(client, 0, attempt, num_bytes) == content
+        assert client.memory(attempt, None)[:num_bytes] == content
+        assert fetched(client, 0, attempt, min(num_bytes, LARGEST_PIECE_BYTES)) == content[:LARGEST_PIECE_BYTES]
     assert num_kept() == 2
 
 
@@ -220,7 +224,7 @@ def test_a_killed_server_loses_its_snapshots_and_the_next_has_its_address(
     copy(client, 1, -1, content)
     pid = server_pid()
 
-    def strike(memories: Sequence[mmap.mmap]) -> None:
+    def strike(files: Sequence[MappedFile]) -> None:
         os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(SnapshotServerGone):
@@ -235,10 +239,66 @@ def test_a_killed_server_loses_its_snapshots_and_the_next_has_its_address(
     assert copy(client, 3, 1, content) == sha256(content)
 
 
-def flip_bit(kept: list[mmap.mmap], content: bytes, memories: Sequence[mmap.mmap]) -> None:
-    (memory,) = memories
-    memory[:] = content
-    kept.append(memory)
+def test_a_rank_registers_the_two_files_in_turn_once_although_sizes_differ(
+    snapshot_server: NodeSnapshotServer,
+) -> None:
+    """A description is some bytes longer or shorter each time. The first copy into a file comes before."""
+    cudart = CudartStandIn()
+    client = SnapshotClient(snapshot_server.address, 0, cudart)
+    found: list[int | None] = []
+    for attempt in range(1, 7):
+        content = os.urandom(2**20 - 3 + attempt)
+
+        def write(files: Sequence[MappedFile], content: bytes = content) -> None:
+            fill([content])(files)
+            found.append(files[0].range_bytes)
+
+        (digest,) = client.copy(attempt, attempt - 1, {None: len(content)}, write)
+        assert digest == sha256(content)
+        assert client.memory(attempt, None)[: len(content)] == content
+    # The third snapshot fills its room, and the fourth needs more: the files are replaced once.
+    assert found == [None, None, mapped_files.RANGE_BYTES, None, None, mapped_files.RANGE_BYTES]
+    assert client.mapped.registered_bytes == sum(cudart.registered.values()) == 2 * 2 * 2**20
+    client.pass_over(7, 6)
+    assert cudart.registered == {}
+
+
+def test_where_cuda_refuses_the_memory_copies_are_made_as_before(snapshot_server: NodeSnapshotServer) -> None:
+    client = SnapshotClient(snapshot_server.address, 0, CudartStandIn(refuses_from=1))
+    for attempt in (1, 2, 3):
+        content = os.urandom(5000)
+        assert copy(client, attempt, attempt - 1, content) == sha256(content)
+    assert client.mapped.failure.endswith("cudaError 2")
+    assert client.mapped.registered_bytes == 0
+
+
+def test_a_rank_gives_up_the_memory_of_a_server_that_is_gone(snapshot_server: NodeSnapshotServer) -> None:
+    """Whether it notices by a request that fails, or only finds other files."""
+    cudart, content = CudartStandIn(), os.urandom(4000)
+    client, late = (SnapshotClient(snapshot_server.address, position, cudart) for position in (0, 1))
+    for attempt in (1, 2):
+        copy(client, attempt, attempt - 1, content)
+        copy(late, attempt, attempt - 1, content)
+    assert len(cudart.registered) == 4
+    os.kill(server_pid(), signal.SIGKILL)
+    with pytest.raises(SnapshotServerGone):
+        copy(client, 3, 2, content)
+    assert len(cudart.registered) == 2
+    await_server(snapshot_server)
+    for attempt in (4, 5, 6):
+        for one in (client, late):
+            assert copy(one, attempt, attempt - 1, content) == sha256(content)
+            assert fetched(one, int(one is late), attempt, 4000) == content
+    assert len(cudart.registered) == 4
+    client.close()
+    late.close()
+    assert cudart.registered == {}
+
+
+def flip_bit(kept: list[mmap.mmap], content: bytes, files: Sequence[MappedFile]) -> None:
+    (file,) = files
+    file.memory[: len(content)] = content
+    kept.append(file.memory)
 
 
 def test_a_flipped_bit_in_the_server_s_memory_is_found_by_the_checksum(snapshot_server: NodeSnapshotServer) -> None:

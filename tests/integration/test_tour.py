@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -64,9 +65,8 @@ def test_text_becomes_a_model_that_transformers_loads_though_two_groups_are_lost
     assert (tmp_path / "made/weights/tokenizer.json").exists()
     shutil.rmtree(tmp_path / "made/tokenizer")
     again = subprocess.run(
-        ["bash", "-c", commands[0]],
+        ["bash", "-c", f'spare() {{ {shlex.join(tour.spare_command())} "$@"; }}; {commands[0]}'],
         cwd=tmp_path,
-        env={**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"},
         timeout=60,
         check=True,
     )
@@ -114,7 +114,7 @@ def test_a_command_that_fails_ends_the_tour_with_its_code(
     stub = tmp_path / "spare"
     stub.write_text(f"#!/bin/sh\nexit {code}\n")
     stub.chmod(0o755)
-    monkeypatch.setattr(tour, "spare_command", lambda: stub)
+    monkeypatch.setattr(tour, "spare_command", lambda: [str(stub)])
     monkeypatch.setattr(sys, "argv", ["tour", "--folder", str(tmp_path / "made"), "--json", str(tmp_path / "json")])
     assert tour.main() == code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"[tour] {message}")

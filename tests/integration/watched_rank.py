@@ -5,6 +5,7 @@ or choose the moment of a fault more closely than a configuration can.
 """
 
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,9 @@ from spare_megatron.state.stacked import stacked_state
 from spare_megatron.state.stacked.partition_copier import PartitionContent
 from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets
 from spare_megatron.state.stacked.stacked_state import StackedState
+from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, published
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 
@@ -105,7 +107,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
     attempts = _WatchedAttempts(watch, now)
-    train_step.attempt_reduce = attempts.attempt_reduce
+    train_step.attempt_reduce, train_step._begin_early = attempts.attempt_reduce, attempts.begin_early
     train_step.update_model = attempts.update_model
     assembly.GroupAgreement = partial(_TimelyAgreement, watch)
     stacked_state.partition_contents = partial(_late_contents, watch)
@@ -215,9 +217,10 @@ def _is_commit(entry: Entry, step: int) -> bool:
 
 
 def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
-    log = DecisionLog(open_store(spec.store))
+    store = open_store(spec.store)
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
-    while not set(one_of) & set(log.waiting([member.group for member in one_of])):
+    waiting = [keys.waiting(member.group) for member in one_of]
+    while not any(map(operator.eq, published(store, waiting, int), [member.incarnation for member in one_of])):
         if time.monotonic() > end_s:
             raise TimeoutError(f"none of {one_of} waits to be admitted")
         time.sleep(_POLL_S)
@@ -319,10 +322,24 @@ class _WatchedAttempts:
     def __init__(self, watch: Watch, now: _Now) -> None:
         self._watch, self._attempts = watch, now
         self._attempt_reduce, self._update_model = train_step.attempt_reduce, train_step.update_model
+        self._begin_early = train_step._begin_early
+        self._entered = -1
         self._first = min((step for step, group in watch.leaving if group == now.spec.group), default=0)
         self._is_leave_asked: Callable[[], bool] | None = None
 
+    def begin_early(self, ctx: RankContext, parts: Components, action: AttemptReduce, *brought: Any) -> Any:
+        """With `reduce.overlap` the reduction begins with the pass."""
+        self._enter(ctx, action)
+        return self._begin_early(ctx, parts, action, *brought)
+
     def attempt_reduce(self, ctx: RankContext, parts: Components, action: AttemptReduce) -> Sequence[Event]:
+        self._enter(ctx, action)
+        return self._attempt_reduce(ctx, parts, action)
+
+    def _enter(self, ctx: RankContext, action: AttemptReduce) -> None:
+        if action.attempt == self._entered:
+            return
+        self._entered = action.attempt
         self._attempts.attempt(action)
         if self._is_leave_asked is None:
             is_leave_asked = self._is_leave_asked = ctx.progress.is_leave_asked
@@ -345,7 +362,6 @@ class _WatchedAttempts:
         for wait in waits:
             with ctx.probe.during(Operation.AWAIT_ENTRY):
                 wait()
-        return self._attempt_reduce(ctx, parts, action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:
         """Whether this group is the one without which a reduction stays unfinished: the last that is not hit in it."""

@@ -17,6 +17,7 @@ from types import FrameType
 from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
+from tests.matrix import trial
 from tests.matrix.cells import (
     CELLS,
     KINDS,
@@ -42,7 +43,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("cells", nargs="*", help="names of cells as they are printed; default: all")
     parser.add_argument("--seed", type=int, default=0, help="decides which groups and ranks are hit; default 0")
+    parser.add_argument("--overlap", action="store_true", help="in all runs, with small buckets")
     arguments = parser.parse_args()
+    trial.reduction.update(trial.OVERLAPPING if arguments.overlap else {})
     chosen = [cell for cell in _ALL if not arguments.cells or str(cell) in arguments.cells]
     if unknown := set(arguments.cells) - {str(cell) for cell in chosen}:
         parser.error(f"no such cells: {', '.join(sorted(unknown))}")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -39,6 +40,10 @@ from tests.integration.whole_run import (
 from tests.matrix.cells import CAUSES, NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTITION_REDUNDANCY, STEP, Cell, draw_faults
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
+OVERLAPPING = {"overlap": True, "bucket_mib": 0.1}
+"""Buckets leave in the backward pass; a rank has more than one."""
+reduction: dict[str, Any] = {}
+"""Settings of `reduce` for all runs, beside the mode."""
 SLACK_S = 10.0
 """For a machine that is slow, or busy with other things. Every timeout that would find the fault, too, is longer."""
 _BEFORE_THE_SUM = (FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE)
@@ -156,6 +161,7 @@ def config_of(
         data=replace(config.data, split="9,1", access="shared" if num_further else config.data.access),
         audit=AuditConfig(every_steps=1),  # so that groups are lost in the middle of audits
         eval=EvalConfig(every_steps=STEP),
+        reduce=replace(config.reduce, **reduction),
         faults=replace(config.faults, trace=tuple(faults)),
     )
     assert problems(config, look_at_machine(config)) == []

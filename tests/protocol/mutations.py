@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spare_megatron.core.audits.suspects import QuestionBudget
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
@@ -36,6 +37,27 @@ from tests.protocol.lanes import CountsHalfARow, Lanes, PatchesOnOneLane
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.shortages import LACKING
 from tests.protocol.store import UncheckedLog
+
+
+def given(method: str, **fields: object) -> type[Controller]:
+    """A controller whose method gets a first argument with these fields."""
+
+    def changed(self: Controller, first: Any, *others: Any) -> Any:
+        return getattr(super(planted, self), method)(replace(first, **fields), *others)
+
+    planted = type(f"ControllerWith{sorted(fields)}", (Controller,), {method: changed})
+    return planted
+
+
+def counting_votes_with(**fields: Any) -> type[Controller]:
+    """A controller that decides as if all votes had these fields."""
+
+    class CountsOtherVotes(Controller):
+        def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+            votes = {group: replace(vote, **fields) for group, vote in event.votes.items()}
+            return super()._decide(replace(event, votes=votes), now_s)
+
+    return CountsOtherVotes
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -93,25 +115,11 @@ class PlansByItsOwnFetchTime(Controller):
         super().__init__(replace(setup, fetch=setup.fetch + 1100 * (self.num_started % 3)))
 
 
-class DealsShardsToTheirHosts(Controller):
-    """Takes no group for a reader of what it does not host: shards are lost with their hosts."""
-
-    def __init__(self, setup: ControllerSetup) -> None:
-        super().__init__(replace(setup, last_resort=False))
-
-
 class IgnoresFences(Controller):
     """Keeps a fenced group as a member."""
 
     def _on_fence(self, fence: Fence) -> None:
         self.is_discarded |= fence.discard
-
-
-class FencesLaterIncarnations(Controller):
-    """Takes a fence for one of the group, whichever incarnation it names."""
-
-    def _on_fence(self, fence: Fence) -> None:
-        super()._on_fence(replace(fence, incarnation=10**6))
 
 
 class AdmitsTheFenced(Controller):
@@ -130,30 +138,6 @@ class IgnoresDiscards(Controller):
         return super()._decide(replace(event, votes=members), now_s)
 
 
-class ComparesNothing(Controller):
-    """Commits whatever parameters the groups have."""
-
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, params_digest="") for group, vote in event.votes.items()}
-        return super()._decide(replace(event, votes=votes), now_s)
-
-
-class ComparesNoCopies(Controller):
-    """Takes what is copied from one group for right where the parameters are."""
-
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, state_digest="") for group, vote in event.votes.items()}
-        return super()._decide(replace(event, votes=votes), now_s)
-
-
-class CountsCopies(Controller):
-    """Counts a copy as another report beside its donor's."""
-
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, copied_from=None) for group, vote in event.votes.items()}
-        return super()._decide(replace(event, votes=votes), now_s)
-
-
 class RestartsThoseWhoTookPart(Controller):
     """Counts incarnations that reported before an earlier restart that they wait."""
 
@@ -168,7 +152,7 @@ class RestartsWithoutHosts(Controller):
 
     def __init__(self, setup: ControllerSetup) -> None:
         super().__init__(setup)
-        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
+        self.restarts = Restarts(setup.restarts, replace(setup, last_resort=True))
 
 
 class CountsOldVotes(UncheckedLog):
@@ -320,26 +304,12 @@ class KeepsWhatSomeHold(Controller):
         return super()._decide(replace(event, votes=votes), now_s)
 
 
-class PatchesDiscardedSteps(Controller):
-    """Computes only what is missing where nothing may stay."""
-
-    def _retry(self, retry: Retry) -> tuple[Action, ...]:
-        return super()._retry(replace(retry, recompute=False))
-
-
 class WritesSumsAtOnce(BucketWindow):
     """Takes what is complete here for what every group holds."""
 
     @property
     def num_everywhere(self) -> int:
         return self.num_complete
-
-
-class ComputesWithoutParams(Controller):
-    """Retries without another gather."""
-
-    def _retry(self, retry: Retry) -> tuple[Action, ...]:
-        return super()._retry(replace(retry, gather=False))
 
 
 class AppliesUnsoundSums(Buckets):
@@ -365,22 +335,6 @@ class ChecksNoSums(Buckets):
 
     def is_wrong(self, sums: Sums) -> bool:
         return False
-
-
-class KeepsWrongSums(Controller):
-    """Retries a wrong sum as one that has broken: what all members hold stays."""
-
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, has_wrong_sum=False) for group, vote in event.votes.items()}
-        return super()._decide(replace(event, votes=votes), now_s)
-
-
-class ComparesParamsAlone(Controller):
-    """Takes the majority's parameters for right, which most have from one owner."""
-
-    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = {group: replace(vote, partition_digests=()) for group, vote in event.votes.items()}
-        return super()._decide(replace(event, votes=votes), now_s)
 
 
 class KeepsWhatWasGathered(Controller):
@@ -543,10 +497,10 @@ MUTATIONS = {
     "counts a patch twice": Protocol(controller_type=PatchesTwice),
     "ignores fences": Protocol(controller_type=IgnoresFences),
     "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
-    "goes on with different parameters": Protocol(controller_type=ComparesNothing),
-    "goes on with copies that differ": Protocol(controller_type=ComparesNoCopies),
-    "counts a copy and its donor as two": Protocol(controller_type=CountsCopies),
-    "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterIncarnations),
+    "goes on with different parameters": Protocol(controller_type=counting_votes_with(params_digest="")),
+    "goes on with copies that differ": Protocol(controller_type=counting_votes_with(state_digest="")),
+    "counts a copy and its donor as two": Protocol(controller_type=counting_votes_with(copied_from=None)),
+    "lets a fence hit a later incarnation": Protocol(controller_type=given("_on_fence", incarnation=10**6)),
     "admits a group that was fenced while it waited": Protocol(controller_type=AdmitsTheFenced),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
     "gathers parameters from lost owners": Protocol(controller_type=GathersFromTheLost),
@@ -556,9 +510,9 @@ MUTATIONS = {
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
     "compares nothing of its last checkpoint": Protocol(controller_type=EndsWithTheLastSave),
     "trusts any report of a copy": Protocol(controller_type=TrustsAnyReport),
-    "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
+    "goes on without gathering parameters": Protocol(controller_type=given("_retry", gather=False)),
     "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomeHold),
-    "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),
+    "patches a step that was discarded": Protocol(controller_type=given("_retry", recompute=False)),
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
     "passes entries to groups whose votes it has not cast": Protocol(votes_type=SendsToItsWholeBlock),
@@ -573,7 +527,7 @@ MUTATIONS = {
     "removes what is right for what may be wrong": Protocol(superseded=lambda of, _, *kept: superseded(of, (), *kept)),
 }
 MUTATIONS_OF_COMPARISONS = {
-    "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),
+    "compares parameters alone": Protocol(controller_type=counting_votes_with(partition_digests=())),
     "keeps what was gathered from a wrong owner": Protocol(controller_type=KeepsWhatWasGathered),
 }
 MUTATIONS_OF_GRADIENTS = {
@@ -582,7 +536,7 @@ MUTATIONS_OF_GRADIENTS = {
 }
 MUTATIONS_OF_SUMS = {
     "commits a wrong sum": Protocol(buckets_type=ChecksNoSums),
-    "keeps buckets of a wrong sum": Protocol(controller_type=KeepsWrongSums),
+    "keeps buckets of a wrong sum": Protocol(controller_type=counting_votes_with(has_wrong_sum=False)),
 }
 MUTATIONS_OF_EVALUATIONS = {
     "counts an evaluation into a gradient": Protocol(controller_type=PatchesEvaluations),
@@ -611,7 +565,7 @@ MUTATIONS_OF_LANES = {
 }
 MUTATIONS_OF_SHARED_DATA = {
     "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),
-    "loses shards that others can read": Protocol(controller_type=DealsShardsToTheirHosts),
+    "loses shards that others can read": Protocol(controller_type=given("__init__", last_resort=False)),
 }
 MUTATIONS_OF_RESTARTS = {
     "restarts with incarnations that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

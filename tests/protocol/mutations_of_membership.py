@@ -3,25 +3,18 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from spare_megatron.core.controller.controller import Controller, ControllerSetup
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import Action, AppendEntry, AttemptReduce, ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Commit, Fence, Resume, Retry
 from spare_megatron.core.log.events import HostsRead
 from spare_megatron.core.log.membership import Change
 from spare_megatron.core.saves.checkpoint_policy import Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
-from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Sums
-from tests.protocol.mutations import Protocol
-
-
-class GoesBackWithAllState(Controller):
-    """Restarts from a checkpoint where survivors have all state."""
-
-    def __init__(self, setup: ControllerSetup) -> None:
-        super().__init__(replace(setup, pause_s=None))
+from tests.protocol.mutations import Protocol, given
 
 
 class ResumesWithoutHosts(Controller):
@@ -78,12 +71,17 @@ class CountsKeptBucketsTwice(Buckets):
 class DealsToTheDrained(Controller):
     """Deals the step after a drain as if no group had left."""
 
+    _before: tuple[GroupId, ...] = ()
+
+    def _is_dealt_to(self, left: Iterable[Member]) -> bool:
+        return bool(left)
+
     def _admit(self, change: Change) -> tuple[Action, ...]:
-        self._before = tuple(voter.group for voter in change.voters) if change.left else ()
+        self._before = tuple(voter.group for voter in change.voters) if self._is_dealt_to(change.left) else ()
         return super()._admit(change)
 
     def _plan(self, *, after: str = "") -> StepPlan:
-        present, before = self.members, getattr(self, "_before", ())
+        present, before = self.members, self._before
         self.members, self._before = before or present, ()
         try:
             return super()._plan(after=after)
@@ -158,7 +156,7 @@ MUTATIONS_OF_THE_FOLD = {
     "retries in the same attempt": Protocol(controller_type=RetriesInTheSameAttempt),
 }
 MUTATIONS_OF_PAUSES = {
-    "restarts though all state is there": Protocol(controller_type=GoesBackWithAllState),
+    "restarts though all state is there": Protocol(controller_type=given("__init__", pause_s=None)),
     "resumes without hosts": Protocol(controller_type=ResumesWithoutHosts),
     "resumes with kept buckets": Protocol(controller_type=KeepsBucketsInAPause),
     "counts kept buckets twice": Protocol(buckets_type=CountsKeptBucketsTwice),

@@ -1,5 +1,6 @@
 """Mutations of dealing by pace: bugs planted where the evidence is counted, and where paces come into force."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from spare_megatron.core.controller.controller import Controller
@@ -7,9 +8,11 @@ from spare_megatron.core.log.actions import Action
 from spare_megatron.core.log.entries import Fence
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.membership import Change
+from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.pace_evidence import exceptions
 from spare_megatron.stacking.plans import StepPlan, make_plan
 from tests.protocol.mutations import Protocol
+from tests.protocol.mutations_of_membership import DealsToTheDrained
 
 
 class CountsWhatItHasRead(Controller):
@@ -37,23 +40,14 @@ class RedealsTheStepUnderWay(Controller):
         return super()._lose(fence, change)
 
 
-class DealsToTheDrainedBySlowness(Controller):
+class DealsToTheDrainedBySlowness(DealsToTheDrained):
     """Deals the step after a slow group was drained by paces that still have it."""
 
-    def _admit(self, change: Change) -> tuple[Action, ...]:
-        slow = {member.group for member in change.left}.intersection(self._paces.dealt)
-        self._before = tuple(voter.group for voter in change.voters) if slow else ()
-        return super()._admit(change)
+    def _is_dealt_to(self, left: Iterable[Member]) -> bool:
+        return any(member.group in self._paces.dealt for member in left)
 
     def _plan(self, *, after: str = "") -> StepPlan:
-        if self.is_evaluating:
-            return super()._plan(after=after)
-        present, before = self.members, getattr(self, "_before", ())
-        self.members, self._before = before or present, ()
-        try:
-            return super()._plan(after=after)
-        finally:
-            self.members = present
+        return Controller._plan(self, after=after) if self.is_evaluating else super()._plan(after=after)
 
 
 MUTATIONS_OF_PACES = {

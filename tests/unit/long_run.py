@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState
-from spare_megatron.tools.report.history import CommittedSteps, GroupLoss, History, history_of
+from spare_megatron.tools.report.history import CommittedSteps, History, history_of
 
 HIGHEST_LOSS = 99.0
 
@@ -53,7 +53,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
     )
     losses = [
-        GroupLoss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
+        (float(index), LossRecord(group=0, rank=0, cause="killed", entry_index=index))
         for index in range(0, num_steps, 10)
     ]
     saved = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from spare_megatron.machine.device_errors import (
+    FAILED_DEVICE,
     TABLE,
     DeviceError,
     code_of,
@@ -12,7 +13,7 @@ from spare_megatron.machine.device_errors import (
     is_ambiguous,
 )
 from spare_megatron.process.reports import ExitCode
-from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of
+from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of, name_device
 
 _ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
@@ -60,6 +61,36 @@ def test_a_state_that_could_not_be_copied_is_explained_and_is_nothing_that_other
 def test_without_a_traceback_the_exit_code_is_the_reason() -> None:
     assert cause_of_end(-9) == ("SIGKILL", "")
     assert cause_of_end(ExitCode.GROUP_BROKEN) == ("lost a peer in its group", "")
+
+
+LAUNCH = "CUDA error: unspecified launch failure"
+
+
+@pytest.mark.parametrize(
+    ("xids", "cause", "is_of_the_device"),
+    [
+        ([], LAUNCH, False),
+        ([31], f"Xid 31 of GPU-aa on machine 2: {LAUNCH}", False),
+        ([31, 79], f"Xid 31 of GPU-aa, Xid 79 (fallen off the bus) of GPU-aa on machine 2: {LAUNCH}", True),
+        *[([xid], f"Xid {xid} ({text}) of GPU-aa on machine 2: {LAUNCH}", True) for xid, text in FAILED_DEVICE.items()],
+    ],
+)
+def test_an_event_of_the_driver_names_gpu_and_machine_and_says_whether_others_meet_the_error(
+    xids: list[int], cause: str, is_of_the_device: bool
+) -> None:
+    """An exception that alone would mostly be a bug."""
+    assert is_ambiguous(LAUNCH)
+    found = name_device(LAUNCH, LAUNCH, 2, [("GPU-aa", xid) for xid in xids])
+    assert found == (cause, "" if is_of_the_device else LAUNCH)
+
+
+def test_a_killed_rank_and_one_that_lost_its_peer_have_the_event_as_the_cause_too() -> None:
+    for code in (-9, ExitCode.GROUP_BROKEN):
+        cause, error = name_device(*cause_of_end(code), 0, [("GPU-aa", 48)])
+        assert cause.startswith("Xid 48 (uncorrectable memory error) of GPU-aa on machine 0: ")
+        assert not error
+    fenced = cause_of_end(ExitCode.FENCED)
+    assert name_device(*fenced, 0, [("GPU-aa", 48)]) == fenced, "the entry of the log has the reason"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.order import initial_order
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
 from spare_megatron.stacking.plans import NO_OWNER, Microbatch, Owners
 from spare_megatron.stacking.reorder import initial_owners, least_load, patch_work, reorder_microbatches
-from spare_megatron.stacking.wipe_out import WipeOut
 
 RING = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))
 

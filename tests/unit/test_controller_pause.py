@@ -16,6 +16,7 @@ from spare_megatron.core.log.actions import (
     BuildCommunicator,
     ComputeStep,
     GatherParams,
+    SaveCheckpoint,
     StopWipeOut,
 )
 from spare_megatron.core.log.entries import (
@@ -32,6 +33,7 @@ from spare_megatron.core.log.entries import (
 )
 from spare_megatron.core.log.events import EndRequested, EntryRead, HostsRead, RunStarted
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
+from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
@@ -213,3 +215,15 @@ def test_an_entry_of_another_version_is_refused_by_name() -> None:
     for text, found in ((earlier, 1), (later, 99)):
         with pytest.raises(ValueError, match=f"version {found}; this program reads version {VERSION}"):
             decode_entry(text)
+
+
+def test_the_loss_of_a_group_that_was_admitted_just_before_a_pause_counts_for_the_cadence() -> None:
+    """It took no part in the last attempt before its admission, and none began after it."""
+    controller = begun(replace(SETUP, saves=SavePolicy(group_life_s=1e6)))
+    fold(controller, Fence(group=GroupId(2)), Commit(step=0, attempt=0), *LOST)
+    actions = fold(controller, Commit(step=1, attempt=1, admit=(Member(GroupId(2), 1),)))
+    assert isinstance(actions[-1], AwaitHosts)
+    fold(controller, Fence(group=GroupId(2), incarnation=1), Resume(step=2, attempt=2, admit=BACK))
+    [save] = [one for one in fold(controller, Commit(step=2, attempt=3, save=True)) if isinstance(one, SaveCheckpoint)]
+    assert save.cadence is not None
+    assert save.cadence.num_losses == 4

@@ -153,6 +153,8 @@ def settings_of(text: str) -> dict[str, Any]:
         ("--exit-interval 40", {"train.steps": 40, "optimizer.decay_steps": 100}),
         ("--eval-interval 10 --eval-iters 3", {"eval.every_steps": 10, "eval.sequences": 192}),
         ("--save c --load c --save-interval 5", {"checkpoint.folder": "c", "checkpoint.keep_every_steps": 5}),
+        ("--load c --finetune --no-load-optim --save d", {"checkpoint.load_weights": "c", "checkpoint.folder": "d"}),
+        ("--recompute-num-layers 1", {"megatron.recompute_num_layers": None}),
         ("--deterministic-mode", {"reduce.mode": "reproducible"}),
         ("--data-path 3 a 7 b", {"data.blend": [{"corpus": "a", "weight": 3.0}, {"corpus": "b", "weight": 7.0}]}),
         ("--init-method-std 0.01 --apply-layernorm-1p", {"megatron.init_method_std": 0.01}),
@@ -185,6 +187,8 @@ def test_samples_become_steps() -> None:
         ("--rampup-batch-size 8 8 1000", "rampup_batch_size", "set spare.ramp_start"),
         ("--rotary-percent 0.5", "rotary_percent", "all of a head"),
         ("--load other", "load", "spare checkpoint import"),
+        ("--load other --no-load-optim --no-load-rng", "no_load_rng", "give --load and --finetune"),
+        ("--finetune", "finetune", "give --load and --finetune"),
         ("--made-up 3", "made_up", "it is not known here"),
         ("--global-batch-size 7", "global_batch_size", "7 is no multiple of 16"),
         ("--nproc-per-node gpu", "nproc_per_node", "'gpu' is not a whole number"),
@@ -240,7 +244,8 @@ def test_the_command_refuses_what_is_not_had_here_unless_it_is_left_out() -> Non
     words = ["--", *GPUS.split(), *LAUNCH.split(), *DATA.split(), "--made-up", "3"]
     result = invoke(*words)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "--made-up 3: it is not known here" in result.stderr
+    reasons = ("it is not known here", "the installed Megatron has no such argument")
+    assert any(f"--made-up 3: {reason}" in result.stderr for reason in reasons)
     assert invoke("--without", "--made-up", *words).exit_code == 0
     result = invoke("--without", "--other", *words)
     assert (result.exit_code, "the launch does not have it" in result.stderr) == (2, True)

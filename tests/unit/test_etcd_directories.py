@@ -13,7 +13,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.partition_saver import SaveBoard
 from spare_megatron.store import etcd_watch, keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.etcd_gateway import StoreFull, decoded, encoded
+from spare_megatron.store.etcd_gateway import EtcdGateway, StoreFull, decoded, encoded
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.interface import StoreTimeout
 from spare_megatron.store.spec import EtcdStoreSpec
@@ -72,6 +72,8 @@ class Stream:
 
 class Gateway:
     """The requests of who follows directories, answered from memory."""
+
+    read = EtcdGateway.read
 
     def __init__(self, etcd: Etcd) -> None:
         self._etcd = etcd

@@ -26,6 +26,8 @@ the script would show are given by `--define`, `$1` as `--define 1=VALUE`; GPUs 
   global batch / (groups x micro batch) microbatches.
 - The vocabulary is padded as in Megatron, whose softmax has the padding, too.
 - Arguments in samples become steps; what does not fill a step counts as one.
+- Of a checkpoint that is loaded with `--finetune` only weights count: `spare checkpoint import` it, and set
+  `checkpoint.load_weights` to what that wrote.
 - Defaults that choose kernels, overlaps or files alone are those of spare.
 
 The tables are made of `spare_megatron/tools/convert/arguments.toml`. Other arguments that are fields of megatron-core's

@@ -1,9 +1,12 @@
 """Which GPUs a run may count on, by what the driver's library says and by what CUDA_VISIBLE_DEVICES names."""
 
 import ctypes
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,10 +14,11 @@ import pytest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
-from spare_megatron.machine.gpus import Gpu, reduced_clocks, visible_gpus
+from spare_megatron.machine import gpus
+from spare_megatron.machine.gpus import Gpu, XidWatch, reduced_clocks, visible_gpus
 
 GIB = 2**30
-NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED = 3, 6, 4, 9
+NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED, TIMEOUT, LOST = 3, 6, 4, 9, 10, 15
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Part:
     parts: Sequence["Part | None"] | None = None
     """Its MIG instances, with gaps; None: not in MIG mode."""
     is_allowed: bool = True
+    is_lost: bool = False
+    """It has fallen off the bus."""
     throttled: int | None = 0
     """The reasons of its clock, by bits; None: not supported."""
 
@@ -37,6 +43,24 @@ class Nvml:
         self._devices = [*cards, *(part for card in cards for part in card.parts or () if part)]
         self._is_loaded = is_loaded
         self.num_open = 0
+        self.watched: set[int] = set()
+        self.events: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
+        """What each wait for an event returns: its code and, if that is 0, the device's handle and the Xid."""
+
+    def nvmlEventSetCreate(self, events: Any) -> int:  # noqa: N802
+        events._obj.value = 1
+        return 0
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, _events: Any) -> int:  # noqa: N802
+        self.watched.add(handle.value)
+        return 0 if types == 8 else NOT_SUPPORTED
+
+    def nvmlEventSetWait_v2(self, _events: Any, event: Any, _timeout_ms: int) -> int:  # noqa: N802
+        code, event._obj.device, event._obj.data = self.events.get()
+        return code
+
+    def nvmlEventSetFree(self, _events: Any) -> int:  # noqa: N802
+        return 0
 
     def nvmlInit_v2(self) -> int:  # noqa: N802
         self.num_open += self._is_loaded
@@ -63,6 +87,8 @@ class Nvml:
         return 0
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:  # noqa: N802
+        if self._device(handle).is_lost:
+            return LOST
         memory._obj.total, memory._obj.free = self._device(handle).memory_bytes, self._device(handle).memory_bytes // 2
         return 0
 
@@ -136,6 +162,55 @@ def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(insta
     assert nvml.num_open == 0
     install(Nvml([], is_loaded=False))
     assert reduced_clocks() == ()
+
+
+@pytest.fixture
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_WAIT_MS", 1)
+
+
+def await_end_of_watch(nvml: Nvml) -> None:
+    """Once all GPUs are lost the watch ends, and closes the library."""
+    for thread in [one for one in threading.enumerate() if one.name == "gpu-events"]:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert nvml.num_open == 0
+
+
+@pytest.mark.usefixtures("_no_pauses")
+def test_xid_events_are_those_of_a_gpu_and_one_off_the_bus_is_noted_without_an_event(install: Any) -> None:
+    nvml = install(Nvml([Part("GPU-aa", "H100"), Part("GPU-bb", "H100", is_lost=True), Part("GPU-cc", "H100")]))
+    watch = XidWatch(["GPU-gone", "GPU-bb", "GPU-aa"])  # the machine's list, without the third
+    for answer in ((LOST, 0, 0), (0, 1, 31), (TIMEOUT, 0, 0), (0, 1, 95), (0, 2, 48), (0, 3, 48), (0, 1, 95)):
+        nvml.events.put(answer)
+    while not nvml.events.empty():
+        time.sleep(0.001)
+    nvml._devices[0] = replace(nvml._devices[0], is_lost=True)
+    nvml.events.put((LOST, 0, 0))
+    await_end_of_watch(nvml)
+    assert nvml.watched == {1, 2}
+    assert watch.recent(["GPU-aa"]) == (("GPU-aa", 31), ("GPU-aa", 95), ("GPU-aa", 79))
+    assert watch.recent(["GPU-bb"]) == (("GPU-bb", 79),)
+    assert watch.recent(["GPU-cc"]) == watch.recent([]) == ()
+
+
+@pytest.mark.usefixtures("_no_pauses")
+def test_events_of_long_ago_say_nothing_of_a_loss(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = install(Nvml([Part("GPU-aa", "H100", is_lost=True)]))
+    nvml.events.put((LOST, 0, 0))
+    watch = XidWatch(["GPU-aa"])
+    await_end_of_watch(nvml)
+    assert watch.recent(["GPU-aa"]) == (("GPU-aa", 79),)
+    monkeypatch.setattr(gpus, "_RECENT_S", 0.0)
+    assert watch.recent(["GPU-aa"]) == ()
+
+
+@pytest.mark.parametrize("uuids", [[], ["GPU-aa"]])
+def test_without_gpus_or_a_driver_there_are_no_events(install: Any, uuids: list[str]) -> None:
+    nvml = install(Nvml([], is_loaded=False))
+    watch = XidWatch(uuids)
+    await_end_of_watch(nvml)
+    assert watch.recent(["GPU-aa"]) == ()
 
 
 @pytest.mark.parametrize(

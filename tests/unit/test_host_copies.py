@@ -1,7 +1,8 @@
 """Copies to host memory through a few buffers: which bytes go where, whatever a device does when."""
 
+import mmap
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import pytest
@@ -19,9 +20,11 @@ from spare_megatron.mcore.gradients.host_copies import (
     ReadAhead,
     TensorBytes,
     batches,
+    copy_into_ranges,
     copy_through,
     places,
 )
+from spare_megatron.mcore.state import OutgoingState, StateCopy
 
 
 class StandIn:
@@ -94,6 +97,35 @@ def test_all_bytes_come_to_their_places_in_batches_that_fit(
     copy_through(stand_ins(num_buffers, num_bytes, is_late=is_late), cut)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(source, target)
+
+
+class RecordedCopies(HostCopies):
+    """Stands in for copies of a GPU: what is registered in ranges is written as the device would."""
+
+    crossed: int
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: object, range_bytes: int | None = None) -> None:
+        assert range_bytes is not None
+        flat = list(pairs)
+        start = flat[0][1].data_ptr()
+        cut = list(batches(flat, range_bytes))
+        offsets = [(to.data_ptr() - start, to.numel()) for batch in cut for _, to in batch]
+        self.crossed = sum(first // range_bytes != (first + size - 1) // range_bytes for first, size in offsets)
+        copy_into_ranges(cut)
+
+
+@given(sizes=SIZES, range_bytes=st.integers(1, 64), num_head=st.integers(0, 70))
+def test_a_state_comes_whole_into_registered_memory_and_no_copy_crosses_two_ranges(
+    sizes: list[int], range_bytes: int, num_head: int
+) -> None:
+    content, tensors = content_of(sizes)
+    copies, description = RecordedCopies(torch.device("cpu")), secrets.token_bytes(num_head)
+    copy = StateCopy(OutgoingState(description=description, tensors=content), copies)
+    memory = mmap.mmap(-1, 4096)
+    copy.write(memory, range_bytes)
+    assert memory[: copy.num_bytes] == num_head.to_bytes(8) + description + torch.cat(tensors).numpy().tobytes()
+    assert memory[copy.num_bytes :] == bytes(4096 - copy.num_bytes)
+    assert copies.crossed == 0
 
 
 @given(sizes=SIZES, size=st.integers(1, 64), is_late=st.booleans(), data=st.data())

@@ -22,6 +22,7 @@ from tests.house import (
     read_house,
     read_package,
     too_large,
+    unprepared,
 )
 
 DOCS = PACKAGE.parent / "docs"
@@ -157,6 +158,16 @@ def test_lines_of_tools_count_apart(tmp_path: Path) -> None:
     rooms = HOUSE.rooms | {"tools/x": Room(path="tools/x", floor=3, lines=9, files=1)}
     found = findings(tmp_path, replace(HOUSE, rooms=rooms, limits=HOUSE.limits | {"files": 5}), tools__x__y="\n")
     assert found == ["lines_of_tools: 1, more than 0"]
+
+
+def test_megatron_is_imported_after_what_makes_it_importable(package: Package, tmp_path: Path) -> None:
+    assert list(unprepared(package)) == []
+    megatron, ours = "from megatron.core import mpu\n", "from house.mcore import a\n"
+    for name, text in {"right": ours + megatron, "wrong": megatron + ours, "late": f"def f():\n    {megatron}"}.items():
+        (tmp_path / "house").mkdir(exist_ok=True)
+        (tmp_path / "house" / f"{name}.py").write_text(text)
+    found = list(unprepared(read_package(tmp_path / "house")))
+    assert found == ["wrong.py imports megatron before house.mcore, which makes it importable"]
 
 
 def test_an_import_inside_a_function_is_seen() -> None:

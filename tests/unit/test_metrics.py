@@ -87,8 +87,10 @@ def committed(
     )
 
 
-def restarted(group: int, step: int) -> RestartRecord:
-    return RestartRecord(group=group, incarnation=1, step=step, rework_steps=0, restart_s=1.0)
+def restarted(group: int, step: int, num_restarts: int = 1) -> RestartRecord:
+    return RestartRecord(
+        group=group, incarnation=1, step=step, rework_steps=0, restart_s=1.0, num_restarts=num_restarts
+    )
 
 
 def lost(group: int) -> GroupLost:
@@ -113,6 +115,21 @@ def test_each_step_is_reported_once_and_again_after_a_restart() -> None:
     found = recorded(*steps)
     assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
     assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
+
+
+def test_a_restart_that_a_group_reports_after_others_have_gone_on_counts_once() -> None:
+    """Its record was read after a step that others had committed since, and counted as a second restart."""
+    first, late, again = restarted(0, 1), restarted(1, 1), restarted(1, 1, num_restarts=2)
+    steps = [committed(0), committed(1), first, committed(1), late, committed(1, group=1), committed(2)]
+    found = recorded(*steps, again, committed(1))
+    assert [values["step"] for values in found] == [0, 1, 1, 2, 1]
+    assert [values["fault/restarts"] for values in found] == [0, 0, 1, 1, 2]
+    assert found[3]["perf/lost_rework_s"] == found[2]["perf/lost_rework_s"]
+
+
+def test_a_restart_that_throws_no_step_away_counts() -> None:
+    found = recorded(committed(0), restarted(0, 1), committed(1))
+    assert [values["fault/restarts"] for values in found] == [0, 1]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,6 +7,7 @@ import pytest
 
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import ConfigError, load_and_judge, load_run_config
+from spare_megatron.config.megatron_fields import by_field, honoured_row
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.rank_memory import rank_memory
 from spare_megatron.config.resolved import dump_run_config
@@ -111,3 +112,24 @@ def test_windows_over_split_sequences_need_an_exchange_that_knows_them(exchange:
     found = problems(config, gpus)
     assert len(found) == (exchange != "a2a")
     assert all("model.sliding_window=8 with layout.context_parallel=2 needs an exchange" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"needs": ["fp9"]}, "the need fp9"),
+        ({"needs": ["megatron.softmax=on"]}, "the need softmax=on"),
+        ({"where": "tpu"}, "tpu, which is no such place"),
+        ({"kind": "float"}, "float"),
+        ({"limit": "from 2"}, "from 2"),
+        ({"limits": "from 1"}, "limits"),
+    ],
+)
+def test_a_row_of_the_table_that_means_nothing_is_not_loaded(row: dict[str, Any], named: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError), match=named):
+        honoured_row("fp8", **row)
+
+
+def test_a_field_that_stands_twice_in_the_table_is_not_loaded() -> None:
+    with pytest.raises(ValueError, match="moe_latent_size stands twice"):
+        by_field([("fp8 moe_latent_size", "one reason"), ("moe_latent_size", "another")])

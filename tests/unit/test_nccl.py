@@ -20,6 +20,7 @@ import torch.distributed as dist
 from spare_megatron.comm import communicators, nccl, sum_watch, transfers
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
+from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.stacking.layout import GroupId
@@ -302,6 +303,23 @@ def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(m
         nccl.coalesced(backend, GPU, lose_connection)
     assert len(opened_in) == 2
     assert threading.get_ident() not in opened_in
+
+
+def test_the_sums_of_a_buffer_are_one_batch_and_its_copies_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "mine")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    calls: list[str] = []
+    backend = SimpleNamespace(
+        **{name: lambda *_, name=name: calls.append(name) for name in ("allreduce", "reduce", "send", "recv")},
+        _start_coalescing=lambda: calls.append("("),
+        _end_coalescing=lambda: calls.append(")") or len(calls),
+    )
+    transfer = Transfer(connection=None)
+    shares = [BucketShare(values=torch.zeros(2), recipients=recipients) for recipients in ((0, 1), (2, 1), (), (1, 0))]
+    Exchange(backend, 0, is_polled=True).post(transfer, shares, torch.zeros(3), first_tag=0)
+    assert calls == ["(", "reduce", "reduce", "allreduce", "reduce", "allreduce", ")", "(", "send", "recv", ")"]
+    assert transfer.works == [7, 11], "the works of the batches alone report an end"
+    assert transfer.follow is None
 
 
 # ---------------------------------------------------------------------------------------------------------- waiting

@@ -15,10 +15,10 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
+    StateWipeOut,
     first_ownership,
     hosted_by,
 )
-from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 def members(*groups: int) -> tuple[Member, ...]:

@@ -9,8 +9,7 @@ import pytest
 
 from spare_megatron.stacking.golomb import _SHORTEST_RULERS, difference_counts, golomb_offsets
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import Placement, PlacementKind, make_placement
-from spare_megatron.stacking.wipe_out import WipeOut
+from spare_megatron.stacking.placement import Placement, PlacementKind, WipeOut, make_placement
 
 
 def brute_shared_hosts(placement: Placement) -> int:

@@ -10,8 +10,7 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
-from spare_megatron.stacking.wipe_out import StateWipeOut
+from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, StateWipeOut, first_ownership
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.partition_redundancy import plan_partitions, state_time_to_wipe_out_s

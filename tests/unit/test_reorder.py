@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import SpreadProblem, cheapest_spread, is_certified, least_spread, makespan_bound
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.reorder import (
     Owners,
@@ -18,7 +18,6 @@ from spare_megatron.stacking.reorder import (
     patch_work,
     reorder_microbatches,
 )
-from spare_megatron.stacking.wipe_out import WipeOut
 
 Alive = frozenset[GroupId]
 RING = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))

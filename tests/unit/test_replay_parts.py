@@ -36,7 +36,7 @@ from spare_megatron.tools.replay.replay_parts import (
     parts_of,
     parts_of_machine,
 )
-from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts, PartFailed
+from spare_megatron.tools.replay.replay_ranks import ComputePart, DescribeMachine, MachineFacts
 from spare_megatron.version import code_digest
 from tests.unit.journal_in_memory import JournalInMemory
 
@@ -159,7 +159,7 @@ FIT = MachineFacts(host="other", gpus=("GPU-a", "GPU-b"), code=code_digest())
             r"group 1 needs 2, and node 3 \(other\) shows 1; use a machine of the ",
         ),
         ([], "cpu", "node 3: its process ended before its answer"),
-        ([FIT, PartFailed(reason="rank 2 ended")], "cpu", r"node 3 \(other\): rank 2 ended"),
+        ([FIT, ValueError("rank 2 ended")], "cpu", r"node 3 \(other\): rank 2 ended"),
         ([FIT], "cpu", r"node 3 \(other\): its process has ended before it has computed"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_replay_has_the_gpus_that_the_ranks_had(
     config, requests = config_of(3, 6, device="gpu"), list[object]()
     facts = replace(FIT, gpus=tuple(f"GPU-{letter}" for letter in shown))
     is_refused = len(expected) > 2
-    answers = [facts] if is_refused else [facts, PartFailed(reason="enough")]
+    answers = [facts] if is_refused else [facts, ValueError("enough")]
     thread = attending(tmp_path, 3, answering(*answers, requests=requests))
     with pytest.raises(ValueError, match=expected if is_refused else "enough"):
         compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S))

@@ -110,7 +110,7 @@ def test_steps_hold_what_was_counted(history: History) -> None:
     assert [sorted(lost) for lost in steps.lost if lost] == [[1], [3]]
     for load, members in zip(steps.load, steps.members, strict=True):
         assert load[sorted(members)].sum() == 15
-    assert [loss.group for loss in history.losses] == [1, 3]
+    assert [loss.group for _, loss in history.losses] == [1, 3]
 
 
 def test_the_page_needs_no_network_and_escapes_what_people_wrote(tmp_path: Path, lines: list[Line]) -> None:

@@ -18,10 +18,12 @@ from spare_megatron.core.log.actions import (
 )
 from spare_megatron.core.log.entries import Entry, Fence, GiveUp, Restart
 from spare_megatron.core.log.events import EntryRead, RestartState, RunStarted, WaitingRead
+from spare_megatron.core.log.membership import LogTerms
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 
 RING = make_placement("golomb", 3, 2)
+TERMS = LogTerms(placement=RING, num_steps=99)
 LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
 GONE = "/shared/checkpoints is not the folder that the run began with"
 
@@ -116,7 +118,7 @@ def test_a_wipe_out_ends_the_run_that_may_not_start_again_or_is_given_up(max_res
 
 def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
     """A save may end after the wipe-out that undid its step."""
-    restarts = Restarts(LIMITS, RING)
+    restarts = Restarts(LIMITS, TERMS)
     restarts.on_wipe_out(StopWipeOut(step=9))
     waits = tuple(waiting(group, 8, 6, 4) for group in range(3))
     event = WaitingRead(group=GroupId(0), waiting=waits, waited_s=0.0)
@@ -147,7 +149,7 @@ def reader(
 
 def asked(group: int, *waits: RestartState, waited_s: float = 0.0) -> object:
     """What follows for the group."""
-    restarts = Restarts(LIMITS, RING)
+    restarts = Restarts(LIMITS, TERMS)
     restarts.on_wipe_out(StopWipeOut(step=9))
     event = WaitingRead(group=GroupId(group), waiting=waits, waited_s=waited_s)
     actions = restarts.decide(event, range(10), {}, 0.0, 7)
@@ -249,7 +251,7 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     read: dict[int, dict[CheckpointCandidate, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
     withdrawn: dict[int, set[CheckpointCandidate]] = {group: set() for group in range(3)}
     incarnations = [1, 1, 1]
-    restarts = Restarts(LIMITS, RING)
+    restarts = Restarts(LIMITS, TERMS)
     restarts.on_wipe_out(StopWipeOut(step=9))
 
     def say(group: int) -> RestartState:

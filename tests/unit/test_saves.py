@@ -14,18 +14,19 @@ from spare_megatron.core.saves.checkpoint_policy import PRIOR_SAVE_S, Experience
 from spare_megatron.core.saves.survival import optimal_cadence_s, time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.stacking.state_partitions import Hosts, PartitionCopy, PartitionSetup, first_ownership
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 
 RING = make_placement("golomb", 4, 2)
+TERMS = LogTerms(placement=RING, num_steps=1000)
 ALL_MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
 GROUPS = tuple(member.group for member in ALL_MEMBERS)
 
 
 def saves_of(**policy: float) -> Saves:
-    return Saves(SavePolicy(**policy), LogTerms(placement=RING, num_steps=1000))  # type: ignore[arg-type]
+    return Saves(SavePolicy(**policy), TERMS)  # type: ignore[arg-type]
 
 
 def is_due(saves: Saves, step: int, at_s: float) -> bool:
@@ -111,7 +112,7 @@ def test_a_group_writes_until_its_own_save_has_ended_whatever_is_saved_meanwhile
 
 
 def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> None:
-    experience = Experience(1000.0, RING, last_resort=False)
+    experience = Experience(1000.0, TERMS)
     first = experience.cadence(GROUPS)
     time_s = time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
     assert (first.group_interval_s, first.absence_s, first.time_to_wipe_out_s) == (1000.0, None, time_s)
@@ -131,7 +132,7 @@ def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> Non
 def test_the_rate_of_losses_that_are_all_wipe_outs_is_estimated_without_bias(step_s: float) -> None:
     """Losses of a Poisson process every 10 s, each followed by a restart of a minute."""
     rng = np.random.default_rng(5)
-    experience = Experience(40.0, make_placement("golomb", 4, 1), last_resort=False)
+    experience = Experience(40.0, LogTerms(placement=make_placement("golomb", 4, 1), num_steps=1))
     at_s, left_s, num_losses = 0.0, 10.0, 0
     while num_losses < 3000:
         if left_s > step_s:
@@ -145,7 +146,7 @@ def test_the_rate_of_losses_that_are_all_wipe_outs_is_estimated_without_bias(ste
 
 
 def test_fewer_survivors_save_more_often_and_returns_less() -> None:
-    alone, returns = Experience(1000.0, RING, last_resort=False), Experience(1000.0, RING, last_resort=False)
+    alone, returns = Experience(1000.0, TERMS), Experience(1000.0, TERMS)
     three = (GroupId(0), GroupId(1), GroupId(2))
     for experience in (alone, returns):
         experience.on_loss([GroupId(3)])
@@ -159,7 +160,7 @@ def test_fewer_survivors_save_more_often_and_returns_less() -> None:
 
 def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> None:
     def experience(pause_s: float | None) -> Experience:
-        found = Experience(1000.0, RING, last_resort=False, pause_s=pause_s)
+        found = Experience(1000.0, TERMS, pause_s)
         found.on_loss([GroupId(3)])
         found.on_commit(100.0, 3)
         found.on_admission([GroupId(3)])
@@ -169,40 +170,41 @@ def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> Non
     assert restarts.time_to_wipe_out_s < brief.time_to_wipe_out_s < long.time_to_wipe_out_s
     assert brief.time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, brief.group_interval_s, 100.0, 10.0)
     all_lost_s = long.group_interval_s * (1 + 1 / 2 + 1 / 3 + 1 / 4)
-    assert long.time_to_wipe_out_s == all_lost_s, "all groups, and with them all state, without returns"
-    never = Experience(1000.0, RING, last_resort=False, pause_s=600.0)
+    assert long.time_to_wipe_out_s == pytest.approx(all_lost_s), "all groups, and with them all state, without returns"
+    never = Experience(1000.0, TERMS, 600.0)
     assert never.cadence(GROUPS).time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
 
 
 def test_partitions_without_a_copy_count_and_the_less_the_faster_they_are_copied() -> None:
     members = [Member(GroupId(group)) for group in range(7)]
     ring = make_placement("golomb", 7, 3)
-    owned = first_ownership(PartitionSetup(num_groups=7, redundancy=2), members)
-    experience = Experience(1000.0, ring, last_resort=False, pause_s=600.0)
+    partitions = PartitionSetup(num_groups=7, redundancy=2)
+    owned = first_ownership(partitions, members)
+    experience = Experience(1000.0, LogTerms(placement=ring, num_steps=1, partitions=partitions), 600.0)
     groups = tuple(member.group for member in members)
-    shards_s = experience.cadence(groups).time_to_wipe_out_s
+    shards_s = Experience(1000.0, LogTerms(placement=ring, num_steps=1), 600.0).cadence(groups).time_to_wipe_out_s
     state_s = time_to_wipe_out_s({2: 7}, 2, 1000.0, None)
-    found_s = experience.cadence(groups, owned).time_to_wipe_out_s
+    found_s = experience.cadence(groups, owned.hosts).time_to_wipe_out_s
     assert found_s == pytest.approx(1 / (1 / shards_s + 1 / state_s))
     experience.on_loss([GroupId(6)])
     lacking = owned.for_members(members[:6])
-    experience.on_ownership(lacking)
-    experience.on_commit(20.0, 6)
+    experience.on_commit(10.0, 6, lacks_copies=True)
     copies = [PartitionCopy(repair.partition, repair.receiver) for repair in lacking.repairs]
     assert copies
-    experience.on_ownership(lacking.with_copies(copies))
-    interval_s = experience.cadence(groups[:6], lacking).group_interval_s
+    assert not lacking.with_copies(copies).repairs
+    experience.on_commit(20.0, 6)
+    interval_s = experience.cadence(groups[:6], lacking.hosts).group_interval_s
     alone, left = Counter(map(len, lacking.hosts)), frozenset(groups[:6])
     shards_s = time_to_wipe_out_s(
         Counter(ring.alive_mask(left)[ring.host_array].sum(axis=1).tolist()), 3, interval_s, None, 600.0
     )
     state_s = time_to_wipe_out_s(alone, 2, interval_s, 20.0)
-    found_s = experience.cadence(groups[:6], lacking).time_to_wipe_out_s
+    found_s = experience.cadence(groups[:6], lacking.hosts).time_to_wipe_out_s
     assert found_s == pytest.approx(1 / (1 / shards_s + 1 / state_s))
 
 
 def test_what_is_committed_without_a_host_for_the_next_step_is_saved_before_the_wipe_out() -> None:
-    experience = Experience(1000.0, RING, last_resort=False)
+    experience = Experience(1000.0, TERMS)
     left = next((a, b) for a in GROUPS for b in GROUPS if RING.uncovered(frozenset((a, b))))
     assert experience.cadence(left).interval_s == 0.0
 
@@ -233,16 +235,16 @@ def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval(
 
 
 def test_without_a_store_two_groups_save_or_all_that_may_be_the_last_with_a_partition() -> None:
-    ownership = first_ownership(PartitionSetup(num_groups=4, redundancy=2), ALL_MEMBERS)
+    hosts = first_ownership(PartitionSetup(num_groups=4, redundancy=2), ALL_MEMBERS).hosts
     left = ALL_MEMBERS[1:]  # the first group is lost
 
-    def savers(ownership: Ownership | None, step: int = 7, *, has_params: bool = True) -> list[Member]:
-        saves = [emergency_save(member, step, left, 3, ownership, has_params=has_params) for member in ALL_MEMBERS]
+    def savers(hosts: Hosts, step: int = 7, *, has_params: bool = True) -> list[Member]:
+        saves = [emergency_save(member, step, left, 3, hosts, has_params=has_params) for member in ALL_MEMBERS]
         return [save.member for save in saves if save is not None]
 
-    assert savers(None) == [ALL_MEMBERS[1], ALL_MEMBERS[2]], "one of them may be lost at the same time"
-    assert savers(ownership) == list(left)
-    assert savers(ownership, has_params=False) == savers(None, has_params=False) == []
-    assert savers(ownership, step=0) == savers(None, step=0) == [], "there is nothing yet that a run could go on from"
-    save = emergency_save(left[0], 7, left, 3, ownership, has_params=True)
-    assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=ownership.hosts)
+    assert savers(()) == [ALL_MEMBERS[1], ALL_MEMBERS[2]], "one of them may be lost at the same time"
+    assert savers(hosts) == list(left)
+    assert savers(hosts, has_params=False) == savers((), has_params=False) == []
+    assert savers(hosts, step=0) == savers((), step=0) == [], "there is nothing yet that a run could go on from"
+    save = emergency_save(left[0], 7, left, 3, hosts, has_params=True)
+    assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=hosts)

@@ -11,10 +11,10 @@ from spare_megatron.stacking.state_partitions import (
     PartitionCopy,
     PartitionSetup,
     Repair,
+    StateWipeOut,
     first_ownership,
     recipients,
 )
-from spare_megatron.stacking.wipe_out import StateWipeOut
 
 
 @pytest.mark.parametrize("seed", range(20))

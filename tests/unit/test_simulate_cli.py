@@ -232,8 +232,8 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
     [
         ("--preset nothing", "there is no preset nothing; known: llama3_16k"),
         ("--preset missing.toml", "missing.toml"),
-        ("--policy other", "policy='other' has to be one of checkpoint_only, replication, spare"),
-        ("--granularity shard", "granularity='shard' has to be one of"),
+        ("--policy other", "policy='other' must be one of checkpoint_only, replication, spare"),
+        ("--granularity shard", "granularity='shard' must be one of"),
         ("--redundancy 601", "redundancy=601 exceeds num_groups=600"),
         ("--seeds 0", "--seeds 0 is below 1"),
         ("--jobs 0", "--jobs 0 is below 1"),

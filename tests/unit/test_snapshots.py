@@ -10,6 +10,7 @@ import pytest
 from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
 from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
+from spare_megatron.core.log.membership import LogTerms
 from spare_megatron.core.saves.snapshot_policy import (
     SnapshotPolicy,
     Snapshots,
@@ -288,7 +289,7 @@ def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_b
 
 
 def test_only_copies_of_groups_that_wait_in_a_new_incarnation_count() -> None:
-    restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
+    restarts = Restarts(LIMITS, LogTerms(placement=make_placement("golomb", 2, 2), num_steps=99), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
     restarts.on_wipe_out(StopWipeOut(step=3))
     waiting = tuple(RestartState(member=Member(GroupId(group), 1), candidates=()) for group in (0, 1))
@@ -305,7 +306,7 @@ def test_a_restart_from_memory_needs_every_partition() -> None:
     ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_partitions=2)
     held = (Held(12, 0, "a"),)
     for numbers, expected in (((0, 1), 12), ((0,), None)):
-        restarts = Restarts(LIMITS, ring, policy)
+        restarts = Restarts(LIMITS, LogTerms(placement=ring, num_steps=99), policy)
         restarts.snapshots.after(2, 12, ids(0, 1))
         restarts.on_wipe_out(StopWipeOut(step=3))
         waiting = tuple(

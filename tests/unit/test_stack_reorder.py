@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
 from spare_megatron.stacking.reorder import least_load
 from spare_megatron.stacking.stack_reorder import StackOrder, StackReorder, initial_order, reorder_stacks
-from spare_megatron.stacking.wipe_out import WipeOut
 
 RING = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))
 Alive = frozenset[GroupId]

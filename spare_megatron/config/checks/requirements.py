@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.model_fields import as_written, head_width, model_fields
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.training.terms import global_batch
 from spare_megatron.core.machines.reforming import places_per_group
@@ -54,11 +54,6 @@ def _ignored(name: str, when: Callable[[RunConfig], object], text: str) -> Rule[
     """A setting that differs from its default where it is not used; `*` in the text is its name."""
     value = attrgetter(name)
     return Rule(lambda c: when(c) and value(c) != value(_DEFAULTS), text.replace("*", name))
-
-
-def _at_least(name: str, least: int) -> Rule[RunConfig]:
-    value = attrgetter(name)
-    return Rule(lambda c: value(c) is not None and value(c) < least, f"[{name}] must be at least {least}; raise it")
 
 
 def _fills_nodes(config: RunConfig) -> bool:
@@ -115,18 +110,9 @@ def _is_warmed_up(config: RunConfig) -> bool:
     return not 0 < config.optimizer.warmup_steps >= _decay_end(config)
 
 
-def _head_width(config: RunConfig) -> Any:
-    return config.megatron.get("kv_channels") or config.model.hidden_size // max(config.model.num_attention_heads, 1)
-
-
 def _least_bucket_mib(config: RunConfig) -> float:
     """The staging buffer of a gather holds at least eight bytes of each group, and their checksum."""
     return 32 * (config.layout.num_groups + 1) / 2**20
-
-
-def _expert_width(config: RunConfig) -> int:
-    model = config.model
-    return model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
 
 
 def _tokens_per_step(config: RunConfig) -> int:
@@ -135,11 +121,10 @@ def _tokens_per_step(config: RunConfig) -> int:
 
 _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "decay_end": lambda c: f"{'optimizer.decay_' if c.optimizer.decay_steps else 'train.'}steps={_decay_end(c)}",
-    "expert_width": _expert_width,
     "first_of_container": lambda c: c.slurm.container[0],
     "fitting_nodes": _fitting_nodes,
     "groups_per_node": _groups_per_node,
-    "head_width": _head_width,
+    "head_width": head_width,
     "hosts_in_domain": _hosts_in_domain,
     "idle_lanes": lambda c: -c.spare.microbatches_per_shard % c.layout.data_parallel,
     "least_bucket_mib": _least_bucket_mib,
@@ -250,12 +235,16 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
          "model.precision=bf16"),
     Rule(lambda c: not (c.train.gradient_outlier_factor == 0.0 or c.train.gradient_outlier_factor > 1.0),
          "[train.gradient_outlier_factor] must be above 1, or 0 to disable the check; change it"),
-    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(_head_width(c), int) and _head_width(c) % 2,
+    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(head_width(c), int) and head_width(c) % 2,
          "[model.position_embedding] rotates pairs of values, but a head is <head_width> wide ([model.hidden_size] / "
          "[model.num_attention_heads], or megatron.kv_channels); make the width even"),
     Rule(lambda c: c.metrics.run_id and not ID.fullmatch(c.metrics.run_id),
          "metrics.run_id=<metrics.run_id!r> is not a valid id for Weights & Biases; use at most 64 letters, digits, "
          "hyphens and underscores"),
+    Rule(lambda c: _address(c.metrics.prometheus_address) is None,
+         "[metrics.prometheus_address] is not an IP address; name one of the driver's machine"),
+    _ignored("metrics.prometheus_address", lambda c: c.metrics.prometheus_port is None,
+         "[*] has no effect without metrics.prometheus_port; remove it, or set that"),
     *(_ignored(f"model.{name}", lambda c: c.model.position_embedding != "rope",
          "[*] has no effect on [model.position_embedding]; remove it, or set that to rope")
       for name in ("rope_base", "rope_scaling_factor")),
@@ -318,9 +307,9 @@ EXPERTS: tuple[Rule[RunConfig], ...] = (
          "alone: without it every tensor-parallel rank would route all tokens; set it, or layout.tensor_parallel=1"),
     Rule(lambda c: c.model.num_experts is not None and model_fields(c)["add_bias_linear"],
          "<linear_bias> with [model.num_experts]: experts have no biases here; set model.linear_bias=false"),
-    Rule(lambda c: c.model.num_experts is not None and _expert_width(c) % (c.layout.tensor_parallel or 1),
-         "model.expert_ffn_hidden_size=<expert_width> is not a multiple of [layout.tensor_parallel]; change one of "
-         "them"),
+    Rule(lambda c: c.model.num_experts is not None and c.model.expert_width % (c.layout.tensor_parallel or 1),
+         "model.expert_ffn_hidden_size=<model.expert_width> is not a multiple of [layout.tensor_parallel]; change one "
+         "of them"),
     Rule(lambda c: c.model.num_experts is not None
          and (c.model.shared_expert_ffn_hidden_size or 0) % (c.layout.tensor_parallel or 1),
          "[model.shared_expert_ffn_hidden_size] is not a multiple of [layout.tensor_parallel]; change one of them"),
@@ -404,9 +393,6 @@ JOB: tuple[Rule[RunConfig], ...] = (
          "each of [cluster.num_nodes] has <parallel.ranks_per_node> of <parallel.num_ranks> ranks, which do not fill "
          "[slurm.gpus_per_node]; change one of them or layout.num_groups<fitting_nodes>"),
     Rule(lambda c: _fills_nodes(c) and c.parallel.ranks_per_node % c.layout.tensor_parallel, _DIVIDED_TENSOR_RANKS),
-    *(_at_least(f"slurm.{name}", least)
-      for name, least in (("end_before_limit_s", 1), ("max_requeues", 0), ("gpus_per_node", 1), ("num_spare_nodes", 0),
-                          ("etcd_port", 1), ("time_limit_minutes", 1))),
     Rule(lambda c: c.slurm.time_limit_minutes is not None
      and 0 < 60 * c.slurm.time_limit_minutes <= c.slurm.end_before_limit_s,
          "[slurm.end_before_limit_s] uses up all of [slurm.time_limit_minutes]; lower the first or raise the second"),

@@ -44,6 +44,8 @@ class MachineResources:
     """Likewise for the link of a node."""
     can_listen: bool = True
     """`control.listen_address` is an address of this machine."""
+    can_serve_metrics: bool = True
+    """It can listen at `metrics.prometheus_address` and `metrics.prometheus_port`."""
     corpus_failure: str = ""
     """Why the corpus cannot be used; empty if it can."""
     corpus: CorpusFacts | None = None
@@ -60,14 +62,12 @@ class MachineResources:
 
 
 def resolve_device(config: RunConfig, machine: MachineResources) -> Literal["cpu", "gpu"]:
-    """Resolves `cluster.device`: `auto` means GPUs if the machine has any."""
     if config.cluster.device == "auto":
         return "gpu" if machine.num_gpus > 0 else "cpu"
     return config.cluster.device
 
 
 def on_device(config: RunConfig, machine: MachineResources) -> RunConfig:
-    """The configuration with its device resolved."""
     return replace(config, cluster=replace(config.cluster, device=resolve_device(config, machine)))
 
 
@@ -92,7 +92,7 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
         *validate_faults.fault_problems(config),
         *validate_faults.rate_problems(config),
         *broken(requirements.CHECKPOINTS, config),
-        *validate_training.metrics_problems(config.metrics),
+        *validate_training.metrics_problems(config.metrics, can_serve=machine.can_serve_metrics),
         *_profile(config),
         *_machine(config, machine),
         *broken(requirements.ON_A_DEVICE, on_device(config, machine)),
@@ -164,12 +164,11 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     stages_text = "layout.pipeline_parallel x layout.virtual_pipeline"
     tensor, tensor_text = layout.tensor_parallel, "layout.tensor_parallel"
-    ffn = model.ffn_hidden_size or 4 * model.hidden_size
     divisions = [
         ("model.num_layers", model.num_layers, stages_text, stages),
         ("model.hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads),
         ("model.num_attention_heads", model.num_attention_heads, tensor_text, tensor),
-        ("model.ffn_hidden_size", ffn, tensor_text, tensor),
+        ("model.ffn_hidden_size", model.ffn_width, tensor_text, tensor),
     ]
     if layout.context_parallel > 1:
         # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from spare_megatron.config.checks.requirements import JOB, SEVERAL_MACHINES, STORE, broken, is_endpoint
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.kinds import KINDS
-from spare_megatron.formats.quantities import format_bytes
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.quantities import format_bytes, gib
 
 _ETCD_MEMBERS = 3
 _OWN_FILES, _LEAST_OWN_FILES = 256, 128

@@ -12,10 +12,11 @@ from spare_megatron.config.training.corpus import (
     CorpusFacts,
     described_corpora,
     is_same_corpus,
+    named_corpora,
     named_set,
     validation_names,
 )
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.quantities import gib
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
@@ -49,9 +50,9 @@ def data_problems(
     elif not has_corpus:
         yield _missing(data.corpus)
     elif corpus is not None:
-        for part, facts in zip(data.corpora, [facts for _, facts in corpus.parts] or [corpus], strict=True):
-            name = f"{'data.blend: ' if data.blend else 'data.'}corpus={part.corpus}"
-            yield from _unfit(config, name, part.corpus, facts, memory_bytes)
+        trained_on = [facts for _, facts in corpus.parts] or [corpus]
+        for facts, (name, prefix) in zip(trained_on, named_corpora(data), strict=False):  # validation sets come last
+            yield from _unfit(config, name, prefix, facts, memory_bytes)
         yield from _ends(config, corpus)
         yield from broken(TOKENS, config)
         yield from _validation(config, corpus)
@@ -159,15 +160,27 @@ def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[st
         )
 
 
-def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
-    wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
-    for name, value in wanted.items():
-        package = name.partition(".")[2].partition("_")[0]
+def metrics_problems(metrics: MetricsConfig, *, can_serve: bool = True) -> Iterator[str]:
+    """`can_serve`: this machine can listen where Prometheus is to read."""
+    port = metrics.prometheus_port
+    wanted = {
+        "metrics.tensorboard": (metrics.tensorboard, "tensorboard"),
+        "metrics.wandb_project": (metrics.wandb_project, "wandb"),
+        "metrics.prometheus_port": (port, "prometheus_client"),
+    }
+    for name, (value, package) in wanted.items():
         if value and importlib.util.find_spec(package) is None:
             yield (
                 f"{name}={value} needs the package {package}, which is not installed: "
                 "pip install 'spare_megatron[metrics]', or remove the setting"
             )
+    if port is not None and not 1 <= port <= 65535:
+        yield f"metrics.prometheus_port={port} lies outside 1 to 65535; change it"
+    elif port is not None and not can_serve:
+        yield (
+            f"metrics.prometheus_port={port}: this machine cannot listen there at metrics.prometheus_address="
+            f"{metrics.prometheus_address!r}; choose a port that nothing uses, and one of its addresses"
+        )
 
 
 def lane_problems(config: RunConfig) -> Iterator[str]:

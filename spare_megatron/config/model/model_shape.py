@@ -1,10 +1,10 @@
 """Parameters of the model that a configuration describes, per layer and stage, and FLOPs per token."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model.model_tensors import has_experts, layer_tensors, norm_parts
+from spare_megatron.config.model_fields import head_width
 from spare_megatron.config.schema import RunConfig
 
 _VOCAB_MULTIPLE = 128
@@ -80,65 +80,28 @@ class ModelShape:
 
 def model_shape(config: RunConfig) -> ModelShape:
     """The shape that Megatron builds, including the effect of `[megatron]` fields."""
-    model, megatron = config.model, model_fields(config)
-    hidden = model.hidden_size
-    has_bias = bool(megatron["add_bias_linear"])
-    num_heads = model.num_attention_heads
-    head = megatron.get("kv_channels") or hidden // num_heads
-    keys = head * (megatron["num_query_groups"] or num_heads)
-    heads = head * num_heads
-    ffn = model.ffn_hidden_size or 4 * hidden
-    per_value = 1 if megatron["normalization"] == "RMSNorm" else 2
-    norm = hidden * per_value
-    others = 2 * norm
-    gates = heads if megatron.get("attention_output_gate") else 0
-    attention = hidden * (heads + gates + 2 * keys) + heads * hidden
-    if has_bias or megatron["add_qkv_bias"]:
-        others += heads + gates + 2 * keys
-    if megatron["qk_layernorm"]:
-        others += 2 * head * per_value
-    if has_bias:
-        others += hidden
-    feed_forward = _matrices(megatron, hidden, ffn)
-    biases = ffn * (2 if megatron["gated_linear_unit"] else 1) + hidden if has_bias else 0
-    dense = LayerShape(
-        num_parameters=attention + feed_forward + others + biases,
-        experts=0,
-        idle=0,
-        matrices=attention + feed_forward,
-    )
-    layers = (dense,) * model.num_layers
-    if model.num_experts is not None:
-        mixture = _mixture(config, model.num_experts, attention, others)
-        layers = (*layers[: model.num_dense_layers], *(mixture for _ in layers[model.num_dense_layers :]))
+    model = config.model
+    kinds = {kind: _layer_shape(config, has_experts=kind) for kind in (False, model.num_experts is not None)}
     return ModelShape(
-        embedding=padded_vocab_size(model.vocab_size, config.layout.tensor_parallel) * hidden,
-        positions=model.seq_length * hidden if model.position_embedding == "learned_absolute" else 0,
-        layers=layers,
-        final_norm=norm,
+        embedding=padded_vocab_size(model.vocab_size, config.layout.tensor_parallel) * model.hidden_size,
+        positions=model.seq_length * model.hidden_size if model.position_embedding == "learned_absolute" else 0,
+        layers=tuple(kinds[has_experts(config, layer)] for layer in range(model.num_layers)),
+        final_norm=model.hidden_size * len(norm_parts(config)),
         is_tied=model.tie_embeddings,
     )
 
 
-def _mixture(config: RunConfig, num_experts: int, attention: int, others: int) -> LayerShape:
-    """A layer with experts; `attention` are the parameters of its other matrices, `others` those of no matrix."""
-    model, megatron = config.model, model_fields(config)
-    hidden = model.hidden_size
-    expert = _matrices(megatron, hidden, megatron["moe_ffn_hidden_size"])
-    of_every_token = attention + hidden * num_experts
-    if model.shared_expert_ffn_hidden_size is not None:
-        gate = hidden if megatron.get("moe_shared_expert_gate") else 0
-        of_every_token += _matrices(megatron, hidden, model.shared_expert_ffn_hidden_size) + gate
+def _layer_shape(config: RunConfig, *, has_experts: bool) -> LayerShape:
+    tensors = list(layer_tensors(config, has_experts=has_experts))
+    experts = sum(prod(shape) for name, shape in tensors if ".experts." in name)
+    num_experts = config.model.num_experts or 1
+    idle = experts // num_experts * (num_experts - config.model.experts_per_token)
     return LayerShape(
-        num_parameters=of_every_token + num_experts * expert + others,
-        experts=num_experts * expert,
-        idle=(num_experts - model.experts_per_token) * expert,
-        matrices=of_every_token + model.experts_per_token * expert,
+        num_parameters=sum(prod(shape) for _, shape in tensors),
+        experts=experts,
+        idle=idle,
+        matrices=sum(prod(shape) for _, shape in tensors if len(shape) > 1) - idle,
     )
-
-
-def _matrices(megatron: Mapping[str, Any], hidden: int, ffn: int) -> int:
-    return hidden * ffn * (3 if megatron["gated_linear_unit"] else 2)
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -150,7 +113,6 @@ def flops_per_token(config: RunConfig) -> float:
     """
     shape, model = model_shape(config), config.model
     matrices = sum(layer.matrices for layer in shape.layers)
-    head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads
-    scores = 4 * model.seq_length * head * model.num_attention_heads
-    forward = 2 * (matrices + shape.embedding) + model.num_layers * scores
+    scores = 4 * model.seq_length * head_width(config) * model.num_attention_heads
+    forward: float = 2 * (matrices + shape.embedding) + model.num_layers * scores
     return 3.0 * forward

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model_fields import head_width, model_fields
 from spare_megatron.config.schema import RunConfig
 
 LAYERS = "decoder.layers."
@@ -66,43 +66,43 @@ def of_all_experts(name: str) -> str:
 def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     """All tensors, in the order of the layers.
 
-    `[megatron]` fields that add tensors (attention gates, learned softmax offsets) are not looked at.
+    Learned softmax offsets, which a `[megatron]` field adds, are left out.
     """
     model = config.model
     hidden = model.hidden_size
-    norm = _norm_of(config)
     yield ModelTensor(key=WORDS, shape=(model.vocab_size, hidden))
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        has_experts = model.num_experts is not None and layer >= model.num_dense_layers
-        for name, shape in _layer_tensors(config, norm, has_experts=has_experts):
+        for name, shape in layer_tensors(config, has_experts=has_experts(config, layer)):
             if model.num_dense_layers:
                 yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
             else:
                 yield ModelTensor(key=LAYERS + name, shape=shape, layer=layer)
-    for part in norm:
+    for part in norm_parts(config):
         yield ModelTensor(key=f"decoder.final_layernorm.{part}", shape=(hidden,))
     if not model.tie_embeddings:
         yield ModelTensor(key="output_layer.weight", shape=(model.vocab_size, hidden))
 
 
-def _norm_of(config: RunConfig) -> tuple[str, ...]:
+def norm_parts(config: RunConfig) -> tuple[str, ...]:
     return ("weight",) if model_fields(config)["normalization"] == "RMSNorm" else ("weight", "bias")
 
 
-def _layer_tensors(
-    config: RunConfig, norm: tuple[str, ...], *, has_experts: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    model, fields = config.model, model_fields(config)
-    hidden, num_heads = model.hidden_size, model.num_attention_heads
-    head = fields.get("kv_channels") or hidden // num_heads
-    heads, keys = num_heads * head, (fields["num_query_groups"] or num_heads) * head
-    ffn = model.ffn_hidden_size or 4 * hidden
+def has_experts(config: RunConfig, layer: int) -> bool:
+    return config.model.num_experts is not None and layer >= config.model.num_dense_layers
+
+
+def layer_tensors(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a layer; those of all experts are stacked along a first dimension."""
+    model, fields, norm = config.model, model_fields(config), norm_parts(config)
+    hidden, ffn, head = model.hidden_size, model.ffn_width, head_width(config)
+    heads, keys = model.num_attention_heads * head, (fields["num_query_groups"] or model.num_attention_heads) * head
+    queries = 2 * heads if fields.get("attention_output_gate") else heads
     per_width = 2 if fields["gated_linear_unit"] else 1
     has_bias = fields["add_bias_linear"]
     linear: tuple[tuple[str, int, int, bool], ...] = (
-        ("self_attention.linear_qkv", heads + 2 * keys, hidden, has_bias or fields["add_qkv_bias"]),
+        ("self_attention.linear_qkv", queries + 2 * keys, hidden, has_bias or fields["add_qkv_bias"]),
         ("self_attention.linear_proj", hidden, heads, has_bias),
         ("mlp.linear_fc1", ffn * per_width, hidden, has_bias),
         ("mlp.linear_fc2", hidden, ffn, has_bias),
@@ -123,7 +123,6 @@ def _layer_tensors(
 
 
 def _expert_tensors(config: RunConfig, per_width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The matrices of a mixture; those of all experts are stacked along a first dimension."""
     model, fields = config.model, model_fields(config)
     hidden, num_experts = model.hidden_size, fields["num_moe_experts"]
     ffn, shared = fields["moe_ffn_hidden_size"], model.shared_expert_ffn_hidden_size

@@ -83,9 +83,9 @@ def _activations_bytes(config: RunConfig) -> int:
     """
     model, layout, megatron = config.model, config.layout, model_fields(config)
     tensor = layout.tensor_parallel
-    ffn, copies = model.ffn_hidden_size or 4 * model.hidden_size, 0
+    ffn, copies = model.ffn_width, 0
     if model.num_experts is not None:
-        each, copies = model.expert_ffn_hidden_size or ffn, model.experts_per_token
+        each, copies = model.expert_width, model.experts_per_token
         ffn = copies * each + (model.shared_expert_ffn_hidden_size or 0)
     parted = 8 + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
     whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)

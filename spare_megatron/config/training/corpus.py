@@ -21,7 +21,8 @@ import numpy.typing as npt
 from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.config.limits import NonNegativeInt, PositiveInt
 from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.output import whole_file
+from spare_megatron.formats.quantities import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -447,11 +448,7 @@ def _json_in(path: Path) -> Mapping[str, Any]:
 
 
 def _keep(path: Path, note: Mapping[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with whole_file("data.cache", path) as aside:
             aside.write_text(json.dumps(note) + "\n")
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)

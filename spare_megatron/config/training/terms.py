@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
@@ -24,45 +25,8 @@ def step_of(path: Path) -> int:
 Terms = Mapping[str, int | float | str | bool | None]
 
 
-FUNCTION_IN_MEGATRON: Mapping[str, object] = {
-    "activation_func": "gelu",
-    "activation_func_clamp_value": None,
-    "add_bias_linear": True,
-    "add_qkv_bias": False,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_output_gate": False,
-    "gated_linear_unit": False,
-    "glu_linear_offset": 0.0,
-    "kv_channels": None,
-    "layernorm_epsilon": 1e-5,
-    "layernorm_zero_centered_gamma": False,
-    "moe_apply_probs_on_input": False,
-    "moe_ffn_hidden_size": None,
-    "moe_layer_freq": 1,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_group_topk": None,
-    "moe_router_num_groups": None,
-    "moe_router_pre_softmax": False,
-    "moe_router_score_function": "softmax",
-    "moe_router_topk": 2,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_gate": False,
-    "moe_shared_expert_intermediate_size": None,
-    "no_rope_freq": None,
-    "normalization": "LayerNorm",
-    "num_moe_experts": None,
-    "num_query_groups": None,
-    "qk_layernorm": False,
-    "rotary_interleaved": False,
-    "softmax_scale": None,
-    "softmax_type": "vanilla",
-    "window_attn_skip_freq": None,
-    "window_size": None,
-}
-"""Megatron fields that change the function the model computes, with their defaults; others may change between runs."""
-
 _ROTATION: Mapping[str, object] = {"rotary_base": 10000.0, "rope_scaling_factor": 1.0}
-"""The same of arguments of Megatron's GPTModel."""
+"""Arguments of Megatron's GPTModel that change the function, too, with their defaults."""
 
 
 def terms_of(config: RunConfig) -> Terms:
@@ -72,7 +36,7 @@ def terms_of(config: RunConfig) -> Terms:
         "model.num_layers": model.num_layers,
         "model.hidden_size": model.hidden_size,
         "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_width,
         "model.seq_length": model.seq_length,
         "model.vocab_size": model.vocab_size,
         "model.position_embedding": model.position_embedding,

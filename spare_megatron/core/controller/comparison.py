@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from spare_megatron.core.log.entries import Entry, Fence, Halt, Retry
-from spare_megatron.core.log.votes import Attempted, PartitionDigest, Vote
-from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.core.log.votes import Attempted, HostDigests, Vote, host_digests
+from spare_megatron.stacking.layout import GroupId
 
 LEAST_HOSTS_TO_COMPARE = 3
 """Hosts of a partition of which more than half are right when the state of one of them is wrong."""
@@ -19,18 +19,12 @@ LEAST_HOSTS_TO_COMPARE = 3
 NO_DIGEST = "lacking"
 """A group that lacks parameters publishes this for newcomers instead of a digest."""
 
-_HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
-"""Digests of the hosts of each state partition."""
-
 
 def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | None:
     """The entry that objects to differing state, or None. Fences one group at a time, lowest first."""
     if any(votes[group].lacks_params for group in attempted.members):
         return None
-    by_partition: _HostDigests = {}
-    for group, vote in votes.items():
-        for digest in vote.partition_digests:
-            by_partition.setdefault(digest.partition, {})[group] = digest
+    by_partition = host_digests(votes)
     if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
         params = {vote.params_digest for vote in votes.values()} - {""}
         if len(params) > 1 or any(len({digest.value for digest in of.values()}) > 1 for of in by_partition.values()):
@@ -49,7 +43,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return None
 
 
-def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[GroupId, str]:
+def _wrong_partitions(attempted: Attempted, by_partition: HostDigests) -> dict[GroupId, str]:
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
     for number, by_group in sorted(by_partition.items()):
@@ -71,7 +65,7 @@ def _wrong_partitions(attempted: Attempted, by_partition: _HostDigests) -> dict[
 
 
 def _wrong_params(
-    attempted: Attempted, votes: Mapping[GroupId, Vote], by_partition: _HostDigests
+    attempted: Attempted, votes: Mapping[GroupId, Vote], by_partition: HostDigests
 ) -> dict[GroupId, str] | Retry | Halt | None:
     """The groups whose parameters are wrong, and why; or the entry if none is fenced. All hosts agree."""
     counts = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)

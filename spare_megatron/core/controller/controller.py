@@ -23,9 +23,9 @@ from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
 from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.placement import WipeOut
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
-from spare_megatron.stacking.state_partitions import Ownership, first_ownership
-from spare_megatron.stacking.wipe_out import StateWipeOut, WipeOut
+from spare_megatron.stacking.state_partitions import Hosts, Ownership, StateWipeOut, first_ownership
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without a loss; one more halts the run."""
@@ -85,9 +85,7 @@ class Controller(Membership):
         self._validity = CheckpointValidity()
         self._num_admitted = 0
         self._clock = LogClock()
-        self.restarts = Restarts(
-            setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=setup.last_resort
-        )
+        self.restarts = Restarts(setup.restarts, setup, setup.snapshots)
         self.pause: actions.AwaitHosts | None = None
         """While shards have no host and groups wait for one."""
         self._num_resumes = 0  # of this step or evaluation
@@ -116,6 +114,11 @@ class Controller(Membership):
     @property
     def audited_steps(self) -> int | None:
         return self._audits.audited_steps
+
+    @property
+    def state_hosts(self) -> Hosts:
+        """Hosts of each state partition; empty if every group holds all state."""
+        return () if self.ownership is None else self.ownership.hosts
 
     @property
     def deals_by_pace(self) -> bool:
@@ -164,7 +167,7 @@ class Controller(Membership):
 
     def _lose(self, fence: entries.Fence, change: Change) -> tuple[Action, ...]:
         group = fence.group
-        self._saves.on_loss(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
+        self._saves.on_loss(change.lost)
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if fence.discard:
             self._audits.on_wrong(group)
@@ -199,17 +202,16 @@ class Controller(Membership):
         update = actions.UpdateModel(step=step, attempt=commit.attempt, proven=commit.proven, is_last=self.is_trained)
         found: list[Action] = [update]
         self._clock.set_by(commit.at_s, now_s)
-        self._saves.on_commit(commit.at_s, len(members), commit.save_ends)
         self._audits.on_commit(step, self._plans, members)
         dealt = dict(self._paces.dealt)
         has_changed = self._paces.fold(commit.paces, members, self._idle())
         self._audits.on_paces(dealt, self._paces.dealt, members)
         self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
         self._retries_without_loss = self._num_resumes = 0
-        found += self._own(
-            self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
-        )
-        self._saves.on_ownership(self.ownership)
+        owned = self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
+        found += self._own(owned)
+        lacks_copies = bool(owned and owned.repairs)
+        self._saves.on_commit(commit.at_s, len(members), commit.save_ends, lacks_copies=lacks_copies)
         found += self._gather_params()
         if commit.is_last:
             self._is_asked = commit.is_asked
@@ -217,7 +219,7 @@ class Controller(Membership):
             found.append(self._save(commit.at_s, change.voters, change.epoch))
         if self.is_trained:
             return (*found, *self._begin())
-        groups, owned = members, self.ownership
+        groups = members
         if change.left:
             staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
@@ -307,9 +309,9 @@ class Controller(Membership):
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out, (*build, *state))
         attempt = self._attempt(retry.kept)
-        into = attempt if isinstance(attempt, actions.AttemptReduce) else None
         # A group that lacked parameters has all of the step's work still to do.
-        compute = _compute(self._plans[:1], self._plans[1:], into) if retry.gather else _compute([], [patch], into)
+        plans, patches = (self._plans[:1], self._plans[1:]) if retry.gather else ([], [patch])
+        compute = _compute(plans, patches, attempt)
         if retry.disputes:
             compute.append(actions.ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, actions.ReadEntry(index=self.head))
@@ -338,7 +340,8 @@ class Controller(Membership):
         is_asked = saves and self.step + 1 < self._setup.num_steps  # else the run is finished all the same
         is_last = is_asked or is_again or self._is_time_over(now_s)
         at_s = self._clock.read_s(now_s)
-        is_due = self._saves.is_due(self.step + 1, at_s, self.members, self.ownership, is_last=is_last, is_asked=saves)
+        hosts = self.state_hosts
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, hosts, is_last=is_last, is_asked=saves)
         entry = decide(attempted, event, save=is_due, at_s=at_s, is_last=is_last, is_asked=is_asked)
         if isinstance(entry, entries.Commit) and entry.drain:
             entry = self._let_leave(entry)
@@ -392,8 +395,7 @@ class Controller(Membership):
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out)
         attempt = self._attempt()
-        into = attempt if isinstance(attempt, actions.AttemptReduce) else None
-        return (actions.ComputeStep(plan=plan, into=into), attempt, actions.ReadEntry(index=self.head))
+        return (*_compute([plan], [], attempt), attempt, actions.ReadEntry(index=self.head))
 
     def _deal_step(self) -> None:
         """Starts to deal as many microbatches as this step has."""
@@ -458,10 +460,11 @@ class Controller(Membership):
     # --------------------------------------------------------------------------------------------------- actions
 
     def _save(self, at_s: float, voters: tuple[Member, ...], epoch: int) -> actions.SaveCheckpoint:
-        action = self._saves.start_save(self.step, at_s, voters, epoch, self.ownership, is_last=self.is_trained)
+        action = self._saves.start_save(self.step, at_s, voters, epoch, self.state_hosts, is_last=self.is_trained)
         self._validity.on_save(action)
         doubtful = tuple(sorted(self._saves.void | self._validity.unsettled))
-        return replace(action, doubtful=doubtful, audited_steps=self.audited_steps)
+        owners = self.ownership.owners if self.ownership else ()
+        return replace(action, owners=owners, doubtful=doubtful, audited_steps=self.audited_steps)
 
     def _save_dispute(self, disputes: Iterable[Dispute] = ()) -> tuple[actions.SaveDispute, ...]:
         member = self._audits.saver(self.voters, disputes)
@@ -475,8 +478,9 @@ class Controller(Membership):
         return () if ownership is None or ownership == earlier else (actions.StartRepairs.of(ownership, first_step),)
 
     def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
-        owners = () if self.ownership is None else self.ownership.owners
-        return (actions.GatherParams(step=self.step, owners=owners, is_anew=is_anew),) if owners else ()
+        if self.ownership is None:
+            return ()
+        return (actions.GatherParams(step=self.step, owners=self.ownership.owners, is_anew=is_anew),)
 
     def _build_communicator(self) -> actions.BuildCommunicator:
         self._is_communicator_unused = True
@@ -516,10 +520,11 @@ class Controller(Membership):
 
 
 def _compute(
-    plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: actions.AttemptReduce | None
+    plans: Sequence[StepPlan], patches: Iterable[StepPlan], attempt: actions.AttemptReduce | actions.AttemptEvaluation
 ) -> list[Action]:
     """The computations of a step, in order; only the last may send sums into the attempt."""
     asked = [patch for patch in patches if patch.work.num_microbatches]
+    into = attempt if isinstance(attempt, actions.AttemptReduce) else None
     intos = [None] * (len(plans) + len(asked) - 1) + [into]
     steps = [actions.ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
     return [*steps, *(actions.ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]

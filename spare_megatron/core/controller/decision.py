@@ -16,8 +16,8 @@ from spare_megatron.core.controller.comparison import by_value, objection
 from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.loss_sums import added
-from spare_megatron.core.log.votes import Attempted, Vote
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.core.log.votes import Attempted, Vote, host_digests
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
 
@@ -237,17 +237,19 @@ def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, 
 
     A copy compared with its donor alone could outvote a third host that is right.
     """
-    digests = [(group, digest) for group in attempted.members for digest in votes[group].partition_digests]
-    fresh = [(group, digest.partition) for group, digest in digests if not digest.is_proven]
-    reported_by: dict[PartitionId, set[GroupId]] = {number: set() for _, number in fresh}
-    for group, digest in digests:
-        reported_by.get(digest.partition, set()).add(group)
-    hosts = {number: {host.group for host in ownership.hosts[number]} for number in reported_by}
-    incarnations = dict(attempted.voters)
+    members = [voter for voter in attempted.voters if voter.group in attempted.members]
+    by_partition = host_digests({member.group: votes[member.group] for member in members})
+    fresh = [
+        PartitionCopy(digest.partition, member)
+        for member in members
+        for digest in votes[member.group].partition_digests
+        if not digest.is_proven
+    ]
     return tuple(
-        PartitionCopy(number, Member(group, incarnations[group]))
-        for group, number in fresh
-        if len(reported_by[number]) > 1 and reported_by[number] >= hosts[number]
+        copy
+        for copy in fresh
+        if len(reported := by_partition[copy.partition]) > 1
+        and reported.keys() >= {host.group for host in ownership.hosts[copy.partition]}
     )
 
 

@@ -13,6 +13,7 @@ from spare_megatron.core.log import actions
 from spare_megatron.core.log.actions import CheckpointCandidate
 from spare_megatron.core.log.entries import GiveUp, Restart, Resume
 from spare_megatron.core.log.events import RestartState, WaitingRead
+from spare_megatron.core.log.membership import LogTerms
 from spare_megatron.core.saves.read_quorum import FileVerification
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -75,24 +76,11 @@ class RestartLimits:
 
 
 class Restarts:
-    """Wipe-outs and restarts of one run, as the log has them; without `limits` the driver restarts.
+    """Wipe-outs and restarts of one run, as the log has them; without `limits` the driver restarts."""
 
-    The run begins with `first_step` committed steps. `last_resort`: every group can compute every shard.
-    """
-
-    def __init__(
-        self,
-        limits: RestartLimits | None,
-        placement: Placement,
-        snapshots: SnapshotPolicy | None = None,
-        first_step: int = 0,
-        *,
-        last_resort: bool = False,
-    ) -> None:
+    def __init__(self, limits: RestartLimits | None, terms: LogTerms, snapshots: SnapshotPolicy | None = None) -> None:
         self._limits = limits
-        self._placement = placement
-        self._last_resort = last_resort
-        self._first_step = first_step
+        self._terms = terms
         self._restarted_at_s: list[float] = []
         self.wipe_out: actions.StopWipeOut | None = None
         self.snapshots = Snapshots(snapshots)
@@ -125,7 +113,7 @@ class Restarts:
         snapshot = self.snapshots.newest_whole(
             (held for item in waiting for held in item.held), (held for item in waiting for held in item.partitions)
         )
-        search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
+        search = Search(self._terms.placement, waiting, event.waited_s, self._limits, snapshot)
         reasons = search.refused_by(event.group)
         if reasons:
             return (actions.WithdrawCandidates(reasons=reasons),)
@@ -133,8 +121,8 @@ class Restarts:
             self.wipe_out.step,
             search,
             sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
-            last_resort=self._last_resort,
-            first_step=self._first_step,
+            last_resort=self._terms.last_resort,
+            first_step=self._terms.first_step,
         )
         if isinstance(decision, CheckpointCandidate):
             return (actions.ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)

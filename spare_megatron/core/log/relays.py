@@ -4,7 +4,7 @@ The first remaining group of a block of consecutive ids is its relay: it writes 
 store with one write. Relays only reduce the load of the store: duplicates of a vote count once.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 from spare_megatron.core.log.entries import Entry, Fence
 from spare_megatron.stacking.layout import Member
@@ -39,36 +39,28 @@ class BlockVotes:
         self.attempt = attempt
         self._relay = relay
         self._block = frozenset(block)
-        self._votes = {relay: vote}
-        self._missing = set(block) - {relay}
+        self.votes = {relay: vote}
+        self.missing = set(block) - {relay}
 
     def add_vote(self, attempt: int, voter: Member, vote: str) -> bool:
         """Accepts a vote on this attempt by a member of the block; returns whether it did."""
         if attempt != self.attempt or voter not in self._block:
             return False
-        self._votes.setdefault(voter, vote)
-        self._missing.discard(voter)
+        self.votes.setdefault(voter, vote)
+        self.missing.discard(voter)
         return True
 
     def fold(self, entry: Entry) -> bool:
         """Folds an entry while votes are missing; returns whether they are needed no more. After a loss, they are."""
         if not isinstance(entry, Fence) or entry.hits(self._relay):
             return True
-        self._missing = {voter for voter in self._missing if not entry.hits(voter)}
+        self.missing = {voter for voter in self.missing if not entry.hits(voter)}
         return False
-
-    @property
-    def votes(self) -> Mapping[Member, str]:
-        return self._votes
-
-    @property
-    def missing(self) -> Set[Member]:
-        return self._missing
 
     @property
     def entry_receivers(self) -> Set[Member]:
         """Members to which the relay passes the next entry: those whose votes it casts, as they rely on that."""
-        return frozenset(self._votes)
+        return frozenset(self.votes)
 
 
 class Reliance:

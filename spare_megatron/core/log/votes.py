@@ -1,6 +1,6 @@
 """A group's vote on an attempt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,18 @@ class Vote:
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
     losses: tuple[MicrobatchDigest, ...] = ()
     """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
+
+
+HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
+"""Digests of the hosts of each state partition."""
+
+
+def host_digests(votes: Mapping[GroupId, Vote]) -> HostDigests:
+    found: HostDigests = {}
+    for group, vote in votes.items():
+        for digest in vote.partition_digests:
+            found.setdefault(digest.partition, {})[group] = digest
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

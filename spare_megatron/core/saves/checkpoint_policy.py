@@ -15,8 +15,7 @@ from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.log.membership import LogTerms
 from spare_megatron.core.saves.survival import optimal_cadence_s, time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import Placement
-from spare_megatron.stacking.state_partitions import Ownership
+from spare_megatron.stacking.state_partitions import Hosts
 
 
 class LogClock:
@@ -63,15 +62,12 @@ class Experience:
 
     Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
     exposure T the mean rate is (1 + k) / (group_life_s + T). There is no cadence without a prior. `pause_s`: longest
-    pause for shards without a host.
+    pause for shards without a host. `hosts` are those of each state partition, empty if every group holds all state.
     """
 
-    def __init__(
-        self, group_life_s: float | None, placement: Placement, *, last_resort: bool, pause_s: float | None = None
-    ) -> None:
+    def __init__(self, group_life_s: float | None, terms: LogTerms, pause_s: float | None = None) -> None:
         self._group_life_s = group_life_s
-        self._placement = placement
-        self._last_resort = last_resort
+        self._terms = terms
         self._pause_s = pause_s
         self._at_s = 0.0
         self._num_losses = 0
@@ -86,12 +82,15 @@ class Experience:
         self._saves_s: list[float] = []
         self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
 
-    def on_commit(self, at_s: float, num_members: int) -> None:
+    def on_commit(self, at_s: float, num_members: int, *, lacks_copies: bool = False) -> None:
         passed_s, self._at_s = at_s - self._at_s, at_s
         if not self._is_restarting:
             self._step_s = passed_s
         self._is_restarting, self._num_members = False, num_members
         self._exposure_s += self._step_s * num_members
+        if self._terms.partitions and self._lacking_since_s is not None and not lacks_copies:
+            self._copies_s.append(self._at_s - self._lacking_since_s)
+            self._lacking_since_s = None
 
     def on_loss(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
@@ -99,12 +98,6 @@ class Experience:
             self._lost_at_s[group] = self._at_s
             if self._lacking_since_s is None:
                 self._lacking_since_s = self._at_s
-
-    def on_ownership(self, ownership: Ownership) -> None:
-        """After a commit: measures how long partitions lack copies after losses."""
-        if self._lacking_since_s is not None and not ownership.repairs:
-            self._copies_s.append(self._at_s - self._lacking_since_s)
-            self._lacking_since_s = None
 
     def on_admission(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
@@ -121,25 +114,25 @@ class Experience:
         self._lost_at_s.clear()
         self._lacking_since_s = None
 
-    def cadence(self, members: Collection[GroupId], ownership: Ownership | None = None) -> Cadence | None:
+    def cadence(self, members: Collection[GroupId], hosts: Hosts = ()) -> Cadence | None:
         if self._group_life_s is None:
             return None
         # The cadence grows only with the square root of times, so a coarse exposure serves as key.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
         known = (self._num_losses, len(self._absences_s), len(self._copies_s), self._absence_s() is None, exposure)
-        num_copies = None if ownership is None else tuple(map(len, ownership.hosts))
-        key = (tuple(members), tuple(self._saves_s), known, num_copies)
+        key = (tuple(members), tuple(self._saves_s), known, tuple(map(len, hosts)))
         if self._cadence_of is None or self._cadence_of[0] != key:
-            self._cadence_of = (key, self._choose(self._group_life_s, members, ownership))
+            self._cadence_of = (key, self._choose(self._group_life_s, members, hosts))
         return self._cadence_of[1]
 
-    def _choose(self, group_life_s: float, members: Collection[GroupId], ownership: Ownership | None) -> Cadence:
+    def _choose(self, group_life_s: float, members: Collection[GroupId], hosts: Hosts) -> Cadence:
         group_interval_s = (group_life_s + self._exposure_s) / (1 + self._num_losses)
         save_s = max(fmean(self._saves_s) if self._saves_s else PRIOR_SAVE_S, LEAST_SAVE_S)
         absence_s = self._absence_s()
         time_s = self._time_to_wipe_out_s(members, group_interval_s, absence_s)
-        if ownership is not None and time_s:
-            time_s = 1 / (1 / time_s + 1 / self._time_to_lost_state_s(ownership, group_interval_s))
+        if partitions := self._terms.partitions if time_s else None:
+            state_s = self._time_to_lost_state_s(hosts, partitions.redundancy, group_interval_s)
+            time_s = 1 / (1 / time_s + 1 / state_s)
         return Cadence(
             interval_s=optimal_cadence_s(save_s, time_s) if time_s else 0.0,
             save_s=save_s,
@@ -163,19 +156,19 @@ class Experience:
     ) -> float:
         # Until the last group and with it all state is lost, without returns: rarer than that is not relied on.
         last_s = group_interval_s * sum(1 / left for left in range(1, len(members) + 1))
-        if self._last_resort:
+        if self._terms.last_resort:
             return last_s
-        mask = self._placement.alive_mask(frozenset(members))
-        num_shards = Counter(int(count) for count in mask[self._placement.host_array].sum(axis=1))
+        placement = self._terms.placement
+        mask = placement.alive_mask(frozenset(members))
+        num_shards = Counter(int(count) for count in mask[placement.host_array].sum(axis=1))
         if num_shards[0]:
             return 0.0
-        redundancy, pause_s = self._placement.redundancy, self._pause_s
-        return min(time_to_wipe_out_s(num_shards, redundancy, group_interval_s, absence_s, pause_s), last_s)
+        found_s = time_to_wipe_out_s(num_shards, placement.redundancy, group_interval_s, absence_s, self._pause_s)
+        return min(found_s, last_s)
 
-    def _time_to_lost_state_s(self, ownership: Ownership, group_interval_s: float) -> float:
+    def _time_to_lost_state_s(self, hosts: Hosts, redundancy: int, group_interval_s: float) -> float:
         """Mean seconds until a state partition has no copy: like shards, whose hosts are back once others copied it."""
-        redundancy = ownership.setup.redundancy
-        num_partitions = Counter(min(len(row), redundancy) for row in ownership.hosts)
+        num_partitions = Counter(min(len(row), redundancy) for row in hosts)
         copy_s = max(fmean(self._copies_s), LEAST_SAVE_S) if self._copies_s else None
         return time_to_wipe_out_s(num_partitions, redundancy, group_interval_s, copy_s)
 
@@ -244,14 +237,11 @@ class Saves:
         self._under_way: dict[int, Member] = {}  # writers of saves that have not ended, by committed steps
         self._newest: int | None = None  # of these the save that is due again if it fails
         self._gone: set[Member] = set()  # since the last save was begun
-        self._lost_since_commit: set[Member] = set()
         self._taken: set[int] = set()  # committed steps, without those refused or undone
         self._refused: Member | None = None  # writer of the save refused last
         self.void: set[int] = set()
         """Steps with a save that is refused or undone."""
-        self._experience = Experience(
-            self._policy.group_life_s, terms.placement, last_resort=terms.last_resort, pause_s=pause_s
-        )
+        self._experience = Experience(self._policy.group_life_s, terms, pause_s)
 
     @property
     def saved(self) -> frozenset[int]:
@@ -268,7 +258,7 @@ class Saves:
         step: int,
         at_s: float,
         members: Sequence[GroupId],
-        ownership: Ownership | None = None,
+        hosts: Hosts = (),
         *,
         is_last: bool,
         is_asked: bool = False,
@@ -279,15 +269,15 @@ class Saves:
         policy = self._policy
         if is_asked or (policy.saves_last and (is_last or step == self._num_steps)):
             return True
-        cadence = self._experience.cadence(members, ownership)
+        cadence = self._experience.cadence(members, hosts)
         interval_s = policy.interval_s if cadence is None else cadence.interval_s
         if interval_s is not None and at_s - self._last_at_s >= interval_s * self._share:
             return True
         return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
 
-    def on_commit(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
-        self._lost_since_commit = set()
-        self._experience.on_commit(at_s, num_members)
+    def on_commit(self, at_s: float, num_members: int, ends: Iterable[SaveEnd], *, lacks_copies: bool = False) -> None:
+        """A commit, after which so many groups take part; `lacks_copies`: some state partitions have too few hosts."""
+        self._experience.on_commit(at_s, num_members, lacks_copies=lacks_copies)
         for end in ends:
             self._on_save_end(end, at_s)
         if self._newest is not None and self._under_way[self._newest] in self._gone:
@@ -310,9 +300,8 @@ class Saves:
 
     def on_loss(self, members: Iterable[Member]) -> None:
         """The save of a lost member is due again at once, except by an interval in steps."""
-        gone = set(members) - self._lost_since_commit
+        gone = set(members)
         self._gone |= gone
-        self._lost_since_commit |= gone
         self._experience.on_loss(member.group for member in gone)
 
     def on_refusal(self, refusals: Iterable[RefuseCheckpoint]) -> None:
@@ -325,11 +314,6 @@ class Saves:
         """Whether a save of this last step is wanted and no valid one exists."""
         return self._is_last_wanted and step not in self.saved
 
-    def on_ownership(self, ownership: Ownership | None) -> None:
-        """The ownership after a commit."""
-        if ownership is not None:
-            self._experience.on_ownership(ownership)
-
     def on_admission(self, members: Iterable[Member]) -> None:
         self._experience.on_admission(member.group for member in members)
 
@@ -339,7 +323,6 @@ class Saves:
         self._taken = {saved for saved in self._taken if saved <= step}
         self._restart_interval(step, at_s)
         self._under_way, self._newest = {}, None
-        self._lost_since_commit = set()
         self._experience.on_restart()
 
     def start_save(
@@ -348,12 +331,12 @@ class Saves:
         at_s: float,
         voters: tuple[Member, ...],
         epoch: int,
-        ownership: Ownership | None = None,
+        hosts: Hosts = (),
         *,
         is_last: bool = False,
     ) -> SaveCheckpoint:
         """The save that a commit asks for. Groups take turns, also after a refused save of the same steps."""
-        cadence = self._experience.cadence(tuple(voter.group for voter in voters), ownership)
+        cadence = self._experience.cadence(tuple(voter.group for voter in voters), hosts)
         self._restart_interval(step, at_s)
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]
@@ -369,8 +352,7 @@ class Saves:
             voters=voters,
             epoch=epoch,
             cadence=cadence,
-            hosts=ownership.hosts if ownership else (),
-            owners=ownership.owners if ownership else (),
+            hosts=hosts,
             is_last=is_last,
         )
 
@@ -384,20 +366,19 @@ _EMERGENCY_SAVERS = 2
 
 
 def emergency_save(
-    member: Member, step: int, voters: tuple[Member, ...], epoch: int, ownership: Ownership | None, *, has_params: bool
+    member: Member, step: int, voters: tuple[Member, ...], epoch: int, hosts: Hosts, *, has_params: bool
 ) -> SaveCheckpoint | None:
     """What a group saves by itself once the store is lost for good or shards stay without a host, or None.
 
-    With partitioned optimizer state all groups save; no group whose parameters (`has_params`) are not those after
-    `step` committed steps.
+    With state partitions all groups save; no group whose parameters (`has_params`) are not those after `step` committed
+    steps.
 
     >>> voters = tuple(Member(GroupId(group)) for group in range(4))
-    >>> saves = [emergency_save(member, 5, voters, 0, None, has_params=True) for member in voters]
+    >>> saves = [emergency_save(member, 5, voters, 0, (), has_params=True) for member in voters]
     >>> [save is not None for save in saves]
     [True, True, False, False]
     """
-    savers = voters[:_EMERGENCY_SAVERS] if ownership is None else voters
+    savers = voters if hosts else voters[:_EMERGENCY_SAVERS]
     if not step or not has_params or member not in savers:
         return None
-    hosts = () if ownership is None else ownership.hosts
     return SaveCheckpoint(step=step, member=member, voters=voters, epoch=epoch, hosts=hosts)

@@ -401,8 +401,8 @@ class FloatSums(GradientSums):
 
 
 class FixedPointSums(GradientSums):
-    """Integer sums, each gradient of each microbatch rounded once, by a hook before Megatron adds it to its buffer:
-    bitwise independent of where and when it is computed.
+    """Integer sums, each gradient of each microbatch rounded once, by a hook: bitwise independent of where and when it
+    is computed. Megatron adds none to its buffers.
     """
 
     def __init__(
@@ -428,11 +428,15 @@ class FixedPointSums(GradientSums):
         self._add_rounded = choose_add_rounded(device)
         self._checks: SumChecks = SumChecks([len(bucket) for bucket in self.buckets])
         self._num_digits = self._checks.num_digits
-        for parameter in flat_parameters(chunks):
-            self._watch(parameter)
+        self._parameters = [flat.parameter for flat in flat_parameters(chunks)]
+        for flat in flat_parameters(chunks):
+            self._watch(flat)
 
     def reset(self) -> None:
         super().reset()
+        for parameter in self._parameters:
+            # As if a kernel had added it, which leaves zeros where an embedding is tied. `zero_grad_buffer` undoes it.
+            parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = True, False  # type: ignore[attr-defined]
         self._sums.zero_()
         self._largest.zero_()
 

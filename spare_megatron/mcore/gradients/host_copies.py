@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, cycle
+from itertools import accumulate, chain, cycle
 
 import torch
 from torch import Tensor
@@ -198,9 +198,12 @@ class HostCopies:
         """A marker of the GPU work issued so far by this thread; None on a CPU."""
         return issued_on(self._device)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None) -> None:
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None, range_bytes: int | None = None
+    ) -> None:
         """Copies tensors to contiguous host tensors after the GPU work before the marker `after`; waits for no later
-        work.
+        work. `range_bytes`: the targets are one memory from its start, which CUDA has registered in ranges of this
+        size; None: copies go through pinned buffers.
         """
         with torch.no_grad():
             if after is None:
@@ -208,17 +211,29 @@ class HostCopies:
                     target.copy_(source)
                 return
             with self._turn:
-                self._copy_from_gpu(pairs, after)
+                self._copy_from_gpu(pairs, after, range_bytes)
 
-    def _copy_from_gpu(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event) -> None:
+    def _copy_from_gpu(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event, range_bytes: int | None
+    ) -> None:
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):  # `contiguous` below must run on this stream
+            flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
+            if range_bytes is not None:
+                copy_into_ranges(batches(flat, range_bytes))
+                self._stream.synchronize()
+                return
             self._buffers = self._buffers or [
                 PinnedBuffer(self._buffer_bytes, self._stream) for _ in range(_NUM_BUFFERS)
             ]
-            flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
             copy_through(self._buffers, batches(flat, self._buffer_bytes))
+
+
+def copy_into_ranges(all_batches: Iterable[Batch]) -> None:
+    """Starts to copy to registered memory, of which each batch fills a range: no copy may cross two."""
+    for source, target in chain.from_iterable(all_batches):
+        target.copy_(source, non_blocking=True)
 
 
 def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) -> None:

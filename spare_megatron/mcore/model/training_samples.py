@@ -31,7 +31,7 @@ from spare_megatron.config.training.sample_index_folders import (
     renew,
 )
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
-from spare_megatron.formats.store_space import gib
+from spare_megatron.formats.quantities import gib
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.batches import stacked
 from spare_megatron.mcore.model.compatibility import part_of_context_rank

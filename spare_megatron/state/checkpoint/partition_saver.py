@@ -16,7 +16,7 @@ from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, WriteShare, next_move
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
-from spare_megatron.stacking.layout import Member, PartitionId
+from spare_megatron.stacking.layout import Member
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -120,7 +120,7 @@ class _SaveEnded:
 
 class PartitionSaver:
     """One group's part in one save; `board` is None except on the leader. `aside` is the checkpoint's temporary folder;
-    `write` writes partitions into a folder and returns files by name.
+    `write` writes what is asked for into a folder and returns files by name.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PartitionSaver:
         board: SaveBoard | None,
         aside: Path,
         agree: Agree,
-        write: Callable[[Path, Sequence[PartitionId]], dict[str, StoredFile]],
+        write: Callable[[Path, WritePartitions], dict[str, StoredFile]],
         timeout_s: float,
     ) -> None:
         self._action = action
@@ -152,8 +152,8 @@ class PartitionSaver:
         """
         while True:
             match self._agree(self._next_move)[0]:
-                case WritePartitions(partitions=partitions):
-                    self._write_share(partitions)
+                case WritePartitions() as move:
+                    self._write_share(move)
                 case Publish():
                     return True
                 case Abandon(reason=reason):
@@ -183,13 +183,13 @@ class PartitionSaver:
             time.sleep(pause_s)
         return None
 
-    def _write_share(self, partitions: tuple[PartitionId, ...]) -> None:
+    def _write_share(self, move: WritePartitions) -> None:
         name = f"slices-{self._member.group:04d}-{self._member.incarnation}-{len(self._mine)}"
         folder = self._aside / name
         self._agree(lambda: folder.mkdir() if self._board is not None else None)
-        files = dict(ChainMap(*self._agree(lambda: self._write(folder, partitions))))
+        files = dict(ChainMap(*self._agree(lambda: self._write(folder, move))))
         del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
-        self._mine.append(WrittenShare(member=self._member, partitions=partitions, folder=name, files=files))
+        self._mine.append(WrittenShare(member=self._member, partitions=move.partitions, folder=name, files=files))
         self._agree(lambda: self._report(folder))
 
     def _report(self, folder: Path) -> None:

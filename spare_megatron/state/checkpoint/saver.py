@@ -307,9 +307,7 @@ class Saver:
             board=save.board,
             aside=save.aside,
             agree=self._agree,
-            write=lambda folder, partitions: self._verified(
-                folder, partial(state.write, folder, partitions=partitions)
-            ),
+            write=lambda folder, move: self._verified(folder, partial(state.write, folder, partitions=move.partitions)),
             timeout_s=self._ctx.config.checkpoint.timeout_s,
         )
         return saver.shares if saver.run() else None

@@ -3,12 +3,14 @@
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spare_megatron.process import snapshot_wire as wire
+from spare_megatron.state.snapshot.mapped_files import MappedFile, MappedFiles
 
 T = TypeVar("T")
 
@@ -18,21 +20,25 @@ class SnapshotServerGone(Exception):
 
 
 class SnapshotClient:
-    """The requests of one rank position, without time limit. All raise `SnapshotServerGone`."""
+    """The requests of one rank position, without time limit. All raise `SnapshotServerGone`. `cudart`, on a GPU: what
+    the memory of copies is registered with. Only one thread at a time may copy or pass over.
+    """
 
-    def __init__(self, address: wire.SnapshotServerAddress, position: int) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress, position: int, cudart: Any = None) -> None:
         self._address = address
         self._position = position
+        self.mapped = MappedFiles(cudart)
 
     def copy(
         self,
         attempt: int,
         previous: int,
         num_bytes: Mapping[wire.PartKey, int],
-        write: Callable[[Sequence[mmap.mmap]], None],
+        write: Callable[[Sequence[MappedFile]], None],
     ) -> list[str]:
         """Stores a snapshot and keeps the previous one. `num_bytes`: of each state partition, and under None of all
-        other state; `write` fills a memory for each. Returns the SHA-256 of each, as the server has read it.
+        other state; `write` fills a file for each, which has some room more. Returns the SHA-256 of each, as the
+        server has read it; meanwhile new files are registered.
         """
         parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
         wanted = wire.CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
@@ -40,11 +46,17 @@ class SnapshotClient:
         def converse(connection: Connection) -> list[str]:
             connection.send(wanted)
             _expect_memory(connection)
-            write([_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE) for _ in parts])
+            write([_with_descriptor(connection, partial(self.mapped.map, part)) for part in parts])
             connection.send(wire.COPIED)
+            self.mapped.register()
             return [str(sha256) for sha256 in connection.recv()]
 
-        return self._converse(converse)
+        self.mapped.keep(parts)
+        try:
+            return self._converse(converse)
+        except SnapshotServerGone:  # the next server has other files, and may need their memory
+            self.close()
+            raise
 
     def pass_over(self, attempt: int, previous: int) -> None:
         """Frees the position's earlier snapshots but the previous one: other nodes store this one."""
@@ -53,7 +65,12 @@ class SnapshotClient:
             connection.send(wire.PassOver(position=self._position, attempt=attempt, previous=previous))
             connection.recv()
 
+        self.close()
         self._converse(converse)
+
+    def close(self) -> None:
+        """Gives up all mappings of earlier copies; further ones are made when they are needed."""
+        self.mapped.keep(())
 
     def memory(self, attempt: int, number: wire.PartKey) -> mmap.mmap:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
@@ -61,7 +78,7 @@ class SnapshotClient:
         def converse(connection: Connection) -> mmap.mmap:
             connection.send(wire.MemoryWanted(part=wire.Part(self._position, number), attempt=attempt))
             _expect_memory(connection)
-            return _receive_memory(connection, mmap.PROT_READ)
+            return _with_descriptor(connection, lambda fd: mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
 
         return self._converse(converse)
 
@@ -89,9 +106,10 @@ def _expect_memory(connection: Connection) -> None:
         raise SnapshotServerGone(refusal)
 
 
-def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:
+def _with_descriptor(connection: Connection, map_file: Callable[[int], T]) -> T:
+    """The mapping of a descriptor that the server sends."""
     fd = recv_handle(connection)
     try:
-        return mmap.mmap(fd, os.fstat(fd).st_size, prot=protection)
+        return map_file(fd)
     finally:
         os.close(fd)

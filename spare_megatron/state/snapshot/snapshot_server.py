@@ -27,6 +27,11 @@ _BACKLOG = 64
 _SHARE = 0.75
 """Largest share of the node's available memory for one snapshot: out of memory, the kernel may kill any process."""
 
+_ROOM_BYTES = 2**20
+"""Memory is made a multiple of this: the length of a state's description differs by a few bytes from one snapshot to
+the next, and ranks keep their mappings for as long as the memory stays.
+"""
+
 _TIMEOUT_S = 60.0
 """Longest wait for a client to take a piece of a snapshot."""
 
@@ -51,18 +56,23 @@ class _Memory:
     def __init__(self, num_bytes: int) -> None:
         if num_bytes > (left := available_bytes()) * _SHARE:
             raise OSError(errno.ENOMEM, f"more than {_SHARE:.0%} of the {left} that the node has left")
+        self.room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
         self.fd = os.memfd_create("spare-snapshot")
         try:
             # Now, not page by page while the rank copies.
-            os.posix_fallocate(self.fd, 0, num_bytes)
-            self.content = mmap.mmap(self.fd, num_bytes)
+            os.posix_fallocate(self.fd, 0, self.room)
+            self.content = mmap.mmap(self.fd, self.room)
         except OSError:
             os.close(self.fd)
             raise
         self.num_bytes = num_bytes
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a snapshot of this size has room, and leaves little of it."""
+        return num_bytes <= self.room <= num_bytes + 2 * _ROOM_BYTES
+
     def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+        return hashlib.sha256(memoryview(self.content)[: self.num_bytes]).hexdigest()
 
     def is_still(self, sha256: str) -> bool:
         """Whether its bytes are still those that were copied."""
@@ -147,7 +157,8 @@ class SnapshotServer:
     def _memory(self, part: wire.Part, num_bytes: int) -> _Memory:
         with self._lock:
             memory = self._idle.pop(part, None)
-        if memory is not None and memory.num_bytes == num_bytes:
+        if memory is not None and memory.fits(num_bytes):
+            memory.num_bytes = num_bytes
             return memory
         if memory is not None:
             memory.close()

@@ -3,7 +3,6 @@ copy; only the last one before the next snapshot waits for the server's checksum
 """
 
 import contextlib
-import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
 from spare_megatron.process.snapshot_wire import PartKey
 from spare_megatron.state.rank_context import RankContext
+from spare_megatron.state.snapshot.mapped_files import MappedFile
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
 _PATIENCE_S = 30.0
@@ -30,6 +30,9 @@ class _Copy:
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
+    registered_bytes: int = 0
+    register_s: float = 0.0
+    not_registered: str = ""
     failure: str = "its snapshot server did not answer"
 
 
@@ -91,7 +94,8 @@ class Snapshotter:
 
     def finish(self) -> None:
         with self._ctx.probe.during(Operation.SAVE):
-            self._settle()
+            if self._settle() and not self._is_given_up:  # else the thread may still use them
+                self._snapshot_server.close()
 
     def take_finished(self) -> list[SnapshotRecord]:
         """The record of the last copy, once, after it has ended."""
@@ -113,6 +117,9 @@ class Snapshotter:
             has_params=None in copy.parts,
             stall_s=round(copy.stall_s, 6),
             copy_s=round(copy.copy_s, 6),
+            registered_bytes=copy.registered_bytes,
+            register_s=round(copy.register_s, 6),
+            not_registered=copy.not_registered,
             incarnation=self._ctx.member.incarnation,
         )
         return [record]
@@ -128,18 +135,21 @@ class Snapshotter:
         try:
             self._snapshot_server.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
             copy.failure = ""
+            mapped = self._snapshot_server.mapped
+            copy.registered_bytes, copy.register_s = mapped.registered_bytes, mapped.last_s
+            copy.not_registered = mapped.failure
         except (SnapshotServerGone, _GivenUp) as error:
             copy.failure = str(error)
         finally:
             self._copied.set()
             copy.copy_s = time.monotonic() - copy.began_s
 
-    def _write(self, copy: _Copy, memories: Sequence[mmap.mmap]) -> None:
+    def _write(self, copy: _Copy, files: Sequence[MappedFile]) -> None:
         with self._may_read:
             if self._is_given_up:
                 raise _GivenUp("its snapshot server answered too late")
-            for part, memory in zip(copy.parts.values(), memories, strict=True):
-                part.write(memory)
+            for part, file in zip(copy.parts.values(), files, strict=True):
+                part.write(file.memory, file.range_bytes)
         self._copied.set()
 
     def _pass_over(self, action: TakeSnapshot) -> None:

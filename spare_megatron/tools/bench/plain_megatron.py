@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+# isort: split
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer

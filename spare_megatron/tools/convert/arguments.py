@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.megatron_defaults import is_off
-from spare_megatron.config.megatron_fields import HONOURED, IGNORED, OURS_IN_MEGATRON_WORDS, REFUSED
+from spare_megatron.config.megatron_fields import HONOURED, IGNORED, OURS_IN_MEGATRON_WORDS, REFUSED, is_off
 
 
 @dataclass(frozen=True, slots=True)

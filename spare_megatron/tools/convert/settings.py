@@ -72,8 +72,16 @@ def preset_of(args: Arguments) -> Preset:
 def _as_here(name: str, args: Arguments) -> Class | None:
     """Of arguments that ask for what holds anyway with others of the launch."""
     value, tensor_parallel = args.given[name], args["tensor_model_parallel_size"]
-    if name == "load" and value == args.given.get("save"):
+    if "finetune" in args.given and "load" in args.given:
+        if name == "load":
+            return Class("taken", "checkpoint.load_weights")
+        if name in ("finetune", "no_load_optim", "no_load_rng"):
+            return Class("implied", "`spare checkpoint import` brings weights alone; set load_weights to what it wrote")
+    elif name == "load" and value == args.given.get("save"):
         return Class("implied", "`spare train --resume` goes on from the newest checkpoint of checkpoint.folder")
+    recomputes = "recompute_granularity" in args.given or args["recompute_activations"]
+    if name in ("recompute_method", "recompute_num_layers") and not recomputes:
+        return Class("without effect", "Megatron reads it with --recompute-granularity alone")
     if name == "expert_tensor_parallel_size" and value == (str(tensor_parallel),):
         return Class("implied", "experts are always split like other layers")
     if name == "sequence_parallel" and tensor_parallel == 1:

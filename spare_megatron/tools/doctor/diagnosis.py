@@ -1,7 +1,7 @@
 """Judges the nodes of a run by the facts collected on them. Pure: from facts to findings."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -13,10 +13,11 @@ from spare_megatron.config.supported_versions import SUPPORTED, version_problem
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.formats.store_space import gib, shortage
+from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.store_space import shortage
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
-from spare_megatron.tools.doctor.node_facts import NodeFacts, NodeMeasurements
+from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 
 T = TypeVar("T", bound=Hashable)
 
@@ -31,27 +32,42 @@ class NodeFinding:
     is_problem: bool = True
 
 
+class Doubt(str):
+    """A text that is a warning."""
+
+
 def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) -> list[NodeFinding]:
     """Findings about these nodes, ordered by node; the nodes of the run come first in `nodes`, then its spare ones."""
     whole = [(node, node.facts) for node in nodes if node.facts is not None]
     found = [NodeFinding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
-    found += _alike(whole)
+    for name, check, text in _alike(whole):
+        found += _findings(name, check, [text])
+    byte_s = {node.name: _byte_s(node.link) for node in nodes if node.link is not None and not node.link.failure}
     for index, node in enumerate(nodes):
         facts = node.facts
-        if facts is None:
-            continue
-        found += _versions(config, node.name, facts)
-        found += _gpus(config, node.name, facts)
-        found += _clock(config, node)
-        found += _limits(config, node.name, facts)
-        found += _store(config, node.name, facts, own_etcd_ports(config, index, len(nodes)))
-        if index == 0:  # all nodes see the same store
-            found += _store_room(config, node.name, facts)
-        found += _corpus(config, node.name, facts)
-        found += _folder(config, folder, node, facts)
-    found += _links(config, nodes)
+        if facts is not None:
+            checks = (
+                ("versions", _versions(config, facts)),
+                ("gpus", _gpus(config, facts)),
+                ("clock", _clock(config, node.clock)),
+                ("limits", _limits(config, facts)),
+                ("ports", _ports(config, facts, own_etcd_ports(config, index, len(nodes)))),
+                ("store", _store(config, facts)),
+                ("store", _store_room(config, facts) if index == 0 else ()),  # all nodes see the same store
+                ("corpus", _corpus(config, facts)),
+                ("storage", _folder(config, folder, node, facts)),
+            )
+            for check, texts in checks:
+                found += _findings(node.name, check, texts)
+        if node.link is not None:
+            found += _findings(node.name, "network", _link(config, node, node.link, byte_s))
     place = {node.name: index for index, node in enumerate(nodes)}
     return sorted(found, key=lambda finding: place[finding.node])
+
+
+def _findings(node: str, check: str, texts: Iterable[str]) -> Iterator[NodeFinding]:
+    for text in texts:
+        yield NodeFinding(node=node, check=check, text=str(text), is_problem=not isinstance(text, Doubt))
 
 
 def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, ...]:
@@ -67,8 +83,8 @@ def nodes_per_group(config: RunConfig) -> int:
     return -(-config.parallel.ranks_per_group // ranks_per_machine(config))
 
 
-def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[NodeFinding]:
-    """Compares what must be equal on all nodes with the most frequent value; of equally frequent ones, the first."""
+def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[tuple[str, str, str]]:
+    """Node, check and text of what must be equal on all nodes and is not the most frequent value, or the first such."""
 
     def version_of(package: str, facts: NodeFacts) -> str:
         return facts.versions.get(package, "")
@@ -76,33 +92,19 @@ def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[Node
     packages = {package for _, facts in nodes for package in facts.versions}
     for package in sorted(packages):
         for node, own, usual in _deviants(nodes, partial(version_of, package)):
-            yield NodeFinding(
-                node=node.name,
-                check="versions",
-                text=f"{package} is {own or 'absent'}, and {usual or 'absent'} on most nodes; install the same on all",
-            )
+            text = f"{package} is {own or 'absent'}, and {usual or 'absent'} on most nodes; install the same on all"
+            yield node.name, "versions", text
     for node, own, usual in _deviants(nodes, lambda facts: facts.gpu_driver):
-        yield NodeFinding(
-            is_problem=False,
-            node=node.name,
-            check="gpus",
-            text=f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere",
-        )
+        yield node.name, "gpus", Doubt(f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere")
     for node, models, usual_models in _deviants(nodes, lambda facts: tuple(gpu.name for gpu in facts.gpus)):
-        yield NodeFinding(
-            is_problem=False,
-            node=node.name,
-            check="gpus",
-            text=f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}",
-        )
+        yield node.name, "gpus", Doubt(f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}")
     for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
         if None not in sizes and None not in usual_sizes:
-            yield NodeFinding(
-                node=node.name,
-                check="corpus",
-                text=f"the corpora have {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: one is another; "
-                f"copy it, or put all of [data] on storage that all nodes share",
+            text = (
+                f"the corpora have {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: one is another; "
+                f"copy it, or put all of [data] on storage that all nodes share"
             )
+            yield node.name, "corpus", text
 
 
 def _deviants(
@@ -120,153 +122,123 @@ def _counts(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
 
 
-def _versions(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    """What is outside the supported versions; what is absent shows elsewhere."""
+def _versions(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
+    """What is outside the supported versions or cannot be used; what is absent shows elsewhere."""
     needs_gpus = config.cluster.device != "cpu" and bool(facts.gpus)
     for package in SUPPORTED:
         installed = facts.versions.get(package, "")
         if not installed or (package in ("NCCL", "transformer-engine") and not needs_gpus):
             continue
         if problem := version_problem(package, installed, facts.versions.get("megatron-core")):
-            yield NodeFinding(node=name, check="versions", text=problem)
-
-
-def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
+            yield problem
     if facts.torch_failure:
-        yield NodeFinding(node=name, check="versions", text=f"torch cannot be used: {facts.torch_failure}")
-        return
-    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus):
-        return
-    if facts.gpus and not facts.versions.get("CUDA"):
-        yield NodeFinding(
-            node=name,
-            check="versions",
-            text=f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
-            f"install its build for CUDA, or set cluster.device=cpu",
+        yield f"torch cannot be used: {facts.torch_failure}"
+    elif needs_gpus and not facts.versions.get("CUDA"):
+        yield (
+            f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
+            f"install its build for CUDA, or set cluster.device=cpu"
         )
+
+
+def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
+    if facts.torch_failure or _is_cpu(config, facts):
+        return
     if facts.nccl_cumem == "0":
         # cudaIpcGetMemHandle (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
         # is shared by the functions that NCCL takes otherwise stays until the last process unmaps it.
-        yield NodeFinding(
-            is_problem=False,
-            node=name,
-            check="gpus",
-            text="NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank "
-            "break its peers; unset it",
+        yield Doubt(
+            "NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank break "
+            "its peers; unset it"
         )
     ranks, sharing = ranks_per_machine(config), config.cluster.ranks_per_gpu
     num_needed = -(-ranks // sharing)
     if len(facts.gpus) < num_needed:
-        yield NodeFinding(
-            node=name,
-            check="gpus",
-            text=f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
-            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes",
+        yield (
+            f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
+            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes"
         )
     needed = sharing * run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:num_needed]):
         if gpu.memory_bytes < needed:
-            yield NodeFinding(
-                node=name,
-                check="gpus",
-                text=f"GPU {index} ({gpu.uuid}) has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
-                f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
+            yield (
+                f"GPU {index} ({gpu.uuid}) has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
+                f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel"
             )
         elif gpu.free_bytes < needed:
-            yield NodeFinding(
-                node=name,
-                check="gpus",
-                text=f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and its ranks "
-                f"need {gib(needed)}: others use it; `nvidia-smi` there names them",
+            yield (
+                f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and its ranks "
+                f"need {gib(needed)}: others use it; `nvidia-smi` there names them"
             )
 
 
-def _clock(config: RunConfig, node: NodeMeasurements) -> Iterator[NodeFinding]:
+def _clock(config: RunConfig, clock: ClockOffset | None) -> Iterator[str]:
     """Warns about clock skew: journals compare times of nodes, though no decision does."""
     limit_s = 2 * config.control.heartbeat_interval_s
-    clock = node.clock
     if clock is not None and abs(clock.ahead_s) - clock.error_s > limit_s:
-        yield NodeFinding(
-            is_problem=False,
-            node=node.name,
-            check="clock",
-            text=f"its clock is {abs(clock.ahead_s):.3g} s {'ahead of' if clock.ahead_s > 0 else 'behind'} the "
-            f"driver's, more than 2 x control.heartbeat_interval_s = {limit_s:g} s: times of recoveries will be wrong; "
-            f"see `chronyc tracking` there",
+        yield Doubt(
+            f"its clock is {abs(clock.ahead_s):.3g} s {'ahead of' if clock.ahead_s > 0 else 'behind'} the driver's, "
+            f"more than 2 x control.heartbeat_interval_s = {limit_s:g} s: times of recoveries will be wrong; see "
+            f"`chronyc tracking` there"
         )
 
 
-def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
-    is_cpu = config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus)
+def _is_cpu(config: RunConfig, facts: NodeFacts) -> bool:
+    return config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus)
+
+
+def _limits(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     limits = ProcessLimits(
         open_files=facts.open_files,
         open_files_most=facts.open_files_most,
         address_space_bytes=facts.address_space_bytes,
         temp_folder=facts.temp_folder,
     )
-    for text in limit_problems(config, limits, run_sizes(config).memory.total_bytes if is_cpu else 0):
-        yield NodeFinding(node=name, check="limits", text=text)
+    yield from limit_problems(config, limits, run_sizes(config).memory.total_bytes if _is_cpu(config, facts) else 0)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
-        yield NodeFinding(
-            is_problem=False,
-            node=name,
-            check="limits",
-            text=f"a process may lock {gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no "
-            f"limit; `ulimit -l unlimited` there, in a job by slurm.setup",
+        yield Doubt(
+            f"a process may lock {gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no limit; "
+            f"`ulimit -l unlimited` there, in a job by slurm.setup"
         )
 
 
-def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int]) -> Iterator[NodeFinding]:
+def _ports(config: RunConfig, facts: NodeFacts, ports: Collection[int]) -> Iterator[str]:
     for port in sorted({*ports} & {*facts.busy_ports}):
-        yield NodeFinding(
-            node=name,
-            check="ports",
-            text=f"port {port} is taken, and the job's etcd needs it; change slurm.etcd_port="
-            f"{config.slurm.etcd_port}, or name an etcd in control.endpoints",
+        yield (
+            f"port {port} is taken, and the job's etcd needs it; change slurm.etcd_port="
+            f"{config.slurm.etcd_port}, or name an etcd in control.endpoints"
         )
-    is_unreachable = len(facts.store_failures) == len(config.control.endpoints)
+
+
+def _store(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
+    kind = str if len(facts.store_failures) == len(config.control.endpoints) else Doubt
     for endpoint, failure in sorted(facts.store_failures.items()):
-        yield NodeFinding(
-            is_problem=is_unreachable,
-            node=name,
-            check="store",
-            text=f"{endpoint} of control.endpoints does not answer from here: {failure}",
-        )
+        yield kind(f"{endpoint} of control.endpoints does not answer from here: {failure}")
     if facts.store_refusal:
-        yield NodeFinding(
-            node=name, check="store", text=f"control.endpoints can be connected to, but {facts.store_refusal}"
-        )
+        yield f"control.endpoints can be connected to, but {facts.store_refusal}"
 
 
-def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
+def _store_room(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     space = facts.store_space
     if space is not None and (text := shortage(space, config.train.steps)):
-        yield NodeFinding(is_problem=space.is_full, node=name, check="store", text=text)
+        yield text if space.is_full else Doubt(text)
 
 
-def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
+def _corpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     names = [named for named, prefix in named_corpora(config.data) for _ in corpus_files(prefix)]
     for named, file, size in zip(names, input_files(config.data), facts.corpus_bytes, strict=True):
         if size is None:
-            yield NodeFinding(
-                node=name,
-                check="corpus",
-                text=f"{named}: {file} cannot be read; put it on storage that all nodes share",
-            )
+            yield f"{named}: {file} cannot be read; put it on storage that all nodes share"
 
 
-def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeFacts) -> Iterator[NodeFinding]:
-    def finding(text: str, is_problem: bool = True) -> NodeFinding:
-        return NodeFinding(is_problem=is_problem, node=node.name, check="storage", text=text)
-
+def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeFacts) -> Iterator[str]:
     if not facts.sees_folder:
-        yield finding(
+        yield (
             f"{folder} is not the folder that the driver's node has by this name: a file from there is not here; "
             f"set checkpoint.folder and --run-dir to storage that all nodes share"
         )
         return
     if node.write is not None and node.write.failure:
-        yield finding(f"{folder} cannot be written: {node.write.failure}; change its owner or checkpoint.folder")
+        yield f"{folder} cannot be written: {node.write.failure}; change its owner or checkpoint.folder"
         return
     checkpoint = config.checkpoint
     if not checkpoint.is_wanted:
@@ -275,24 +247,21 @@ def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeF
     has_audits = audit_policy(config) is not None
     room = (checkpoint.keep_last + 2 + has_audits) * size
     if facts.folder_free_bytes < size:
-        yield finding(
+        yield (
             f"{folder} has {gib(facts.folder_free_bytes)} free, and a checkpoint takes {gib(size)}; make room or "
             f"change checkpoint.folder"
         )
     elif facts.folder_free_bytes < room:
-        yield finding(
+        yield Doubt(
             f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last}, one "
             f"that has yet to be confirmed{', the newest audited one' if has_audits else ''} and one that is being "
-            f"written take {gib(room)}; make room or lower checkpoint.keep_last",
-            is_problem=False,
+            f"written take {gib(room)}; make room or lower checkpoint.keep_last"
         )
     if node.write is not None:
-        yield from _write_time(config, folder, size / nodes_per_group(config), node.write.bytes_per_s, finding)
+        yield from _write_time(config, folder, size / nodes_per_group(config), node.write.bytes_per_s)
 
 
-def _write_time(
-    config: RunConfig, folder: str, share: float, bytes_per_s: float, finding: Callable[..., NodeFinding]
-) -> Iterator[NodeFinding]:
+def _write_time(config: RunConfig, folder: str, share: float, bytes_per_s: float) -> Iterator[str]:
     """Compares the time to write a node's share of a checkpoint with the configured timeout and interval."""
     write_s = share / max(bytes_per_s, 1.0)
     speed = (
@@ -300,36 +269,29 @@ def _write_time(
     )
     timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
     if write_s > timeout_s:
-        yield finding(f"{speed}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
+        yield f"{speed}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder"
     elif interval_s is not None and write_s > interval_s:
-        yield finding(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
+        yield Doubt(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that")
 
 
-def _links(config: RunConfig, nodes: Sequence[NodeMeasurements]) -> Iterator[NodeFinding]:
-    measured = [(node, node.link) for node in nodes if node.link is not None]
-    byte_s = {node.name: 1.0 / max(link.bytes_per_s, 1.0) for node, link in measured if not link.failure}
-    bucket = 2 * config.bucket_mib * 2**20 * ranks_per_machine(config)
-    for node, link in measured:
-        likes = [seconds for name, seconds in byte_s.items() if name != node.name]
-        if link.failure:
-            yield NodeFinding(
-                node=node.name,
-                check="network",
-                text=f"{node.link_to} cannot be reached from here: {link.failure}; nodes need all ports of each other",
-            )
-        elif config.cluster.device == "cpu" and bucket * byte_s[node.name] > config.reduce.timeout_s:
-            yield NodeFinding(
-                node=node.name,
-                check="network",
-                text=f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
-                f"{bucket * byte_s[node.name]:.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
-                f"lower reduce.bucket_mib or raise reduce.timeout_s",
-            )
-        elif len(likes) > 1 and (found := excess(byte_s[node.name], likes)).exceeds(slowness.LINK):
-            yield NodeFinding(
-                is_problem=False,
-                node=node.name,
-                check="network",
-                text=f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(1.0 / found.like)} "
-                f"between most nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)",
-            )
+def _byte_s(link: Rate) -> float:
+    return 1.0 / max(link.bytes_per_s, 1.0)
+
+
+def _link(config: RunConfig, node: NodeMeasurements, link: Rate, byte_s: Mapping[str, float]) -> Iterator[str]:
+    """Judges a node's link; `byte_s` has the seconds per byte of all that were measured."""
+    if link.failure:
+        yield f"{node.link_to} cannot be reached from here: {link.failure}; nodes need all ports of each other"
+        return
+    bucket_s = 2 * config.bucket_mib * 2**20 * ranks_per_machine(config) * _byte_s(link)
+    likes = [seconds for name, seconds in byte_s.items() if name != node.name]
+    if config.cluster.device == "cpu" and bucket_s > config.reduce.timeout_s:
+        yield (
+            f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take {bucket_s:.3g} "
+            f"s, and reduce.timeout_s={config.reduce.timeout_s:g}; lower reduce.bucket_mib or raise reduce.timeout_s"
+        )
+    elif len(likes) > 1 and (found := excess(_byte_s(link), likes)).exceeds(slowness.LINK):
+        yield Doubt(
+            f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(1.0 / found.like)} between most "
+            f"nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)"
+        )

@@ -114,15 +114,10 @@ def _start_step(
 
 
 def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> dict[str, Any]:
-    problems, doubts = (
-        [
-            {"node": finding.node, "check": finding.check, "text": finding.text}
-            for finding in findings
-            if finding.is_problem == is_problem
-        ]
-        for is_problem in (True, False)
-    )
-    return {"problems": problems, "warnings": doubts, "nodes": [asdict(report) for report in reports]}
+    listed: dict[bool, list[dict[str, str]]] = {True: [], False: []}
+    for one in findings:
+        listed[one.is_problem].append({"node": one.node, "check": one.check, "text": one.text})
+    return {"problems": listed[True], "warnings": listed[False], "nodes": [asdict(report) for report in reports]}
 
 
 def _show(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> None:

@@ -87,15 +87,13 @@ def examine(
         return _Examination(config, names, checkpoints, token, nodes).run()
 
 
+@dataclass(frozen=True, slots=True)
 class _Examination:
-    def __init__(
-        self, config: RunConfig, names: Sequence[str], checkpoints: Path, token: str, nodes: NodeProcesses
-    ) -> None:
-        self._config = config
-        self._names = names
-        self._checkpoints = checkpoints
-        self._token = token
-        self._nodes = nodes
+    _config: RunConfig
+    _names: Sequence[str]
+    _checkpoints: Path
+    _token: str
+    _nodes: NodeProcesses
 
     def run(self) -> list[NodeMeasurements]:
         examined = self._collect_facts()

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -49,9 +49,7 @@ class Sink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -62,11 +60,11 @@ class Sink:
                 sender, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            with sender, suppress(OSError):
+            with sender, sender.makefile("rb") as stream, suppress(OSError):
                 sender.settimeout(_SILENT_S)
                 key = bytes.fromhex(self.address.token)
-                if hmac.compare_digest(_received(sender, len(key)), key):
-                    sender.sendall(_COUNT.pack(_drained(sender)))
+                if hmac.compare_digest(stream.read(len(key)), key):
+                    sender.sendall(_COUNT.pack(_drained(stream)))
 
 
 def send_speed(to: Address) -> Rate:
@@ -79,7 +77,7 @@ def send_speed(to: Address) -> Rate:
                 receiver.sendall(_PIECE)
                 num_bytes += len(_PIECE)
             receiver.shutdown(socket.SHUT_WR)
-            count = _received(receiver, _COUNT.size)
+            count = receiver.makefile("rb").read(_COUNT.size)
             took_s = time.monotonic() - began_s
     except OSError as error:
         return Rate(failure=f"{to.host}:{to.port}: {error.strerror or error}")
@@ -88,17 +86,9 @@ def send_speed(to: Address) -> Rate:
     return Rate(bytes_per_s=num_bytes / took_s)
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    """Reads this many bytes, or fewer at the end of the stream."""
-    text = b""
-    while len(text) < num_bytes and (piece := connection.recv(num_bytes - len(text))):
-        text += piece
-    return text
-
-
-def _drained(connection: socket.socket) -> int:
+def _drained(stream: BufferedReader) -> int:
     buffer, num_bytes = bytearray(1 << 20), 0
-    while count := connection.recv_into(buffer):
+    while count := stream.readinto(buffer):
         num_bytes += count
     return num_bytes
 

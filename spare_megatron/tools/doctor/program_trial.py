@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+# isort: split
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,7 +194,7 @@ def _computed(
     trainer.begin_step(step)
     with _Collectives(observer):
         trainer.compute([microbatch])
-    gradients = _digest_of((named.name, named.main_grad) for named in trainer.parameters_named())
+    gradients = _digest_of(("", sums) for sums in trainer.gradients.local_sums())
     address = f"step {step}, shard {microbatch.shard}, microbatch {microbatch.index}"
     return address, {"batch": _digest(observer.batches), "gradients": gradients, "terms": observer.terms}
 

@@ -3,9 +3,11 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spare_megatron.cli.command import option
 from spare_megatron.formats.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
@@ -30,40 +32,68 @@ _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options by their names, as the user wrote them; None where absent."""
+    """As the user wrote them; None where absent."""
 
-    groups: int
-    restart: str
-    save: str
-    mtbf: str | None
-    failures_per_node_day: float | None
-    gpus_per_node: int | None
-    gpus_per_group: int | None
-    step: str | None
-    reduce: str | None
-    microbatches: int | None
-    repair: str | None
-    transfer: str | None
-    join: str | None
-    spares: int | None
-    reform: str | None
-    machines_per_group: int | None
-    steps: int | None
-    groups_per_domain: int | None
-    domain_mtbf: str | None
-    last_resort: bool
-    fetch: str | None
-    policy: str | None
-    redundancy: int | None
-    partition_copy: str | None
-    shard_size: str | None
-    memory: str | None
-    read_rate: str | None
-    widths: str | None
-    over_groups: str | None
-    slow_every: str | None
-    slow_for: str | None
-    slow_factor: float | None
+    groups: int = option("Number of data-parallel groups, and of shards.", default=MISSING)
+    restart: str = option("Time from a wipe-out until training continues, as in 60m.", default=MISSING)
+    save: str = option("Time that training stalls for one save, as in 60s.", default=MISSING)
+    mtbf: str | None = option("Mean time between losses of any group, as in 300s, 5m or 2h.")
+    failures_per_node_day: float | None = option(
+        "Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group."
+    )
+    gpus_per_node: int | None = option("For --failures-per-node-day.")
+    gpus_per_group: int | None = option("For --failures-per-node-day.")
+    step: str | None = option("Time to compute one shard on one group.", shown=ASSUMED_STEP)
+    reduce: str | None = option("Time of the rest of a step, mostly the reduction.", shown="10ms per group")
+    microbatches: int | None = option("Microbatches per shard.", shown=str(ASSUMED_MICROBATCHES))
+    repair: str | None = option(
+        "Time from the loss of a group until its hardware is repaired, as in 10m. Makes groups rejoin."
+    )
+    transfer: str | None = option("Time that a repaired group needs to copy the state.", shown="0s")
+    join: str | None = option("Time that all groups wait for an admission, as in 30s.")
+    spares: int | None = option("Spare groups, or machines with --reform, that replace lost ones at once.", shown="0")
+    reform: str | None = option(
+        "Re-form groups from idle machines and those of broken groups: time from the loss of a machine until the "
+        "group runs, as in 60s. A loss then takes one machine."
+    )
+    machines_per_group: int | None = option("Machines of a group, for --reform.")
+    steps: int | None = option("Steps of the training, in which machines are lost for good.", shown=str(ASSUMED_STEPS))
+    groups_per_domain: int | None = option("Groups in one rack or power domain, with consecutive ids.")
+    domain_mtbf: str | None = option("Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
+    last_resort: bool = option(
+        "Let any group read any shard, so that only the loss of all groups is a wipe-out.",
+        "--last-resort",
+        default=False,
+    )
+    fetch: str | None = option("Time until a group has data of shards outside its stack.", shown="0s")
+    policy: str | None = option(
+        "stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin "
+        "is microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
+        shown="see above",
+    )
+    redundancy: int | None = option("Hosts per shard. [default: the best]")
+    partition_copy: str | None = option(
+        "Time to copy one partition of the optimizer state whose host is lost.",
+        "--slice-copy",
+        shown=ASSUMED_PARTITION_COPY,
+    )
+    shard_size: str | None = option("Size of one shard in memory, as in 64MiB.")
+    memory: str | None = option("Memory limit of a group for its shards, as in 2GB.")
+    read_rate: str | None = option("Rate at which a group reads shards, as in 1GB/s.")
+    widths: str | None = option(
+        "Compare groups of so many lanes, as in 1,2,4; all other options are for groups of one lane."
+    )
+    over_groups: str | None = option(
+        "Of --reduce, the time in which gradients travel between groups, which falls with --widths. "
+        "[default: all of an assumed --reduce, else 0s]"
+    )
+    slow_every: str | None = option("Mean time until a given group turns slow, as in 30d: what that costs is shown.")
+    slow_for: str | None = option("Mean time for which a group is slow; for --slow-every.", shown=ASSUMED_SLOW)
+    slow_factor: float | None = option(
+        "Time per microbatch of a slow group over that of the others.", shown=f"{ASSUMED_SLOW_FACTOR:g}"
+    )
+    plot: Path | None = option("Draw time to train, endured losses and lost time into this PNG file.")
+    as_json: bool = option("Print the plan as JSON.", "--json", default=False)
 
 
 def facts_of(given: PlanOptions) -> "ClusterFacts":
@@ -71,9 +101,9 @@ def facts_of(given: PlanOptions) -> "ClusterFacts":
     from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.tools.plan.overhead import StepTimes
 
-    for option, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
+    for name, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
         if value is not None and value < 1:
-            raise ValueError(f"{option} {value} is below 1")
+            raise ValueError(f"{name} {value} is below 1")
     if given.groups > _MOST_GROUPS:
         raise ValueError(
             f"--groups {given.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
@@ -122,9 +152,9 @@ def _reform(given: PlanOptions, times: "StepTimes") -> "ReformTimes | None":
         return None
     if given.machines_per_group is None:
         raise ValueError(f"--reform {given.reform} needs --machines-per-group, of which a loss takes one")
-    for option, value in (("machines-per-group", given.machines_per_group), ("steps", given.steps)):
+    for name, value in (("machines-per-group", given.machines_per_group), ("steps", given.steps)):
         if value is not None and value < 1:
-            raise ValueError(f"--{option} {value} is below 1")
+            raise ValueError(f"--{name} {value} is below 1")
     return ReformTimes(
         machines_per_group=given.machines_per_group,
         reform_s=parse_duration_s("--reform", given.reform, is_zero_fine=True),

@@ -20,23 +20,37 @@ _SPREAD = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRate:
-    """How often a given group turns slow, for how long, and by how much. ValueError if a value is out of its range."""
+    """Each group, or link of a group, turns slow after an exponential time, and is as fast as before after another one.
 
-    group_interval_s: float
-    duration_s: float
-    factor: float
+    ValueError if a value is out of its range.
+    """
+
+    group_interval_s: float | None = None
+    """Mean seconds until a given group turns slow; None: none ever does."""
+    duration_s: float = 3600.0
+    """Mean seconds for which it is slow."""
+    factor: float = 2.0
+    """Its time per microbatch, or for a sum over groups, in times that of the others."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.group_interval_s < inf and 0 < self.duration_s < inf and 1 <= self.factor < inf):
-            raise ValueError(
-                f"group_interval_s={self.group_interval_s} and duration_s={self.duration_s} have to be above 0, "
-                f"factor={self.factor} 1 or more, and all finite"
-            )
+        for name in ("group_interval_s", "duration_s", "factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name}={value} of slow groups or links has to be above 0, and finite")
+
+    @property
+    def cycle_s(self) -> float:
+        """I + D, mean seconds from one time that a given group turns slow to the next; infinite if none ever does."""
+        return inf if self.group_interval_s is None else self.group_interval_s + self.duration_s
 
     @property
     def share(self) -> float:
-        """The share q of the groups that are slow."""
-        return self.duration_s / (self.group_interval_s + self.duration_s)
+        """q, the share of time in which a given group is slow.
+
+        >>> SlowRate(group_interval_s=9000.0, duration_s=1000.0).share
+        0.1
+        """
+        return self.duration_s / self.cycle_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +82,7 @@ def slow_cost(num_groups: int, num_microbatches: int, times: StepTimes, rate: Sl
         weight / (times.reduce_s + times.shard_s * one) for weight, one in zip(number.pmf(slow), stacks, strict=True)
     ]
     dealt_s = 1 / float(sum(rates))
-    onsets_per_s = num_groups / (rate.group_interval_s + rate.duration_s)
+    onsets_per_s = num_groups / rate.cycle_s
     unknown = onsets_per_s * STEPS_TO_ACT * (times.reduce_s + times.shard_s * rate.factor - dealt_s)
     dealt_s = min(dealt_s / (1 - max(unknown, 0.0)), even_s) if unknown < 1 else even_s
     return SlowCost(even_ratio=even_s / times.step_s, dealt_ratio=dealt_s / times.step_s)

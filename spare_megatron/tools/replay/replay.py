@@ -105,16 +105,16 @@ def replay(run_dir: Path, step: int, microbatch: Address | None = None, where: W
     else:
         group, parts = parts_of_machine(config, view, where.machine)
         where = replace(where, group=group)
-    computed = compute(config, run_dir, parts, Wanted(step=step, microbatches=wanted), where)
+    of_ranks, hosts = compute(config, run_dir, parts, Wanted(step=step, microbatches=wanted), where)
     return Replay(
         step=step,
         path=str(path),
         device=config.cluster.device,
         group=where.group,
-        machines=[ReplayMachine(node=node, host=host) for node, host in computed.hosts.items()],
+        machines=[ReplayMachine(node=node, host=host) for node, host in hosts.items()],
         params=dict(disputed.params),
         microbatches=[
-            _compared(address, [of_rank[number] for of_rank in computed.of_ranks], disputed.stated[address])
+            _compared(address, [of_rank[number] for of_rank in of_ranks], disputed.stated[address])
             for number, address in enumerate(wanted)
         ],
     )

@@ -1,15 +1,15 @@
 """`spare replay`: computes a microbatch about which groups differed again, and says which of them was wrong."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
+from spare_megatron.cli.command import explained_errors, option, takes
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.machine.interrupts import raising
 
@@ -21,32 +21,25 @@ _ORDER = ("forward", "backward", "gradients")
 _WHAT = {"forward": "output of", "backward": "gradient received by", "gradients": "gradients of parameters of"}
 
 
-def replay(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    step: Annotated[
-        int | None, typer.Option(help="A step with a mismatch, as spare audit lists them. [required without --node]")
-    ] = None,
-    microbatch: Annotated[
-        str | None,
-        typer.Option(metavar="SHARD.INDEX", help="One of the microbatches in dispute. [default: all of them]"),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GROUP",
-            help="Compute on the machines of this group, or of the one that machine:N was last in, with its devices. "
-            "[default: on this machine]",
-        ),
-    ] = None,
-    node: Annotated[
-        int | None,
-        typer.Option(
-            help="Act as this node for the `spare replay --group` elsewhere; without other options but --wait-s.", min=0
-        ),
-    ] = None,
-    wait_s: Annotated[float, typer.Option(help="Longest wait for other nodes, in seconds.", min=0)] = 300,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the replay as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]
+    step: int | None = option("A step with a mismatch, as spare audit lists them. [required without --node]")
+    microbatch: str | None = option("One of the microbatches in dispute. [default: all of them]", metavar="SHARD.INDEX")
+    group: str | None = option(
+        "Compute on the machines of this group, or of the one that machine:N was last in, with its devices. "
+        "[default: on this machine]",
+        metavar="GROUP",
+    )
+    node: int | None = option(
+        "Act as this node for the `spare replay --group` elsewhere; without other options but --wait-s.", least=0
+    )
+    wait_s: float = option("Longest wait for other nodes, in seconds.", default=300, least=0)
+    as_json: bool = option("Print the replay as JSON.", "--json", default=False)
+
+
+@takes(ReplayOptions)
+def replay(given: ReplayOptions) -> None:
     """Compute the disputed microbatches of a step again.
 
     Starts the ranks of one group, with the parameters that the run saved at the mismatch, and compares the digests
@@ -59,19 +52,20 @@ def replay(
     Exit codes: 0 each came out as some group has stated it, 1 one did not, 2 it cannot be computed.
     """
     with explained_errors("replay"):
-        if node is not None:
-            _serve(run_dir, node, wait_s, others=(step, microbatch, group))
+        if given.node is not None:
+            _serve(given, given.node)
             return
-        if step is None:
+        if given.step is None:
             raise ValueError("--step is missing; `spare audit RUN_DIR` lists steps with a mismatch")
         from spare_megatron.tools.replay import replay as replays
         from spare_megatron.tools.replay.replay_parts import Where
 
-        number, machine = (None, None) if group is None else _group_or_machine(group)
-        where = Where(group=number, machine=machine, wait_s=wait_s, on_awaited=partial(say, err=True))
+        number, machine = (None, None) if given.group is None else _group_or_machine(given.group)
+        where = Where(group=number, machine=machine, wait_s=given.wait_s, on_awaited=partial(say, err=True))
+        microbatch = None if given.microbatch is None else _address(given.microbatch)
         with raising():
-            found = replays.replay(run_dir, step, None if microbatch is None else _address(microbatch), where)
-    if as_json:
+            found = replays.replay(given.run_dir, given.step, microbatch, where)
+    if given.as_json:
         say_json({**asdict(found), "is_confirmed": found.is_confirmed})
     else:
         for line in lines_of(found):
@@ -79,13 +73,13 @@ def replay(
     raise typer.Exit(0 if found.is_confirmed else 1)
 
 
-def _serve(run_dir: Path, node: int, wait_s: float, others: Sequence[object]) -> None:
-    if any(value is not None for value in others):
+def _serve(given: ReplayOptions, node: int) -> None:
+    if (given.step, given.microbatch, given.group) != (None, None, None):
         raise ValueError("--node takes RUN_DIR and --wait-s alone, those of the `spare replay --group` elsewhere")
     from spare_megatron.tools.replay.replay import serve_node
 
     with raising():
-        serve_node(run_dir, node, wait_s, partial(say, err=True))
+        serve_node(given.run_dir, node, given.wait_s, partial(say, err=True))
 
 
 def _group_or_machine(text: str) -> tuple[int | None, int | None]:

@@ -31,7 +31,6 @@ from spare_megatron.tools.replay.replay_ranks import (
     DescribeMachine,
     MachineFacts,
     OfRank,
-    PartComputed,
     PartRank,
     ReplayTask,
     Wanted,
@@ -63,14 +62,6 @@ class ReplayPart:
 
     node: int
     ranks: tuple[PartRank, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    """What each rank of the group has found, and node -> host of the machines that have computed."""
-
-    of_ranks: list[OfRank]
-    hosts: dict[int, str]
 
 
 def folder_of_replay(run_dir: Path) -> Path:
@@ -157,8 +148,11 @@ def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> Repla
 # ------------------------------------------------------------------------------------------------------- the machines
 
 
-def compute(config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wanted: Wanted, where: Where) -> Computed:
-    """Has the machines compute what is wanted, and leaves no process on any of them.
+def compute(
+    config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wanted: Wanted, where: Where
+) -> tuple[list[OfRank], dict[int, str]]:
+    """What each rank of the group has found, and node -> host of the machines that have computed. Leaves no process on
+    any of them.
 
     ValueError: a machine is not there, does not fit or fails; no rank has started before all of them are found fit.
     """
@@ -195,10 +189,7 @@ def compute(config: RunConfig, run_dir: Path, parts: Sequence[ReplayPart], wante
             )
             orders[part.node] = ComputePart(config=dump_run_config(config), tasks=tasks)
         found = _collect(nodes, orders, facts, where)
-        return Computed(
-            of_ranks=[found[rank] for rank in range(len(found))],
-            hosts={part.node: facts[part.node].host for part in parts},
-        )
+        return [found[rank] for rank in range(len(found))], {part.node: facts[part.node].host for part in parts}
 
 
 def _remote(config: RunConfig, parts: Sequence[ReplayPart], where: Where) -> tuple[int, ...]:
@@ -307,7 +298,7 @@ def _collect(
                 answer = connection.recv()
             except (EOFError, OSError):
                 raise ValueError(f"{machine}its process has ended before it has computed") from None
-            if not isinstance(answer, PartComputed):
-                raise ValueError(f"{machine}{answer.reason}")
-            found |= answer.of_ranks
+            if isinstance(answer, ValueError):
+                raise ValueError(f"{machine}{answer}")
+            found |= answer
     return found

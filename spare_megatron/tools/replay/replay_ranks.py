@@ -1,6 +1,4 @@
-"""The ranks of a replay on one machine: a process on it starts, watches and ends them for the command that asks for the
-replay, wherever that runs.
-"""
+"""The ranks of a replay on one machine, started, watched and ended there for the command that asks for the replay."""
 
 import contextlib
 import os
@@ -58,9 +56,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTask:
-    """What one rank is to do; `store`: host and port of the store by which the ranks of the group meet. `gpu`: UUID of
-    the only one that it sees.
-    """
+    """What one rank is to do. The ranks of the group meet at `store`, host and port; each sees one GPU, by UUID."""
 
     store: tuple[str, int]
     gpu: str | None
@@ -81,20 +77,10 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePart:
-    """Asks for the part of these ranks. `config` is the text of the configuration, which loads the parameters."""
+    """Asks for what each of these ranks finds, or a ValueError. `config`, a text, loads the parameters."""
 
     config: str
     tasks: tuple[ReplayTask, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartComputed:
-    of_ranks: Mapping[int, OfRank]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartFailed:
-    reason: str
 
 
 def serve_part(folder: Path, node: int, wait_s: float) -> None:
@@ -115,8 +101,8 @@ def answer_requests(asking: Connection) -> None:
                     asking.send(_compute(part, asking))
 
 
-def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed:
-    """Raises EOFError once the connection is closed."""
+def _compute(part: ComputePart, asking: Connection) -> dict[int, OfRank] | ValueError:
+    """What each rank finds, or why that failed. Raises EOFError once the connection is closed."""
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -131,9 +117,9 @@ def _compute(part: ComputePart, asking: Connection) -> PartComputed | PartFailed
                 for process in ranks.values():
                     process.kill()
                     process.wait()
-            return PartComputed(of_ranks={rank: _found(_log(folder, rank)) for rank in ranks})
+            return {rank: _found(_log(folder, rank)) for rank in ranks}
     except (OSError, ValueError) as error:
-        return PartFailed(reason=str(error))
+        return ValueError(str(error))
 
 
 def _start(task: ReplayTask, config: Path, output: Path) -> "subprocess.Popen[bytes]":

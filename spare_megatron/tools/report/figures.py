@@ -231,9 +231,9 @@ def presence_map(history: History) -> go.Figure:
         )
     marked = history.losses[:: -(-len(history.losses) // MOST_MARKS) or 1]
     figure.add_scatter(
-        x=unit.values([loss.found_s for loss in marked]),
-        y=[loss.group for loss in marked],
-        text=[loss.cause for loss in marked],
+        x=unit.values([found_s for found_s, _ in marked]),
+        y=[record.group for _, record in marked],
+        text=[record.cause for _, record in marked],
         name="found lost",
         mode="markers",
         marker={"color": "black", "symbol": "x-thin-open", "size": 9},
@@ -317,9 +317,7 @@ def rank_map(history: History) -> go.Figure:
 
 
 def dealt_paces(history: History) -> go.Figure:
-    """The paces by which work is dealt, over commits: a line for each group that has deviated, and a mark where the
-    paces change.
-    """
+    """The paces by which work is dealt, over commits: lines of groups that have deviated, marks where paces change."""
     changes = sorted(history.pace_changes, key=lambda change: change[0])
     most = {
         group: max(abs(np.log(paces[group])) for _, paces in changes if group in paces)

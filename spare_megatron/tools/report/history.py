@@ -1,6 +1,7 @@
 """The history of a run from its journal, as arrays over its committed steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState
 
 Presence = Literal["training", "lost", "away"]
+PRESENCES: tuple[Presence, ...] = ("away", "training", "lost")
 Floats = npt.NDArray[np.float64]
 Table = npt.NDArray[np.float32]
 
@@ -74,20 +76,6 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLoss:
-    found_s: float
-    """Seconds since the run's record."""
-    group: int
-    rank: int
-    """The rank that did not arrive; -1 if its whole node is lost."""
-    cause: str
-    pending: str
-    """Operations of its ranks at that time, as far as known."""
-    is_given_up: bool
-    """The group stays away."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     run: RunRecord
     verdict: str
@@ -100,7 +88,8 @@ class History:
     pace_changes: Sequence[tuple[int, Mapping[int, float]]]
     """Index of a committed step, and the paces by which it and later ones are dealt, over those of most groups; groups
     that are as fast as most are not named."""
-    losses: Sequence[GroupLoss]
+    losses: Sequence[tuple[float, LossRecord]]
+    """Each with its seconds since the run's record."""
     recoveries: Sequence[Recovery]
     began_s: float | None
     """When the run began, in seconds since the epoch; None for a simulated run."""
@@ -150,7 +139,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
             (commit, {int(group): permille / 1000 for group, permille in paces.items()})
             for commit, paces in run_state.pace_changes
         ],
-        losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
+        losses=[(at_s - run_state.began_s, record) for at_s, record in run_state.losses],
         recoveries=run_state.recoveries.found(),
         began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
         lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
@@ -208,42 +197,23 @@ def _steps(run_state: RunState) -> CommittedSteps:
     )
 
 
-def _loss(record: LossRecord, found_s: float) -> GroupLoss:
-    return GroupLoss(
-        found_s=found_s,
-        group=record.group,
-        rank=record.rank,
-        cause=record.cause,
-        pending=", ".join(f"rank {item['rank']}: {item['operation']}" for item in record.pending),
-        is_given_up=record.is_given_up,
-    )
-
-
 def presence(history: History) -> list[Interval]:
     """The states of each group as maximal intervals, ordered by group and time."""
     steps = history.steps
-    states: list[Presence | None] = [None] * history.run.most_groups
-    since_s, before_s = [0.0] * history.run.most_groups, 0.0
-    found: list[Interval] = []
+    states = np.zeros((len(steps), history.run.most_groups), np.uint8)
     drawn: tuple[frozenset[int], frozenset[int]] | None = None
-    for ended_s, members, lost in zip(steps.ended_s.tolist(), steps.members, steps.lost, strict=True):
-        if drawn != (members, lost):
-            for group, state in _states(history.run.most_groups, members, lost):
-                if states[group] != state:
-                    found += _interval(group, since_s[group], before_s, states[group])
-                    states[group], since_s[group] = state, before_s
+    for index, (members, lost) in enumerate(zip(steps.members, steps.lost, strict=True)):
+        if drawn == (members, lost):
+            states[index] = states[index - 1]
+        else:
+            states[index, list(lost)] = PRESENCES.index("lost")
+            states[index, list(members)] = PRESENCES.index("training")
             drawn = members, lost
-        before_s = ended_s
-    for group, last in enumerate(states):
-        found += _interval(group, since_s[group], before_s, last)
-    return sorted(found, key=lambda item: (item.group, item.from_s))
-
-
-def _states(num_groups: int, members: frozenset[int], lost: frozenset[int]) -> Iterator[tuple[int, Presence]]:
-    for group in range(num_groups):
-        yield group, "training" if group in members else "lost" if group in lost else "away"
-
-
-def _interval(group: int, from_s: float, to_s: float, state: Presence | None) -> Iterator[Interval]:
-    if state is not None:
-        yield Interval(group=group, from_s=from_s, to_s=to_s, presence=state)
+    bounds_s = [0.0, *steps.ended_s.tolist()]
+    found = []
+    for group, of_group in enumerate(states.T):
+        changes = [*np.flatnonzero(np.diff(of_group, prepend=len(PRESENCES))).tolist(), len(steps)]
+        for first, end in itertools.pairwise(changes):
+            state = PRESENCES[of_group[first]]
+            found.append(Interval(group=group, from_s=bounds_s[first], to_s=bounds_s[end], presence=state))
+    return found

@@ -8,7 +8,6 @@ import numpy as np
 
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Resume
-from spare_megatron.journal.lines import Line
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
 from spare_megatron.tools.simulate.compute_fit import finish_times
@@ -116,7 +115,7 @@ class _Recorder(SimulatedJournal):
 
     def __init__(self, scenario: Scenario, world: World) -> None:
         self.moments: list[Moment] = []
-        super().__init__(scenario, world, _drop)
+        super().__init__(scenario, world, lambda _: None)
         self._num_steps = 0
 
     def on_entry(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the base class's signature
@@ -141,7 +140,3 @@ class _Recorder(SimulatedJournal):
 
     def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
         pass
-
-
-def _drop(line: Line) -> None:
-    pass

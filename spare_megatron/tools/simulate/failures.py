@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
+from spare_megatron.tools.plan.slow_group_costs import SlowRate
 
 FailureKind = Literal["system", "group", "node", "domain", "trace"]
 UNNAMED = "simulated"
@@ -127,8 +128,9 @@ class FailureProcess(Protocol):
     def strike(self, is_up: BoolArray, /) -> Loss:
         """Returns the next loss, of groups that are up, possibly none, and draws the one after it."""
 
-    def came_back(self, now_s: float, groups: tuple[GroupId, ...], is_up: BoolArray, /) -> None:
-        """These groups take part again; `is_up` includes them already."""
+    def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray, /) -> None:
+        """These groups take part again; those that are up include them already. Changes nothing by default."""
+        return
 
     def restarted(self, began_s: float, now_s: float, came_back: tuple[GroupId, ...], /) -> None:
         """All groups take part, including these that were down, after a restart from `began_s` to `now_s`."""
@@ -240,7 +242,7 @@ class PerNode:
         self.came_back(now_s, came_back, np.ones(self._due_s.size, dtype=np.bool_))
 
 
-class PerDomain:
+class PerDomain(FailureProcess):
     """Each domain loses all its groups at the times of a renewal process of its own."""
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
@@ -259,14 +261,11 @@ class PerDomain:
         ids = range(domain * size, min((domain + 1) * size, self._num_groups))
         return self._causes.loss(at_s, tuple(GroupId(group) for group in ids if is_up[group]))
 
-    def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
-        pass
-
     def restarted(self, began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         self._due_s += now_s - began_s
 
 
-class ReplayedLosses:
+class ReplayedLosses(FailureProcess):
     """The losses of a trace at their times; a restart absorbs those that fall into it."""
 
     def __init__(self, spec: FailureSpec) -> None:
@@ -282,63 +281,28 @@ class ReplayedLosses:
         groups = tuple(sorted({group for group in loss.groups if is_up[group]}))
         return replace(loss, groups=groups)
 
-    def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
-        pass
-
     def restarted(self, _began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         while self.next_s() <= now_s:
             self._next += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowSpec:
-    """Each group turns slow after an exponential time, and is as fast as before after another one.
-
-    ValueError if a value is out of its range.
-    """
-
-    group_interval_s: float | None = None
-    """Mean seconds until a given group turns slow; None: none ever does."""
-    duration_s: float = 3600.0
-    """Mean seconds for which it is slow."""
-    factor: float = 2.0
-    """Its time per microbatch, or for a sum over groups, in times that of the others."""
-
-    def __post_init__(self) -> None:
-        for name in ("group_interval_s", "duration_s", "factor"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < inf:
-                raise ValueError(f"{name}={value} of slow groups or links has to be above 0, and finite")
-
-    @property
-    def share(self) -> float:
-        """The share of time in which a given group is slow.
-
-        >>> SlowSpec(group_interval_s=9000.0, duration_s=1000.0).share
-        0.1
-        """
-        if self.group_interval_s is None:
-            return 0.0
-        return self.duration_s / (self.group_interval_s + self.duration_s)
-
-
 class SlowGroups:
     """The slow groups of one run. Ask for times in ascending order."""
 
-    def __init__(self, spec: SlowSpec, num_groups: int, rng: np.random.Generator) -> None:
-        self._spec = spec
+    def __init__(self, rate: SlowRate, num_groups: int, rng: np.random.Generator) -> None:
+        self._rate = rate
         self._rng = rng
         self._is_slow = np.zeros(num_groups, dtype=np.bool_)
         self._changes_at_s = np.full(num_groups, inf)
-        if spec.group_interval_s is not None:
-            self._changes_at_s = rng.exponential(spec.group_interval_s, num_groups)
+        if rate.group_interval_s is not None:
+            self._changes_at_s = rng.exponential(rate.group_interval_s, num_groups)
 
     def factors(self, now_s: float) -> npt.NDArray[np.float64]:
         """The time of each group, in times that of the others."""
         while self._changes_at_s.size and self._changes_at_s.min() <= now_s:
             group = int(self._changes_at_s.argmin())
             self._is_slow[group] ^= True
-            mean_s = self._spec.duration_s if self._is_slow[group] else self._spec.group_interval_s
+            mean_s = self._rate.duration_s if self._is_slow[group] else self._rate.group_interval_s
             assert mean_s is not None, "only groups that may turn slow change"
             self._changes_at_s[group] += self._rng.exponential(mean_s)
-        return np.where(self._is_slow, self._spec.factor, 1.0)
+        return np.where(self._is_slow, self._rate.factor, 1.0)

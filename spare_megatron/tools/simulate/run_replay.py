@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
 from spare_megatron.tools.simulate.calibrate import Scatter
 from spare_megatron.tools.simulate.compute_fit import stretch
-from spare_megatron.tools.simulate.failures import Loss
+from spare_megatron.tools.simulate.failures import FailureProcess, Loss
 from spare_megatron.tools.simulate.measured import (
     JoinTime,
     LossTime,
@@ -51,8 +51,8 @@ class _Pending:
     """The moment as long after the compute as measured."""
 
 
-class PlacedLosses:
-    """A `FailureProcess` whose losses are added during the simulation."""
+class PlacedLosses(FailureProcess):
+    """Losses that are added during the simulation."""
 
     def __init__(self) -> None:
         self.pending: list[_Pending] = []
@@ -67,9 +67,6 @@ class PlacedLosses:
         # A group that comes back at the end of this step is ready at once, others when their step begins.
         repair_s = 0.0 if struck.loss.back_after == struck.loss.step else None
         return Loss(at_s=struck.at_s, groups=(group,) if is_up[group] else (), repair_s=repair_s)
-
-    def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
-        pass
 
     def restarted(self, _began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         self.pending = [item for item in self.pending if item.at_s > now_s]

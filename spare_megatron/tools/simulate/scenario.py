@@ -16,7 +16,8 @@ from spare_megatron.tools.plan.domains import consecutive_domains, domain_covera
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.tools.plan.readmission import hardware_wait_s
 from spare_megatron.tools.plan.repair import RepairTimes, shard_time_to_wipe_out_s, survival
-from spare_megatron.tools.simulate.failures import FailureSpec, SlowSpec
+from spare_megatron.tools.plan.slow_group_costs import SlowRate
+from spare_megatron.tools.simulate.failures import FailureSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,8 @@ class Scenario:
     """Groups of consecutive ids that form a domain for the placement; None takes failures.groups_per_domain."""
     costs: CostModel
     failures: FailureSpec = field(default_factory=FailureSpec)
-    slow: SlowSpec = field(default_factory=SlowSpec)
-    slow_links: SlowSpec = field(default_factory=SlowSpec)
+    slow: SlowRate = field(default_factory=SlowRate)
+    slow_links: SlowRate = field(default_factory=SlowRate)
     """Groups whose link to the others is slow: costs.reduce_s, for all, times the factor while one of them takes part.
     """
     deal_by_pace: bool = True

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from spare_megatron.config.building import advice
+from spare_megatron.config.building import advice, convert, leaf_kinds
 from spare_megatron.formats.whole_files import parsed_toml
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.failures import UNNAMED, Loss, LossCause
@@ -133,7 +133,7 @@ def _read(name_or_path: str | Path) -> tuple[str, Path]:
 
 def _check_keys(values: Mapping[str, Any]) -> None:
     causes = {key[len(MIX) :].rpartition(".")[0] for key in values if key.startswith(MIX)}
-    known = [key for key in _keys(Scenario, "") if key not in ("failures.mix", "failures.trace")]
+    known = [key for key in leaf_kinds(Scenario, "") if key not in ("failures.mix", "failures.trace")]
     known += [TRACE_FILE, *(f"{MIX}{name}.{field}" for name in causes for field in ("weight", "repair_s"))]
     for key in values:
         if key not in known:
@@ -168,14 +168,6 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _keys(kind: type[Any], prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _keys(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
@@ -184,26 +176,14 @@ def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
         if is_dataclass(hint) and isinstance(hint, type):
             found[field.name] = _build(hint, values, f"{key}.")
         elif key in values:
-            found[field.name] = _convert(values[key], hint, key)
+            found[field.name] = _converted(values[key], hint, key)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ScenarioError(f"the scenario has to set {key}")
     return kind(**found)
 
 
-def _convert(value: Any, hint: Any, key: str) -> Any:
-    """Converts a value to its field's type; accepts whole numbers for seconds and "none" for None."""
-    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    if NoneType in choices and (value is None or value == "none"):
+def _converted(value: Any, kind: Any, key: str) -> Any:
+    """As for the settings of runs; also "none" for None, and causes and losses as they are."""
+    if value in (None, "none") and NoneType in get_args(kind):
         return None
-    kind = choices[0]
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise ScenarioError(f"{key}={value!r} has to be one of {', '.join(get_args(kind))}")
-    if get_origin(kind) is tuple:
-        return value
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is kind:
-        return value
-    raise ScenarioError(f"{key}={value!r} has to be of type {kind.__name__}")
+    return value if isinstance(value, tuple) else convert(value, kind, key)

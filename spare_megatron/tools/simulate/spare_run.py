@@ -13,7 +13,7 @@ from spare_megatron.core.log.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.log.events import EntryRead, Event, HostsRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.stacking.layout import GroupId, Member, PartitionId
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
@@ -41,12 +41,12 @@ class Copies:
                 under_way[copy] = free_at_s[copy.receiver.group]
         self._whole_at_s = under_way
 
-    def whole(self, now_s: float) -> dict[GroupId, tuple[PartitionId, ...]]:
-        """Receiver -> the partitions whose requested copies are complete by now."""
-        found: dict[GroupId, tuple[PartitionId, ...]] = {}
+    def whole(self, now_s: float) -> dict[GroupId, list[Repair]]:
+        """Receiver -> the requested copies that are complete by now."""
+        found: dict[GroupId, list[Repair]] = defaultdict(list)
         for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
-                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.partition)
+                found[copy.receiver.group].append(copy)
         return found
 
 
@@ -203,9 +203,9 @@ class SpareRun:
         lost = self._world.notice(lost) if lost else ()
         vote = Vote(is_complete=not lost, plan_digest=action.plan_digest, save_ends=self._save_ends)
         self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
-        for group, partitions in self._copies.whole(self._world.now_s).items():
+        for group, copies in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
-                self._votes[group] = replace(vote, restored=partitions)
+                self._votes[group] = replace(vote, restored=tuple(copy.partition for copy in copies))
         for group in self._world.fleet.noticed(self._world.now_s):
             if group in self._votes:
                 self._votes[group] = replace(self._votes[group], leaves=True)

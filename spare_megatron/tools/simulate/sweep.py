@@ -13,8 +13,8 @@ from scipy.special import stdtrit
 
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.order import Granularity
+from spare_megatron.tools.plan.slow_group_costs import SlowRate
 from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.failures import SlowSpec
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
 from spare_megatron.tools.simulate.spare_run import Clock
 from spare_megatron.tools.simulate.world import Result, Stalled
@@ -149,7 +149,7 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             last_resort=base.last_resort and variant.granularity == "microbatch",
             reform_s=base.reform_s if variant.policy == "spare" else None,
             further_groups=base.further_groups if variant == Variant(policy="spare", granularity="microbatch") else 0,
-            slow=SlowSpec() if variant.policy == "replication" else base.slow,
+            slow=SlowRate() if variant.policy == "replication" else base.slow,
             notice_s=base.notice_s if variant.policy == "spare" else 0.0,
             machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,

@@ -79,7 +79,7 @@ _LEAST_JITTER = 1e-3
 _JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM, _SLOW_STREAM, _LINK_STREAM = range(5)
 
 
-class Stalled(RuntimeError):
+class Stalled(ValueError):
     """The run makes next to no progress: failures come faster than steps or saves."""
 
 

@@ -4,14 +4,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
-import typer
-
-from spare_megatron.cli.command import explained_errors
+from spare_megatron.cli.command import explained_errors, option, takes
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes
@@ -23,36 +20,29 @@ if TYPE_CHECKING:
     from spare_megatron.tools.text.documents import Skipped
     from spare_megatron.tools.text.tokenizer import TokenizerSource
 
-INPUTS = Annotated[list[Path], typer.Option("--input", help="Text file, file of JSON, or folder of them. Repeatable.")]
-SUFFIX = Annotated[
-    list[str] | None, typer.Option(help="Read only files with this suffix from folders, as in .txt. Repeatable.")
-]
-EXCLUDE = Annotated[list[str] | None, typer.Option(help="Skip folders with this name. Repeatable.")]
-JSON_KEY = Annotated[str | None, typer.Option(help="Key of the text in each object of JSON, as in text.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessOptions:
+    """As the user wrote them."""
+
+    inputs: list[Path] = option("Text file, file of JSON, or folder of them. Repeatable.", "--input", default=MISSING)
+    output_prefix: Path = option("Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.", default=MISSING)
+    tokenizer: str = option(
+        "byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.", default="byte"
+    )
+    json_key: str | None = option("Key of the text in each object of JSON, as in text.")
+    workers: int = option("Processes that tokenize. The output does not depend on it.", default=1, least=1)
+    suffix: list[str] | None = option("Read only files with this suffix from folders, as in .txt. Repeatable.")
+    exclude: list[str] | None = option("Skip folders with this name. Repeatable.")
+    end_of_document: str = option("Token that ends a document, where the tokenizer does not say it.", default="")
+    split_pattern: str = option("For tiktoken: the regular expression, or @FILE with it.", default="")
+    special_token: list[str] | None = option("For tiktoken: TEXT=ID of a special token. Repeatable.")
+    overwrite: bool = option("Replace an existing dataset.", "--overwrite", default=False)
+    as_json: bool = option("Print the figures as JSON.", "--json", default=False)
 
 
-def preprocess(
-    inputs: INPUTS,
-    output_prefix: Annotated[
-        Path, typer.Option(help="Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="byte, hf:PATH (a tokenizer.json or its folder), sentencepiece:FILE or tiktoken:FILE.")
-    ] = "byte",
-    json_key: JSON_KEY = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize. The output does not depend on it.")] = 1,
-    suffix: SUFFIX = None,
-    exclude: EXCLUDE = None,
-    end_of_document: Annotated[
-        str, typer.Option(help="Token that ends a document, where the tokenizer does not say it.")
-    ] = "",
-    split_pattern: Annotated[str, typer.Option(help="For tiktoken: the regular expression, or @FILE with it.")] = "",
-    special_token: Annotated[
-        list[str] | None, typer.Option(help="For tiktoken: TEXT=ID of a special token. Repeatable.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
+@takes(PreprocessOptions)
+def preprocess(given: PreprocessOptions) -> None:
     """Convert text to the dataset that `spare train` reads.
 
     Each text file becomes one document, as does the text in each object of a file of JSON lines or of a JSON array
@@ -66,32 +56,19 @@ def preprocess(
         from spare_megatron.tools.text.tokenizer import read_tokenizer
 
         source = read_tokenizer(
-            tokenizer,
-            end_of_document=end_of_document,
-            split_pattern=split_pattern,
-            special_tokens=special_token or (),
+            given.tokenizer,
+            end_of_document=given.end_of_document,
+            split_pattern=given.split_pattern,
+            special_tokens=given.special_token or (),
         )
-        reading = _Reading(inputs=inputs, json_key=json_key, suffixes=suffix or (), excluded_folders=exclude or ())
-        figures, skipped = _convert(reading, source, output_prefix, workers, overwrite=overwrite)
-        if as_json:
+        figures, skipped = _convert(given, source)
+        if given.as_json:
             say_json(figures)
         else:
-            say(*_describe(output_prefix, figures, skipped).split("\n"))
+            say(*_describe(given.output_prefix, figures, skipped).split("\n"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
-    """What is read, as the options say."""
-
-    inputs: Sequence[Path]
-    json_key: str | None
-    suffixes: Sequence[str]
-    excluded_folders: Sequence[str]
-
-
-def _convert(
-    reading: _Reading, source: "TokenizerSource", output_prefix: Path, workers: int, *, overwrite: bool
-) -> tuple[dict[str, object], "Skipped"]:
+def _convert(given: PreprocessOptions, source: "TokenizerSource") -> tuple[dict[str, object], "Skipped"]:
     """Writes the dataset. Returns its figures and what was skipped. ValueError: it cannot be made."""
     from spare_megatron.formats.output import named_errors
     from spare_megatron.tools.text.corpus_writer import write_corpus
@@ -100,11 +77,11 @@ def _convert(
     from spare_megatron.tools.text.tokenizer import build
 
     built = build(source)
-    check_output(output_prefix, overwrite=overwrite)
-    paths = find_files(reading.inputs, suffixes=reading.suffixes, excluded_folders=frozenset(reading.excluded_folders))
-    check_apart([*paths, *source.paths], output_prefix)
-    json_forms = json_among(paths, reading.json_key)
-    batches = batches_of(paths, json_forms, reading.json_key, frozenset(reading.inputs))
+    check_output(given.output_prefix, overwrite=given.overwrite)
+    paths = find_files(given.inputs, suffixes=given.suffix or (), excluded_folders=frozenset(given.exclude or ()))
+    check_apart([*paths, *source.paths], given.output_prefix)
+    json_forms = json_among(paths, given.json_key)
+    batches = batches_of(paths, json_forms, given.json_key, frozenset(given.inputs))
     skipped = Skipped()
     num_text_bytes = 0
 
@@ -116,11 +93,11 @@ def _convert(
             num_text_bytes += batch.num_text_bytes
             progress.advance(batch.num_input_bytes, batch.tokens.size)
 
-    with raising(), TextProgress(paths) as progress, tokenizing(batches, source, workers) as tokenized:
-        with named_errors("--output-prefix", output_prefix):
+    with raising(), TextProgress(paths) as progress, tokenizing(batches, source, given.workers) as tokenized:
+        with named_errors("--output-prefix", given.output_prefix):
             counts = write_corpus(
                 documents(),
-                output_prefix,
+                given.output_prefix,
                 vocab_size=built.vocab_size,
                 tokenizer=source.identity,
                 noted_end=built.end_of_document,
@@ -139,9 +116,7 @@ def _convert(
 
 
 class TextProgress:
-    """How much of the files was read, tokens per second, and the time left, around the work: a bar on a terminal,
-    otherwise a line for every tenth; on stderr.
-    """
+    """Progress of reading files, on stderr: a bar on a terminal, otherwise a line for every tenth."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._num_bytes = sum(path.stat().st_size for path in paths)
@@ -154,9 +129,7 @@ class TextProgress:
         self._update = self._shown.enter_context(self._console.bar("reading", self._num_bytes))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._shown.close()
 
     def advance(self, num_bytes: int, num_tokens: int = 0) -> None:

@@ -4,15 +4,15 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand, explained_errors
+from spare_megatron.cli.command import SpareCommand, explained_errors, like, option, takes
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
-from spare_megatron.tools.text.preprocess import EXCLUDE, INPUTS, JSON_KEY, SUFFIX, TextProgress
+from spare_megatron.tools.text.preprocess import PreprocessOptions, TextProgress
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_VOCAB_SIZE = 257
@@ -25,18 +25,22 @@ def _tokenizer() -> None:
     """Train a tokenizer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    inputs: list[Path] = like(PreprocessOptions, "inputs")
+    output: Path = option("Folder of the tokenizer, for `--tokenizer hf:FOLDER`.", default=MISSING)
+    vocab_size: int = option("Size of the vocabulary.", default=32768)
+    json_key: str | None = like(PreprocessOptions, "json_key")
+    workers: int = option("Threads. The tokenizer does not depend on it.", default=1, least=1)
+    suffix: list[str] | None = like(PreprocessOptions, "suffix")
+    exclude: list[str] | None = like(PreprocessOptions, "exclude")
+    overwrite: bool = option("Replace an existing tokenizer.", "--overwrite", default=False)
+    as_json: bool = option("Print the figures as JSON.", "--json", default=False)
+
+
 @app.command("train", cls=SpareCommand)
-def train(
-    inputs: INPUTS,
-    output: Annotated[Path, typer.Option(help="Folder of the tokenizer, for `--tokenizer hf:FOLDER`.")],
-    vocab_size: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 32768,
-    json_key: JSON_KEY = None,
-    workers: Annotated[int, typer.Option(min=1, help="Threads. The tokenizer does not depend on it.")] = 1,
-    suffix: SUFFIX = None,
-    exclude: EXCLUDE = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing tokenizer.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
+@takes(TrainOptions)
+def train(given: TrainOptions) -> None:
     """Train a byte-level BPE tokenizer on text.
 
     It reads what `spare preprocess` reads, and ends documents with <|endoftext|>. The folder holds a tokenizer.json and
@@ -49,13 +53,14 @@ def train(
         from spare_megatron.tools.text.documents import Skipped, batches_of, documents_in, find_files, json_among
         from spare_megatron.tools.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, read_tokenizer
 
-        if vocab_size < LEAST_VOCAB_SIZE:
-            raise ValueError(f"--vocab-size {vocab_size} is below the {LEAST_VOCAB_SIZE} of single bytes; raise it")
-        found = output / TOKENIZER_JSON
-        if found.exists() and not overwrite:
+        if given.vocab_size < LEAST_VOCAB_SIZE:
+            least = LEAST_VOCAB_SIZE
+            raise ValueError(f"--vocab-size {given.vocab_size} is below the {least} of single bytes; raise it")
+        found = given.output / TOKENIZER_JSON
+        if found.exists() and not given.overwrite:
             raise ValueError(f"{found} exists; choose another --output or give --overwrite")
-        paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
-        batches = batches_of(paths, json_among(paths, json_key), json_key, frozenset(inputs))
+        paths = find_files(given.inputs, suffixes=given.suffix or (), excluded_folders=frozenset(given.exclude or ()))
+        batches = batches_of(paths, json_among(paths, given.json_key), given.json_key, frozenset(given.inputs))
         num_documents = 0
 
         def texts() -> Iterator[str]:
@@ -67,23 +72,23 @@ def train(
                 progress.advance(batch.num_input_bytes)
 
         try:
-            output.mkdir(parents=True, exist_ok=True)
+            given.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--output {output} cannot be made: {error.strerror}") from error
+            raise ValueError(f"--output {given.output} cannot be made: {error.strerror}") from error
         with raising():
             with TextProgress(paths) as progress:
-                content, size = train_bpe(texts(), vocab_size, workers)
+                content, size = train_bpe(texts(), given.vocab_size, given.workers)
             if not num_documents:
                 raise ValueError("there is no document in the input; give it some text")
             with deferred(), whole_file("--output", found) as file:
-                with whole_file("--output", output / TOKENIZER_CONFIG) as config:
+                with whole_file("--output", given.output / TOKENIZER_CONFIG) as config:
                     config.write_text(tokenizer_config())
                 file.write_text(content, encoding="utf-8")
-        identity = read_tokenizer(f"hf:{output}").identity
+        identity = read_tokenizer(f"hf:{given.output}").identity
         figures = {"documents": num_documents, "vocab_size": size, "tokenizer": identity}
-        fewer = f"; the text has too few pairs to merge for {vocab_size}" if size < vocab_size else ""
+        fewer = f"; the text has too few pairs to merge for {given.vocab_size}" if size < given.vocab_size else ""
         text = f"{found}: vocabulary {size} from {num_documents} documents, {identity}{fewer}"
-        say(json.dumps(figures) if as_json else text)
+        say(json.dumps(figures) if given.as_json else text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, num_workers: int) -> tuple[str, int]:

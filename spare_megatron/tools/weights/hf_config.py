@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spare_megatron.config.foreign_fields import shown
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.tools.weights import hf_fields
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
 

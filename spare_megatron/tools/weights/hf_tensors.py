@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+# isort: split
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import FUNCTION_IN_MEGATRON, global_batch
+from spare_megatron.config.training.terms import global_batch
 
 _LLAMA3_FACTOR = 8.0
 """The scaling factor of RoPE; `pretrain_gpt.py` has an argument for it and does not pass it on."""
@@ -75,7 +76,6 @@ def args_of(config: RunConfig) -> dict[str, Any]:
     if reasons := list(_not_of_pretrain_gpt(config, fields, function)):
         raise ValueError("\n  - ".join(["Megatron-LM's pretrain_gpt.py has no model like this one:", *reasons]))
     is_rope = model.position_embedding == "rope"
-    base = model.rope_base
     norm_is_zero_centered = fields.get("layernorm_zero_centered_gamma", False)
     return {
         "num_layers": model.num_layers,
@@ -90,7 +90,7 @@ def args_of(config: RunConfig) -> dict[str, Any]:
         "position_embedding_type": model.position_embedding,
         "add_position_embedding": True,
         "use_rotary_position_embeddings": is_rope,
-        "rotary_base": int(base) if base.is_integer() else base,
+        "rotary_base": int(model.rope_base) if model.rope_base.is_integer() else model.rope_base,
         "rotary_percent": 1.0,
         "use_rope_scaling": model.rope_scaling_factor != 1.0,
         "rope_scaling_factor": _LLAMA3_FACTOR,

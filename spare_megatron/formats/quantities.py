@@ -9,7 +9,7 @@ _BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _DURATIONS = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
 _YEAR_S = 365.25 * 86400.0
-_SECONDS_OF = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_OF = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": _YEAR_S}
 _BYTES_OF = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES_OF |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PART = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
@@ -88,11 +88,11 @@ def _scaled(value: float, units: Sequence[tuple[float, str]], gap: str) -> str:
 
 
 def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> float:
-    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms; `option` names it in messages. ValueError: the text is
-    not a duration, or the duration is out of range.
+    """Seconds of a duration like 300s, 5m, 2h, 1h30m, 2y or 250ms; `option` names it in messages. A year has 365.25
+    days. ValueError: the text is not a duration, or the duration is out of range.
 
-    >>> parse_duration_s("--restart", "1h30m")
-    5400.0
+    >>> parse_duration_s("--restart", "1h30m"), parse_duration_s("--node-mtbf", "2w")
+    (5400.0, 1209600.0)
     """
     seconds = _sum_of_parts(option, text, _SECONDS_OF, "a duration, as in 300s, 5m, 2h or 1h30m")
     if seconds < 0 or not math.isfinite(seconds) or (seconds == 0 and not is_zero_fine):

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
+from spare_megatron.config.loader import load_run_config
 
 EXAMPLE = ["--groups", "600", "--mtbf", "300s", "--restart", "60m", "--save", "60s"]
 
@@ -173,6 +174,39 @@ def test_a_rate_per_node_and_day_says_the_same_as_a_time_between_losses() -> Non
     assert json.loads(result.stdout) == figures()
 
 
+def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
+    """Groups of 32 GPUs: 4 nodes of 8, one of which fails every half year."""
+    times = ("--restart", "20m", "--save", "30s", "--node-mtbf", "2y", "--json")
+    result = spare_plan("--preset", "llama3_70b_h100", "--nodes", "513", *times)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["facts"]["num_groups"] == 128
+    assert found["facts"]["last_resort"]
+    assert found["facts"]["times"]["loss_interval_s"] == pytest.approx(2 * 365.25 * 86400 / 512)
+    assert found["settings"] == {
+        "layout.num_groups": 128,
+        "spare.redundancy": found["redundancy"],
+        "spare.microbatches_per_shard": 64,
+        "checkpoint.cadence": "optimal",
+        "checkpoint.group_life_s": round(2 * 365.25 * 86400 / 4),
+    }
+    overrides = [f"{name}={value}" for name, value in found["settings"].items()]
+    assert load_run_config(Path("llama3_70b_h100"), overrides).config.layout.num_groups == 128
+    alike = spare_plan(
+        "--groups", "128", "--gpus-per-node", "8", "--gpus-per-group", "32", "--microbatches", "64", *times
+    )
+    assert json.loads(alike.output)["settings"].keys() == found["settings"].keys()
+    small = spare_plan("--preset", "llama3_70b_h100", "--nodes", "3", *times)
+    assert small.exit_code == 2
+    assert "--nodes 3: 8 GPUs of each do not make a group of 32" in small.stderr
+    own = json.loads(spare_plan("--preset", "llama3_70b_h100", *times).output)
+    assert own["facts"]["num_groups"] == 8
+    shown = spare_plan(*EXAMPLE, "--microbatches", "16").output
+    assert "spare train PRESET --set layout.num_groups=600 --set spare.redundancy=" in shown
+    assert "--set spare.granularity=stack" in spare_plan(*EXAMPLE).output
+    assert "--set spare.granularity=stack" not in shown
+
+
 def test_limits_and_a_fixed_redundancy_are_kept() -> None:
     assert figures("--redundancy", "3")["redundancy"] == 3
     found = figures("--shard-size", "100MB", "--memory", "450MB")
@@ -206,11 +240,19 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 1h-5m", "--mtbf 1h-5m: not a duration"),
         ("--mtbf 300s --restart -1s", "--restart -1s: a duration here has to be 0 or more"),
         ("--mtbf 300s --save 0s", "--save 0s: a duration here has to be above 0"),
-        ("", "give --mtbf, as in 300s, or --failures-per-node-day"),
+        ("", "give --mtbf, as in 300s, --node-mtbf or --failures-per-node-day"),
         ("--mtbf 300s --failures-per-node-day 1", "both say how often groups are lost; give one"),
-        ("--mtbf 300s --gpus-per-node 8", "--gpus-per-node 8 belongs to --failures-per-node-day, not to --mtbf"),
+        (
+            "--mtbf 300s --gpus-per-node 8",
+            "--gpus-per-node 8 belongs to --failures-per-node-day or --node-mtbf, not",
+        ),
         ("--failures-per-node-day 0", "--failures-per-node-day 0.0 has to be above 0"),
-        ("--failures-per-node-day 1", "--gpus-per-node is missing"),
+        ("--failures-per-node-day 1", "--gpus-per-node is missing; --failures-per-node-day needs it"),
+        ("--node-mtbf 2y", "--gpus-per-node is missing; --node-mtbf needs it to count the nodes of a group"),
+        ("--node-mtbf 2y --mtbf 1h", "--mtbf 1h and --node-mtbf 2y both say how often groups are lost"),
+        ("--nodes 4 --mtbf 1h", "--nodes 4 needs --preset"),
+        ("--nodes 4 --mtbf 1h --preset llama3_70b_h100", "--groups 600 and --nodes 4 both say how many groups"),
+        ("--mtbf 1h --preset llama3_70", "no preset is named llama3_70"),
         ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),
         ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),

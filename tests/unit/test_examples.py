@@ -68,7 +68,7 @@ def test_commands_on_a_page_are_taken_and_their_configurations_can_run(page: Pat
             continue
         assert preset in {*PLACEHOLDERS, *shipped_presets()} or (ROOT / preset).is_file(), words
         file = "demo_cpu" if preset in PLACEHOLDERS else preset if preset in shipped_presets() else str(ROOT / preset)
-        options = [word for text in parameters["overrides"] or () for word in ("--set", text)]
+        options = [word for text in parameters.get("overrides") or () for word in ("--set", text)]
         result = CliRunner().invoke(app, ["config", "show", file, *options])
         assert result.exit_code == 0, f"{words}: {result.output}"
 

@@ -26,13 +26,14 @@ def plan(given: options.PlanOptions) -> None:
     --reform implies reform, --repair rejoin, --microbatches or --last-resort microbatch, and otherwise it is stack, as
     in the SPARe paper. The table compares all policies that apply.
 
-    Example: `spare plan --groups 600 --mtbf 300s --restart 60m --save 60s --microbatches 16`
+    Examples: `spare plan --groups 600 --mtbf 300s --restart 60m --save 60s --microbatches 16`,
+    `spare plan --preset llama3_70b_h100 --nodes 512 --node-mtbf 2y --restart 20m --save 30s`
 
     Exit code 2: invalid input.
     """
     if given.plot is not None:
         check_plot_file(given.plot)
-    result = result_of(given)
+    result = result_of(options.completed(given))
     outputs: list[Callable[[], None]] = [partial(_show, result, as_json=given.as_json)]
     if given.plot is not None:
         outputs.append(partial(_draw, result, given.plot, as_json=given.as_json))
@@ -96,6 +97,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         partitions=plan_partitions(facts, best, options.partition_copy_s_of(given)),
         alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(given)),
         limits=limits,
+        preset="" if given.preset is None else str(given.preset),
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
         slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,15 +34,23 @@ _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 class PlanOptions:
     """As the user wrote them; None where absent."""
 
-    groups: int = option("Number of data-parallel groups, and of shards.", default=MISSING)
+    groups: int | None = option("Number of data-parallel groups, and of shards; needed without --preset.")
     restart: str = option("Time from a wipe-out until training continues, as in 60m.", default=MISSING)
     save: str = option("Time that training stalls for one save, as in 60s.", default=MISSING)
     mtbf: str | None = option("Mean time between losses of any group, as in 300s, 5m or 2h.")
     failures_per_node_day: float | None = option(
         "Failure rate instead of --mtbf; needs --gpus-per-node and --gpus-per-group."
     )
-    gpus_per_node: int | None = option("For --failures-per-node-day.")
-    gpus_per_group: int | None = option("For --failures-per-node-day.")
+    node_mtbf: str | None = option(
+        "Mean time between failures of one node, as in 2y, instead of --mtbf; needs the same two, or --preset."
+    )
+    gpus_per_node: int | None = option("For --failures-per-node-day or --node-mtbf.")
+    gpus_per_group: int | None = option("For --failures-per-node-day or --node-mtbf.")
+    preset: Path | None = option(
+        "Run preset, as in llama3_70b_h100: its GPUs of a node and a group, groups, microbatches and access to data, "
+        "where no option says otherwise."
+    )
+    nodes: int | None = option("Nodes of the cluster: as many groups of --preset as fit.")
     step: str | None = option("Time to compute one shard on one group.", shown=ASSUMED_STEP)
     reduce: str | None = option("Time of the rest of a step, mostly the reduction.", shown="10ms per group")
     microbatches: int | None = option("Microbatches per shard.", shown=str(ASSUMED_MICROBATCHES))
@@ -95,22 +103,27 @@ class PlanOptions:
     plot: Path | None = option("Draw time to train, endured losses and lost time into this PNG file.")
     as_json: bool = option("Print the plan as JSON.", "--json", default=False)
 
+    @property
+    def num_groups(self) -> int:
+        assert self.groups is not None, "completed"
+        return self.groups
+
 
 def facts_of(given: PlanOptions) -> "ClusterFacts":
     """The described cluster; raises ValueError if a value is out of range or the loss rate is missing or ambiguous."""
     from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.tools.plan.overhead import StepTimes
 
-    for name, value in (("--groups", given.groups), ("--microbatches", given.microbatches)):
+    for name, value in (("--groups", given.num_groups), ("--microbatches", given.microbatches)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is below 1")
-    if given.groups > _MOST_GROUPS:
+    if given.num_groups > _MOST_GROUPS:
         raise ValueError(
-            f"--groups {given.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
+            f"--groups {given.num_groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
             f"groups, not accelerators"
         )
     reduce_s = (
-        ASSUMED_REDUCE_S_PER_GROUP * given.groups
+        ASSUMED_REDUCE_S_PER_GROUP * given.num_groups
         if given.reduce is None
         else parse_duration_s("--reduce", given.reduce, is_zero_fine=True)
     )
@@ -128,7 +141,7 @@ def facts_of(given: PlanOptions) -> "ClusterFacts":
         loss_interval_s=_loss_interval_s(given),
     )
     return ClusterFacts(
-        num_groups=given.groups,
+        num_groups=given.num_groups,
         times=times,
         checkpoint=CheckpointTimes(
             save_s=parse_duration_s("--save", given.save),
@@ -186,7 +199,7 @@ def _rejoin(given: PlanOptions) -> "RejoinTimes | None":
 
 def _domains(given: PlanOptions) -> tuple[int, str | None]:
     """Groups per domain, and the time between losses of domains; 1 and None without domains."""
-    size, mtbf, num_groups = given.groups_per_domain, given.domain_mtbf, given.groups
+    size, mtbf, num_groups = given.groups_per_domain, given.domain_mtbf, given.num_groups
     if (size is None) != (mtbf is None):
         missing = "--domain-mtbf, as in 30d" if mtbf is None else "--groups-per-domain, as in 4"
         raise ValueError(f"domains that are lost together need both: give {missing}")
@@ -213,29 +226,64 @@ def _duration_or_0(option: str, text: str | None) -> float:
     return 0.0 if text is None else parse_duration_s(option, text, is_zero_fine=True)
 
 
+def completed(given: PlanOptions) -> PlanOptions:
+    """With what the preset says where no option does. ValueError: it cannot be read, or no group fits the nodes."""
+    from spare_megatron.config.loader import load_run_config
+
+    if given.preset is None:
+        _refuse(given, ("nodes",), "needs --preset, which says how many GPUs a node and a group have")
+        if given.groups is None:
+            raise ValueError("how many groups? give --groups, as in 600, or a run preset with --preset")
+        return given
+    config = load_run_config(given.preset).config
+    per_node = given.gpus_per_node or config.slurm.gpus_per_node
+    per_group = given.gpus_per_group or config.parallel.ranks_per_group
+    groups = config.layout.num_groups if given.groups is None else given.groups
+    if given.nodes is not None:
+        if given.groups is not None:
+            raise ValueError(f"--groups {given.groups} and --nodes {given.nodes} both say how many groups; give one")
+        groups = given.nodes * per_node // per_group
+        if groups < 1:
+            raise ValueError(
+                f"--nodes {given.nodes}: {per_node} GPUs of each do not make a group of {per_group}, as "
+                f"--preset {given.preset} has them; take more nodes"
+            )
+    return replace(
+        given,
+        groups=groups,
+        gpus_per_node=per_node if given.mtbf is None else given.gpus_per_node,
+        gpus_per_group=per_group if given.mtbf is None else given.gpus_per_group,
+        microbatches=given.microbatches or config.spare.microbatches_per_shard,
+        last_resort=given.last_resort or (config.data.access == "shared" and given.policy != "stack"),
+    )
+
+
 def _loss_interval_s(given: PlanOptions) -> float:
-    rate = given.failures_per_node_day
-    if given.mtbf is not None and rate is not None:
-        raise ValueError(
-            f"--mtbf {given.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
-        )
+    rates = ("mtbf", "failures_per_node_day", "node_mtbf")
+    named = [f"--{name.replace('_', '-')} {value}" for name in rates if (value := getattr(given, name)) is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} both say how often groups are lost; give one")
+    if not named:
+        raise ValueError("how often are groups lost? give --mtbf, as in 300s, --node-mtbf or --failures-per-node-day")
     if given.mtbf is not None:
-        belongs = "belongs to --failures-per-node-day, not to --mtbf; leave it out"
+        belongs = "belongs to --failures-per-node-day or --node-mtbf, not to --mtbf; leave it out"
         _refuse(given, ("gpus_per_node", "gpus_per_group"), belongs)
         return parse_duration_s("--mtbf", given.mtbf)
+    rate = given.failures_per_node_day
     if rate is None:
-        raise ValueError("how often are groups lost? give --mtbf, as in 300s, or --failures-per-node-day")
-    if not (rate > 0 and math.isfinite(rate)):
+        node_mtbf_s = parse_duration_s("--node-mtbf", str(given.node_mtbf))
+    elif rate > 0 and math.isfinite(rate):
+        node_mtbf_s = SECONDS_PER_DAY / rate
+    else:
         raise ValueError(f"--failures-per-node-day {rate} has to be above 0")
-    per_node = _gpus("--gpus-per-node", given.gpus_per_node)
-    num_nodes = given.groups * _gpus("--gpus-per-group", given.gpus_per_group) / per_node
-    return SECONDS_PER_DAY / (rate * num_nodes)
+    per_node = _gpus("--gpus-per-node", given.gpus_per_node, named[0])
+    return node_mtbf_s / (given.num_groups * _gpus("--gpus-per-group", given.gpus_per_group, named[0]) / per_node)
 
 
-def _gpus(option: str, count: int | None) -> int:
+def _gpus(option: str, count: int | None, rate: str) -> int:
     if count is None or count < 1:
         problem = "is missing" if count is None else f"{count} is below 1"
-        raise ValueError(f"{option} {problem}; --failures-per-node-day needs it to count the nodes of a group")
+        raise ValueError(f"{option} {problem}; {rate.partition(' ')[0]} needs it to count the nodes of a group")
     return count
 
 
@@ -326,7 +374,7 @@ def limits_of(given: PlanOptions) -> "HoldingLimits | None":
 
 def check_redundancy_asked(given: PlanOptions, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
     """Raises ValueError if the requested redundancy, or 1 if none is, exceeds the number of groups or the limits."""
-    wanted, num_groups = given.redundancy, given.groups
+    wanted, num_groups = given.redundancy, given.num_groups
     if wanted is not None and not 1 <= wanted <= num_groups:
         raise ValueError(
             f"--redundancy {wanted} has to be from 1 to {num_groups} (--groups): hosts are different groups"

@@ -21,6 +21,7 @@ _DESCRIPTIONS = {
 }
 
 _LONG_CADENCE_S = 86400.0
+_LONG_STRETCH = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class PlanResult:
     limits: HoldingLimits | None
     assumed: frozenset[str]
     """Names of the facts that were not given."""
+    preset: str = ""
+    """The run preset that was asked about."""
     widths: tuple[WidthPlan, ...] = ()
     """The plan of the policy for groups of each number of lanes asked for."""
     slow: SlowCost | None = None
@@ -67,6 +70,7 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
         | {"curve": [asdict(one) for one in audit_curve(result.facts.num_microbatches)]},
         "facts": _as_facts(result.facts),
         "assumed": sorted(result.assumed),
+        "settings": settings_of(result),
     }
     if result.slow is not None:
         figures["slow"] = asdict(result.slow)
@@ -78,6 +82,19 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
 def _as_facts(facts: ClusterFacts) -> dict[str, Any]:
     domain_interval_s = facts.domain_interval_s if facts.has_domains else None
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
+
+
+def settings_of(result: PlanResult) -> dict[str, Any]:
+    """The settings of `spare train` that follow the plan."""
+    facts = result.facts
+    settings: dict[str, Any] = {
+        "layout.num_groups": facts.num_groups,
+        "spare.redundancy": result.plan.redundancy,
+        "spare.microbatches_per_shard": facts.num_microbatches,
+        "checkpoint.cadence": "optimal",
+        "checkpoint.group_life_s": round(facts.num_groups * facts.times.loss_interval_s) or 1,
+    }
+    return settings | ({"spare.granularity": "stack"} if result.plan.policy == "stack" else {})
 
 
 def read_s(result: PlanResult) -> float | None:
@@ -98,9 +115,13 @@ def print_result(result: PlanResult) -> None:
     )
     for text in _remarks(result):
         console.line(text)
+    settings = " ".join(f"--set {name}={value}" for name, value in settings_of(result).items())
+    console.line(f"To train so: spare train {result.preset or 'PRESET'} {settings}")
 
 
 def _remarks(result: PlanResult) -> Iterator[str]:
+    if result.facts.rejoin is None and result.facts.reform is None and result.plan.stretch > _LONG_STRETCH:
+        yield "Lost groups never come back in this plan: give --repair or --reform if they do."
     if result.plan.redundancy == 1 and not result.facts.last_resort:
         yield "Restarting at every loss costs less here than going on without the lost groups."
     if result.plan.cadence_s > _LONG_CADENCE_S:
@@ -171,6 +192,7 @@ def _fact_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     mark = dict.fromkeys(result.assumed, " (assumed)")
     yield "groups", str(facts.num_groups)
     yield "a group is lost every", format_duration(facts.times.loss_interval_s)
+    yield "a given group every", format_duration(facts.num_groups * facts.times.loss_interval_s)
     yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
     yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
     yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")

@@ -144,7 +144,7 @@ class SpareCommand(TyperCommand):
                 if isinstance(path, str | Path) and (reason := refusal_of_address(str(path))):
                     address = re.sub(":/+", "://", str(path), count=1)
                     raise typer.BadParameter(f"{address}: {reason}", ctx=ctx, param_hint=parameter.opts[0])
-        with explained_errors(ctx.command_path.partition(" ")[2]):
+        with explained_errors(_name_of(ctx)):
             return super().invoke(ctx)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  (named by the library)
@@ -190,11 +190,16 @@ class SpareGroup(TyperGroup):
                 formatter.write_dl(rows)
 
 
+def _name_of(ctx: Any) -> str:
+    """The command, as in `checkpoint list`, however the program was started."""
+    return str(ctx.command_path.removeprefix(ctx.find_root().command_path).strip())
+
+
 def _explain(error: Any) -> int:
     """Prints what is wrong with the arguments, or the help if there are none; returns the exit code."""
     path = error.ctx.command_path if error.ctx is not None else "spare"
     if type(error).__name__ == "NoArgsIsHelpError":
         say(*error.format_message().split("\n"), err=True)
     else:
-        message(path.partition(" ")[2], f"{error.format_message()} (see `{path} --help`)")
+        message("" if error.ctx is None else _name_of(error.ctx), f"{error.format_message()} (see `{path} --help`)")
     return int(error.exit_code)

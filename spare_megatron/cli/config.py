@@ -151,7 +151,7 @@ def fitting_machine(config: "RunConfig") -> "MachineResources":
     from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.program_file import judge_program
 
-    num_ranks = config.parallel.num_ranks
+    num_ranks = max(0, config.parallel.num_ranks)
     program, failure = judge_program(config.program)
     return MachineResources(
         num_gpus=num_ranks,

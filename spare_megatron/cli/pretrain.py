@@ -61,24 +61,15 @@ def _program_setting(given: Mapping[str, object], caller: Mapping[str, Any]) -> 
 @outlasting()
 def _train(preset: Path, settings: Sequence[str], stated: Path | None, on_step: "OnStep | None") -> "Summary":
     from spare_megatron.cli.console import RunConsole
-    from spare_megatron.cli.folders import check_folders
     from spare_megatron.cli.progress import print_summary
-    from spare_megatron.cli.running import (
-        RunDirectory,
-        choose_run_dir,
-        load_runnable,
-        run_and_show,
-        warn_of_no_checkpoints,
-    )
+    from spare_megatron.cli.running import load_runnable, run_and_show, run_directory
     from spare_megatron.cli.train import elsewhere
     from spare_megatron.machine import end_signal, interrupts
 
     console = RunConsole()
     with end_signal.blocked(), _not_imported_by_children(), interrupts.raising():
         loaded = load_runnable("pretrain", preset, settings)
-        warn_of_no_checkpoints("pretrain", loaded)
-        directory = RunDirectory(choose_run_dir(loaded, stated))
-        check_folders(loaded, directory.path)
+        directory = run_directory("pretrain", loaded, stated)
         with elsewhere(loaded, directory.path) as (loaded, launcher):
             summary = run_and_show(loaded, directory, console, launcher=launcher, on_step=on_step, takes_requests=True)
     print_summary(summary, directory.path, console)

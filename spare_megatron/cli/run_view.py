@@ -45,12 +45,8 @@ def view_of(
 
 def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
     """The view as lines of text, without bar and note."""
-    if run_state.run is None:
-        yield _NO_RUN
-        return
-    yield from _headlines(run_state, plan, now_s)
-    yield from ("".join(text for text, _ in line) for line in _grid(run_state.groups()))
-    yield from _events(run_state, _EVENTS_SHOWN)
+    for line in view_of(run_state, plan, now_s).lines:
+        yield line if isinstance(line, str) else "".join(text for text, _ in line)
 
 
 class NewLines:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import is_to_be_made, load_without_problems, make_demo_corpus
 from spare_megatron.cli.printing import message
 from spare_megatron.config.object_stores import refusal_of_address
@@ -74,6 +75,14 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     if reason := refusal_of_address(str(stated or "")):
         raise ValueError(f"--run-dir {stated}: {reason}")
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_directory(command: str, config: "RunConfig", stated: Path | None) -> RunDirectory:
+    """As `choose_run_dir`. Warns of a run without checkpoints; raises ValueError if a folder could not be written."""
+    warn_of_no_checkpoints(command, config)
+    directory = RunDirectory(choose_run_dir(config, stated))
+    check_folders(config, directory.path)
+    return directory
 
 
 def warn_of_no_checkpoints(command: str, config: "RunConfig") -> None:

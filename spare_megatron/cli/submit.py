@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli.config import fitting_machine
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, OverridesOption, is_to_be_made, load_without_problems, make_demo_corpus
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
@@ -142,21 +143,17 @@ def _by_srun(config: "RunConfig") -> "RunConfig":
 
 def _cluster_for(config: "RunConfig") -> "MachineResources":
     """As much as it asks for; the corpus is seen from here."""
-    from spare_megatron.config.checks.validate import MachineResources
-    from spare_megatron.config.program_file import judge_program
     from spare_megatron.config.training.corpus import judge_corpus
 
     corpus, failure = judge_corpus(config.data, lambda what: message("submit", what))
-    program, program_failure = judge_program(config.program)
-    num_ranks = max(0, config.parallel.num_ranks)
-    return MachineResources(
-        num_gpus=num_ranks,
-        num_cores=num_ranks * config.cluster.threads_per_rank,
+    machine = fitting_machine(config)
+    return dataclasses.replace(
+        machine,
+        num_cores=machine.num_cores * config.cluster.threads_per_rank,
         has_corpus=corpus is not None or is_to_be_made(config.data),
         corpus_failure=failure,
         corpus=corpus,
-        program=program,
-        program_failure=program_failure,
+        can_isolate=False,
     )
 
 
@@ -190,7 +187,7 @@ def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
     ValueError: the partition has too few nodes.
     """
-    from spare_megatron.driver.slurm.slurm_partitions import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.batch_script import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []

@@ -14,18 +14,10 @@ import typer
 from spare_megatron.cli import resuming
 from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.printing import message, say_json
 from spare_megatron.cli.resuming import go_back, report_finished
-from spare_megatron.cli.running import (
-    RunDirectory,
-    choose_run_dir,
-    load_runnable,
-    reported_interruption,
-    run_and_show,
-    warn_of_no_checkpoints,
-)
+from spare_megatron.cli.running import load_runnable, reported_interruption, run_and_show, run_directory
 from spare_megatron.journal.outcomes import MEANINGS, exit_code
 from spare_megatron.machine.standard_streams import outlasting
 
@@ -92,9 +84,7 @@ def train(
             if resumption.finished is not None:
                 report_finished(resumption.finished, loaded, as_json=as_json)
                 return
-        warn_of_no_checkpoints("train", loaded)
-        directory = RunDirectory(choose_run_dir(loaded, run_dir))
-        check_folders(loaded, directory.path)
+        directory = run_directory("train", loaded, run_dir)
         with reported_interruption("train", directory), elsewhere(loaded, directory.path) as (loaded, launcher):
             summary = run_and_show(loaded, directory, console, launcher=launcher, takes_requests=True)
     raise typer.Exit(_report(summary, loaded, directory.path, console, as_json=as_json))

@@ -303,6 +303,22 @@ class Driver:
     def _handle(self, report: reports.NodeReport, sender: int) -> None:
         """Handles a report of a machine, which reports the place that it holds as its node."""
         match report:
+            case reports.FaultWanted():
+                HANDLERS[report.fault.kind](self, report, sender)
+            case reports.LeftNodeGone(members=members):
+                self._last_lost |= dict(members)  # its supervisor is not waited for
+            case reports.NodeMeasured():
+                self._culprits.add(report)
+            case reports.NodeMissing(node=node, cause=cause):
+                self._lose_node(node, cause)
+            case reports.EndAsked(by=by, limit_s=limit_s):
+                self._on_end_asked(by, limit_s)
+            case _ if self._note(report, sender):
+                self._on_event(report)
+
+    def _note(self, report: reports.NodeReport, sender: int) -> bool:
+        """Notes what observers are to get, too. Returns False if it was reported before."""
+        match report:
             case reports.RanksStarted(pids=pids):
                 self._pids[sender] = list(pids.values())
                 if self._asked is not None:
@@ -310,18 +326,6 @@ class Driver:
             case reports.MachineMoved(node=node):
                 self._machines = {place: one for place, one in self._machines.items() if one != sender}
                 self._machines[node] = sender
-            case reports.FaultWanted():
-                HANDLERS[report.fault.kind](self, report, sender)
-                return
-            case reports.LeftNodeGone(members=members):
-                self._last_lost |= dict(members)  # its supervisor is not waited for
-                return
-            case reports.NodeMeasured():
-                self._culprits.add(report)
-                return
-            case reports.NodeMissing(node=node, cause=cause):
-                self._lose_node(node, cause)
-                return
             case (
                 reports.GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation)
             ):
@@ -339,9 +343,6 @@ class Driver:
                 self._has_begun = self._has_begun or group not in self._absent_groups
                 if self._has_begun and self._takes_requests:
                     self._interrupts.take_requests()
-            case reports.EndAsked(by=by, limit_s=limit_s):
-                self._on_end_asked(by, limit_s)
-                return
             case reports.StepCommitted(update=UpdateRecord(step=step, step_s=step_s)):
                 self._num_steps = max(self._num_steps, step + 1)
                 self._drains.on_step(step, step_s)
@@ -352,14 +353,18 @@ class Driver:
             case reports.NodeEnded(is_cut_off=is_cut_off):
                 self._ended[sender] = report
                 self._is_cut_off |= is_cut_off
-            case reports.GroupLost(record=record):
-                self._require_start(report)
-                group = GroupId(record.group)
-                if record.incarnation <= self._last_lost.get(group, -1) and not record.is_given_up:
-                    return  # several supervisors watch a node
-                self._last_lost[group] = record.incarnation
-                self._last_cause = record.cause
-        self._on_event(report)
+            case reports.GroupLost():
+                return self._note_loss(report)
+        return True
+
+    def _note_loss(self, lost: reports.GroupLost) -> bool:
+        self._require_start(lost)
+        record, group = lost.record, GroupId(lost.record.group)
+        if record.incarnation <= self._last_lost.get(group, -1) and not record.is_given_up:
+            return False  # several supervisors watch a node
+        self._last_lost[group] = record.incarnation
+        self._last_cause = record.cause
+        return True
 
     def _require_start(self, lost: reports.GroupLost) -> None:
         """Raises RunFailed if training cannot begin without the groups lost before it. Their loss may be reported here

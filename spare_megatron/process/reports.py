@@ -49,9 +49,12 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady:
-    """The group is ready to train, or waits to be admitted; sent by its first rank on every node."""
+    """The group is ready to train, or waits to be admitted or, if the run `is_wiped_out`, for its restart; sent by its
+    first rank on every node.
+    """
 
     group: GroupId
+    is_wiped_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,6 @@ class GroupRejoined:
 
     member: Member
     step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartAwaited:
-    """The group waits for the restart after a wipe-out; sent by its first rank on every node."""
-
-    group: GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +176,6 @@ class RecordsLost:
 RankReport = (
     RanksReady
     | GroupRejoined
-    | RestartAwaited
     | RunPaused
     | records.RestartRecord
     | StepCommitted

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.points import Fault
+from spare_megatron.journal.records import FaultRecord
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.snapshot_wire import SnapshotServerAddress
 from spare_megatron.stacking.layout import GroupId, Member
@@ -69,6 +70,11 @@ def gpu_of(config: RunConfig, group: GroupId, rank: int) -> int | None:
     """The same of one rank of a group, on the machine that holds its place."""
     node = config.parallel.node_of(group, rank)
     return gpus_on(config, node)[config.parallel.ranks_on(node).index((group, rank))]
+
+
+def record_of(fault: Fault) -> FaultRecord:
+    """The fault, as the journal has it once it has struck."""
+    return FaultRecord(group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind)
 
 
 RankMain = Callable[[RankSpec, Connection], None]

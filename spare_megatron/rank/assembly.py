@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
@@ -72,17 +71,18 @@ class Assembly:
         progress: RankProgress,
     ) -> None:
         refuse_lost_gpu(spec)
-        device = choose_device(spec.config, spec.device, spec.number)
-        self.ranks = join_group(spec, store, device)
-        trainer = _trainer(spec, controller, device, store, probe)
-        agreement, layout, control = _agreement(spec, self.ranks, log), spec.config.layout, spec.config.control
-        relay = open_relay(spec.member, store, control, layout.most_groups) if agreement.is_leader else None
+        self._spec, self._controller, self._store, self._probe = spec, controller, store, probe
+        self._device = choose_device(spec.config, spec.device, spec.number)
+        self.ranks = join_group(spec, store, self._device)
+        trainer, agreement = self._build_trainer(), self._build_agreement(log)
+        most_groups = spec.config.layout.most_groups
+        relay = open_relay(spec.member, store, spec.config.control, most_groups) if agreement.is_leader else None
         self.ctx = RankContext(
             spec=spec,
             controller=controller,
             trainer=trainer,
             voting=Voting(agreement, relay, head=lambda: controller.head, write=journal.write, probe=probe),
-            communicator=_communicator(spec, trainer, controller, device, store, probe),
+            communicator=self._build_communicator(trainer),
             store=store,
             journal=journal,
             send=send,
@@ -90,9 +90,54 @@ class Assembly:
             progress=progress,
         )
         self._staging = Staging(trainer.gradients.new_staging)
-        server, cudart = spec.snapshot_server, torch.cuda.cudart() if device.type == "cuda" else None
+        server, cudart = spec.snapshot_server, torch.cuda.cudart() if self._device.type == "cuda" else None
         self._snapshots = None if server is None else SnapshotClient(server, spec.rank, cudart)
         self.components = self._build_components()
+
+    def _build_trainer(self) -> GroupTrainer:
+        spec, config = self._spec, self._spec.config
+        # A restarted group has no state: it copies or loads its state partitions.
+        check_weights(config.checkpoint)
+        begins = not spec.incarnation and not config.checkpoint.load
+        hosted = _hosted_at_first(spec, self._controller) if begins else ()
+        trainer = GroupTrainer(config, self._device, self._probe, hosted=hosted)
+        if audit_policy(config) is not None:
+            check_same_device(self._device, spec.group, self._store)
+        if config.data.access == "shared":
+            check_shared_data(trainer.corpus, spec.group, self._store)
+        return trainer
+
+    def _build_agreement(self, log: DecisionLog) -> GroupAgreement:
+        control = self._spec.config.control
+        return GroupAgreement(
+            self._spec.member,
+            self.ranks,
+            log,
+            control.decision_timeout_s,
+            may_come_back=[GroupId(group) for group in range(self._spec.config.layout.most_groups)],
+            fan_in=control.vote_fan_in,
+        )
+
+    def _build_communicator(self, trainer: GroupTrainer) -> CrossGroupCommunicator:
+        spec, config, controller = self._spec, self._spec.config, self._controller
+        communicator = CrossGroupCommunicator(
+            group=spec.group,
+            position=spec.rank,
+            device=self._device,
+            store=self._store,
+            timeout_s=config.reduce.timeout_s,
+            ask_interval_s=ask_interval_s(config.parallel.num_ranks),
+            probe=self._probe,
+            warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
+        )
+        if self._device.type == "cuda":
+            SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
+            beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
+            watch = WaitWatch(
+                communicator, self._probe.wait_for_groups, pause_s=beat_s, timeout_s=config.reduce.timeout_s
+            )
+            watch.start(self._device)
+        return communicator
 
     def _build_components(self) -> Components:
         ctx, config = self.ctx, self.ctx.config
@@ -153,57 +198,3 @@ class Assembly:
 def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
     """The state partitions that the group holds at the start of the run."""
     return hosted_by(controller.state_hosts, spec.member)
-
-
-def _trainer(
-    spec: RankSpec, controller: Controller, device: torch.device, store: ControlStore, probe: RankProbe
-) -> GroupTrainer:
-    config = spec.config
-    # A restarted group has no state: it copies or loads its state partitions.
-    check_weights(config.checkpoint)
-    begins = not spec.incarnation and not config.checkpoint.load
-    trainer = GroupTrainer(config, device, probe, hosted=_hosted_at_first(spec, controller) if begins else ())
-    if audit_policy(config) is not None:
-        check_same_device(device, spec.group, store)
-    if config.data.access == "shared":
-        check_shared_data(trainer.corpus, spec.group, store)
-    return trainer
-
-
-def _agreement(spec: RankSpec, ranks: dist.ProcessGroup, log: DecisionLog) -> GroupAgreement:
-    control = spec.config.control
-    return GroupAgreement(
-        spec.member,
-        ranks,
-        log,
-        control.decision_timeout_s,
-        may_come_back=[GroupId(group) for group in range(spec.config.layout.most_groups)],
-        fan_in=control.vote_fan_in,
-    )
-
-
-def _communicator(
-    spec: RankSpec,
-    trainer: GroupTrainer,
-    controller: Controller,
-    device: torch.device,
-    store: ControlStore,
-    probe: RankProbe,
-) -> CrossGroupCommunicator:
-    config = spec.config
-    timeout_s = config.reduce.timeout_s
-    communicator = CrossGroupCommunicator(
-        group=spec.group,
-        position=spec.rank,
-        device=device,
-        store=store,
-        timeout_s=timeout_s,
-        ask_interval_s=ask_interval_s(config.parallel.num_ranks),
-        probe=probe,
-        warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
-    )
-    if device.type == "cuda":
-        SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
-        beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
-        WaitWatch(communicator, probe.wait_for_groups, pause_s=beat_s, timeout_s=timeout_s).start(device)
-    return communicator

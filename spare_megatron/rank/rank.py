@@ -19,7 +19,7 @@ from spare_megatron.core.saves.checkpoint_policy import emergency_save
 from spare_megatron.faults.injection import JOURNAL_HANDLERS, Injector
 from spare_megatron.faults.points import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
+from spare_megatron.journal.records import LOST_A_PEER, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.process.heartbeats import HeartbeatWriter
@@ -31,10 +31,9 @@ from spare_megatron.process.reports import (
     FaultWanted,
     RankRaised,
     RanksReady,
-    RestartAwaited,
     RunStopped,
 )
-from spare_megatron.process.specs import RankSpec
+from spare_megatron.process.specs import RankSpec, record_of
 from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
@@ -154,21 +153,16 @@ class _Rank:
         rejoin = Rejoin(
             parts.ctx,
             restart_loader=parts.components.loader,
-            announced=self._report_waiting,
+            announced=self._report_ready,
             paused=parts.components.reports.send_pause,
         )
         first = rejoin.run()
         self._progress.num_restarts = self._controller.num_restarts
         return first
 
-    def _report_waiting(self, is_wiped_out: bool) -> None:
-        self._report_ready()
-        if is_wiped_out and self._is_first_on_node:
-            self._reports.send(RestartAwaited(group=self._spec.group))
-
-    def _report_ready(self) -> None:
+    def _report_ready(self, is_wiped_out: bool = False) -> None:
         if self._is_first_on_node:
-            self._reports.send(RanksReady(group=self._spec.group))
+            self._reports.send(RanksReady(group=self._spec.group, is_wiped_out=is_wiped_out))
 
     def _stopped(self, stop: Stop | DrainGroups) -> ExitCode:
         if isinstance(stop, DrainGroups):
@@ -243,8 +237,5 @@ class _Rank:
             self._reports.recv()
 
     def _journal_fault(self, fault: Fault) -> None:
-        record = FaultRecord(
-            group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind
-        )
-        self._journal.write(record)
+        self._journal.write(record_of(fault))
         self._reports.send(FaultStruck(fault=fault))

@@ -1,7 +1,7 @@
 """Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
@@ -14,23 +14,8 @@ from spare_megatron.stacking.layout import MachineId
 _LEAST_STEPS = 4
 _LEAST_S = 2.0
 """A window has so many steps of every rank, and takes so long, at least."""
+_TOTALS = [one.name for one in fields(RankTimes) if one.name not in ("machine", "group", "rank", "device")]
 _WAITS = (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY)
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Totals of a rank's process since it began its first step."""
-
-    pid: int
-    num_steps: int
-    num_passes: int
-    pass_s: float
-    data_s: float
-    transfer_s: float
-    reduce_s: float
-    wait_s: float
-    starved_s: float
-    throttled_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +23,8 @@ class _Begin:
     """When a window began, and the totals at that time: of ranks, of the machine, and of answers of the store."""
 
     at_s: float
-    ranks: dict[RankKey, _Totals]
+    ranks: dict[RankKey, tuple[int, RankTimes]]
+    """Each with the id of its process, which began its totals with its first step."""
     machine: MachineCounters
     answers: tuple[int, float]
 
@@ -82,10 +68,10 @@ class Measurements:
             return None
         end = self._begin = self._read(now_s)
         times = [
-            self._times(key, began, ended)
-            for key, ended in end.ranks.items()
-            if (began := begin.ranks.get(key)) is not None
-            if began.pid == ended.pid and ended.num_steps > began.num_steps
+            replace(ended, **{name: getattr(ended, name) - getattr(began, name) for name in _TOTALS})
+            for key, (pid, ended) in end.ranks.items()
+            for began_pid, began in [begin.ranks.get(key, (None, ended))]
+            if began_pid == pid and ended.num_steps > began.num_steps
         ]
         if not times:
             return None
@@ -107,46 +93,31 @@ class Measurements:
         """Whether some rank has done enough steps; whole groups may be gone."""
         pages = {key: self._ranks.page(key) for key in begin.ranks}
         return any(
-            page is not None and page.num_steps - begin.ranks[key].num_steps >= _LEAST_STEPS
+            page is not None and page.num_steps - begin.ranks[key][1].num_steps >= _LEAST_STEPS
             for key, page in pages.items()
         )
 
     def _read(self, now_s: float) -> _Begin:
         pages = {key: (pid, self._ranks.page(key)) for key, pid in self._ranks.pids.items()}
-        ranks = {key: _totals(pid, page) for key, (pid, page) in pages.items() if page is not None}
+        ranks = {key: (pid, self._totals(key, pid, page)) for key, (pid, page) in pages.items() if page is not None}
         return _Begin(now_s, ranks, read_machine(), self._answers())
 
-    def _times(self, key: RankKey, began: _Totals, ended: _Totals) -> RankTimes:
+    def _totals(self, key: RankKey, pid: int, page: HeartbeatPage) -> RankTimes:
+        spent_s = dict(zip(OPERATIONS, page.spent_s, strict=True))
         return RankTimes(
             machine=self._machine,
             group=key[0],
             rank=key[1],
-            num_steps=ended.num_steps - began.num_steps,
-            num_passes=ended.num_passes - began.num_passes,
-            pass_s=ended.pass_s - began.pass_s,
-            data_s=ended.data_s - began.data_s,
-            transfer_s=ended.transfer_s - began.transfer_s,
-            reduce_s=ended.reduce_s - began.reduce_s,
-            wait_s=ended.wait_s - began.wait_s,
-            starved_s=ended.starved_s - began.starved_s,
-            throttled_s=ended.throttled_s - began.throttled_s,
+            num_steps=page.num_steps,
+            num_passes=page.num_passes,
+            pass_s=page.pass_s,
+            data_s=page.reading_s,
+            transfer_s=spent_s[Operation.TRANSFER],
+            reduce_s=spent_s[Operation.REDUCE],
+            wait_s=sum(spent_s[operation] for operation in _WAITS),
+            starved_s=starved_s(pid),
+            throttled_s=throttled_s(pid),
         )
-
-
-def _totals(pid: int, page: HeartbeatPage) -> _Totals:
-    spent_s = dict(zip(OPERATIONS, page.spent_s, strict=True))
-    return _Totals(
-        pid=pid,
-        num_steps=page.num_steps,
-        num_passes=page.num_passes,
-        pass_s=page.pass_s,
-        data_s=page.reading_s,
-        transfer_s=spent_s[Operation.TRANSFER],
-        reduce_s=spent_s[Operation.REDUCE],
-        wait_s=sum(spent_s[operation] for operation in _WAITS),
-        starved_s=starved_s(pid),
-        throttled_s=throttled_s(pid),
-    )
 
 
 def _signs(begin: _Begin, end: _Begin, window_s: float) -> MachineSigns:

@@ -20,17 +20,6 @@ from spare_megatron.store.interface import ControlStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """This machine's examination has ended."""
-
-    record: ExaminationRecord
-
-    @property
-    def has_passed(self) -> bool:
-        return not self.record.reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
     """An examination under way; `examined` is the machine whose quarantine it may end, which this one may replace."""
 
@@ -52,8 +41,10 @@ class Examinations:
         self._begins_at_s: float | None = None
         self._num_failed = 0
 
-    def poll(self, store: ControlStore, places: Places) -> Examined | None:
-        """Does what is due; returns the result of an examination of this machine that has ended."""
+    def poll(self, store: ControlStore, places: Places) -> ExaminationRecord | None:
+        """Does what is due; returns the record of an examination of this machine that has ended, by which it passes if
+        there is no reason against it.
+        """
         others = [one.machine for one in places.quarantines]
         own = places.quarantine_of(self._machine)
         if own is not None:
@@ -93,7 +84,7 @@ class Examinations:
         store.put(keys.examination(own.machine), encode([number, helpers]))
         self._start(ExaminationWanted(examined=own.machine, number=number, is_own=True))
 
-    def _judge(self, store: ControlStore, of: _Open, now_s: float) -> Examined | None:
+    def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
         by = [self._machine, *of.helpers]
         texts = store.get([keys.examined(of.examined, of.number, one) for one in by])
         if None in texts and now_s < of.ends_at_s:
@@ -107,13 +98,11 @@ class Examinations:
             wait_s = examination.wait_s(self._num_failed, self._interval_s)
             self._begins_at_s = now_s + wait_s
         store.delete([keys.examined(of.examined, of.number, one) for one in by])
-        return Examined(
-            record=ExaminationRecord(
-                machine=self._machine,
-                number=of.number,
-                reason=reason,
-                wait_s=wait_s,
-                own=None if own is None else asdict(own),
-                likes={str(machine): asdict(figures) for machine, figures in found.items()},
-            )
+        return ExaminationRecord(
+            machine=self._machine,
+            number=of.number,
+            reason=reason,
+            wait_s=wait_s,
+            own=None if own is None else asdict(own),
+            likes={str(machine): asdict(figures) for machine, figures in found.items()},
         )

@@ -148,10 +148,10 @@ def _passes(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Exam
     try:
         while not isinstance(follower.stop(), FinishRun | StopHalted):
             if (examined := examinations.poll(store, assignments.read())) is not None:
-                journal.write(examined.record)
-                link.report(examined.record)
-            if examined is not None and examined.has_passed:
-                return True
+                journal.write(examined)
+                link.report(examined)
+                if not examined.reason:
+                    return True
             if wait(link.pipes, interval_s / BEATS_PER_INTERVAL):
                 link.next_order()
         link.close(NodeEnded(node=spec.node, exits={}))

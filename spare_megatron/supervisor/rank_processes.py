@@ -18,7 +18,6 @@ from spare_megatron.core.machines.failure_detector import Pulse
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
-from spare_megatron.journal.records import FaultRecord
 from spare_megatron.machine.device_errors import code_of
 from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.starvation import Starvation
@@ -35,7 +34,7 @@ from spare_megatron.process.processes import (
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
-from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, gpu_of
+from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, gpu_of, record_of
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 
@@ -129,10 +128,6 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
     leave(ExitCode.FINISHED)
 
 
-def _record_of(fault: Fault) -> FaultRecord:
-    return FaultRecord(group=fault.group, rank=fault.rank, step=fault.step, phase=fault.phase, kind=fault.kind)
-
-
 class RankProcesses:
     """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation. `foreign`:
     groups last started by a lost supervisor, in an incarnation that is not known yet.
@@ -150,7 +145,7 @@ class RankProcesses:
         self._faults = set(spec.faults)  # those that have not struck yet
         if spec.incarnation:  # some have, while another machine had this place
             struck = {record for key in self._keys if spec.faults for record in faults_struck(spec.run_dir, *key)}
-            self._faults = {fault for fault in spec.faults if _record_of(fault) not in struck}
+            self._faults = {fault for fault in spec.faults if record_of(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._end_asked = 0  # as on the heartbeat pages

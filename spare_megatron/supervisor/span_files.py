@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.journal.records import RestartRecord
@@ -21,14 +20,6 @@ STEPS_AFTER = 2
 """Whole steps before and after an event that are kept with it."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Position in a process's ring of spans up to which it has been written."""
-
-    page: HeartbeatPage
-    next: int = 0
-
-
 class Timeline:
     """Writes the spans around each event, also of dead ranks: they write to memory shared with this process."""
 
@@ -37,7 +28,7 @@ class Timeline:
         self._layout = spec.config.parallel
         self._file = SpansFile(spec.run_dir, spec.node)
         self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self._kept: dict[RankKey, _Kept] = {}
+        self._written: dict[RankKey, tuple[HeartbeatPage, int]] = {}  # number of spans in the ring of a process's page
         self._step = -1
         self._epoch = 0
         self._first_step = 0
@@ -95,10 +86,9 @@ class Timeline:
         page = self._ranks.page(key)
         if page is None:
             return
-        kept = self._kept.get(key)
-        if kept is None or kept.page is not page:
-            kept = self._kept[key] = _Kept(page)
-        spans, kept.next = read_spans(page.ring, kept.next)
+        of_page, num_written = self._written.get(key, (page, 0))
+        spans, end = read_spans(page.ring, num_written if of_page is page else 0)
+        self._written[key] = page, end
         # The spans of a recovery are written after those that follow them.
         inside = sorted((span for span in spans if span.step >= self._first_step), key=lambda span: span.ended_s)
         if is_lost:

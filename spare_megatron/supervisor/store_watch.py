@@ -17,10 +17,11 @@ from spare_megatron.core.log.actions import AwaitHosts
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.machines.places import Holding, Quarantine
+from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.slow_machines.examination import ExaminationWanted
-from spare_megatron.slow_machines.quarantine import Examinations, Examined
+from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -145,7 +146,7 @@ LinkEvent = (
     | PlaceChanged
     | QuarantineChanged
     | ExaminationWanted
-    | Examined
+    | ExaminationRecord
 )
 
 
@@ -357,7 +358,7 @@ class StoreLink:
         if examined is None:
             return
         self._outbox.send(examined)
-        if examined.has_passed and (released := self._assignments.release(self._holding.machine)) is not None:
+        if not examined.reason and (released := self._assignments.release(self._holding.machine)) is not None:
             self._outbox.send(released)
             self._poll_quarantine()
 

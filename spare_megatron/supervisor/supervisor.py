@@ -10,7 +10,7 @@ from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RestartRecord, StartRecord
+from spare_megatron.journal.records import LOST_A_PEER, ExaminationRecord, LossRecord, RestartRecord, StartRecord
 from spare_megatron.machine.gpus import ClockReader, XidWatch
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
@@ -21,7 +21,6 @@ from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
 from spare_megatron.slow_machines.measurements import Measurements
-from spare_megatron.slow_machines.quarantine import Examined
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor import store_watch
@@ -91,8 +90,8 @@ class Supervisor:
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
         driver.listener = self._timeline.on_event
-        load_timeout_s = spec.config.checkpoint.timeout_s
-        self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
+        limits_s = self._control.group_timeout_s, spec.config.checkpoint.timeout_s
+        self._rank_watch = RankWatch(self._ranks, self._interval_s, *limits_s)
         self._raised = RaisedExceptions()
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # not written yet
@@ -104,7 +103,8 @@ class Supervisor:
         self.budget.hold(self._ranks.groups)
         self._restarts = self._make_restarts()
         layout = spec.config.parallel
-        self._restarts.on_asked(layout.further_groups)
+        self._asked = layout.further_groups  # to leave, by requests
+        self._restarts.on_asked(self._asked)
         self._has_given_up = False  # its place
         self._is_last_committed = False
         self._is_cut_off = False
@@ -112,7 +112,6 @@ class Supervisor:
         self._head_hint = 0
         self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         examiner.limit = self._faults.limit
-        self._asked = layout.further_groups  # to leave, by requests
         self._slow_groups: frozenset[GroupId] = frozenset()  # that are to leave as a machine of theirs is slow
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
@@ -122,9 +121,8 @@ class Supervisor:
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
-        self._store_watch = store_watch.StoreWatch(
-            spec.node, self._link, self._interval_s, self._control.store_timeout_s
-        )
+        limit_s = self._control.store_timeout_s
+        self._store_watch = store_watch.StoreWatch(spec.node, self._link, self._interval_s, limit_s)
 
     def _make_end_requests(self) -> EndRequests:
         return EndRequests(
@@ -281,15 +279,14 @@ class Supervisor:
                 self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), report.code))
-            case reports.RanksReady(group=group):
+            case reports.RanksReady(group=group, is_wiped_out=is_wiped_out):
                 self._restarts.on_ready(group)
                 self._timers.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.start_watching(group)
+                if is_wiped_out:
+                    self._restarts.on_wipe_out()
             case reports.GroupRejoined(member=(group, _)) | RestartRecord(group=group):
                 self._restarts.on_admitted(GroupId(group))
-            case reports.RestartAwaited():
-                self._restarts.on_wipe_out()
-                return True
             case reports.RunPaused(shards=shards):
                 (self._restarts.on_pause if shards else self._restarts.on_resume)()
             case reports.FaultStruck(fault=fault):
@@ -480,9 +477,9 @@ class Supervisor:
                     self._on_quarantine(event)
                 case ExaminationWanted():
                     self._examiner.start(event)
-                case Examined(record=record):
-                    self._journal.write(record)
-                    self._driver.report(record)
+                case ExaminationRecord():
+                    self._journal.write(event)
+                    self._driver.report(event)
                 case store_watch.PlaceChanged() if not self._has_given_up:
                     raise _Moved(event)
                 case store_watch.NodeReplaced() | store_watch.PlaceChanged():

@@ -30,7 +30,7 @@ from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
 from spare_megatron.slow_machines import quarantine
 from spare_megatron.slow_machines.examination import ExaminationWanted
-from spare_megatron.slow_machines.quarantine import Examinations, Examined
+from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.store import decision_log, keys
 from spare_megatron.supervisor import restarts, store_watch
@@ -395,8 +395,8 @@ class Supervisor:
         self._examinations = self._examinations or Examinations(self.machine, INTERVAL_S, self.examine)
         examined = self._examinations.poll(self.store, assignments.read())
         if examined is not None:
-            self.world.lines.append((f"machine-{self.machine}", examined.record))
-        return examined is not None and examined.has_passed
+            self.world.lines.append((f"machine-{self.machine}", examined))
+        return examined is not None and not examined.reason
 
     def examine(self, wanted: ExaminationWanted) -> None:
         """A process of this machine does, and it may be lost or suspended before."""
@@ -462,8 +462,8 @@ class Supervisor:
                     self.world.let_slow_group_leave(group)
             case ExaminationWanted():
                 self.examine(event)
-            case Examined(record=record):
-                self._journal(record)
+            case ExaminationRecord():
+                self._journal(event)
             case NodeReplaced():
                 self._end_as_replaced()
             case PlaceChanged() if self.has_given_up:

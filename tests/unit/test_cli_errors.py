@@ -288,3 +288,10 @@ def test_missing_files_for_etcd_are_reported_before_anything_starts(
     output = spare(*train, *etcd, "--set", f"control.{setting}=/nope", "--run-dir", tmp_path / "run", expected=2)
     assert f"spare train: {message}" in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", ["status nowhere", "checkpoint list nowhere", "config list --no"])
+def test_an_error_names_its_command_however_the_program_was_started(words: str) -> None:
+    result = CliRunner().invoke(app, words.split(), prog_name="python -m spare_megatron")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"spare {words.rpartition(' ')[0]}: ")

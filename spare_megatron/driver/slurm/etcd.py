@@ -17,15 +17,13 @@ from spare_megatron.driver.slurm.certificates import Certificates, issue
 from spare_megatron.driver.slurm.slurm_commands import require
 from spare_megatron.driver.slurm.steps import step_command
 from spare_megatron.machine.addresses import is_address
-from spare_megatron.store.etcd_gateway import EtcdGateway, encoded
-from spare_megatron.store.interface import StoreLost
-from spare_megatron.store.spec import EtcdStoreSpec
+from spare_megatron.store.etcd_gateway import silence_of
+from spare_megatron.store.open_store import etcd_spec
 
 LOG = "etcd.log"
 _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.2
-_ANSWER_S = 2.0
 _QUOTA_BYTES = 8 << 30
 """Quota of the database, the most that etcd advises. Its default, 2 GiB, may end a run of months."""
 _RETENTION = "10m"
@@ -143,31 +141,13 @@ def etcd_of_the_job(
 
 
 def _wait_until_healthy(control: ControlConfig, log: Path) -> None:
+    """Waits until each member answers and has a quorum."""
+    alone = [dataclasses.replace(control, endpoints=(endpoint,), credentials_file="") for endpoint in control.endpoints]
     end_s = time.monotonic() + _START_S
-    while not all(_is_healthy(control, endpoint) for endpoint in control.endpoints):
+    while any(silence_of(etcd_spec(member, "health", {})) for member in alone):
         if time.monotonic() > end_s:
             raise ValueError(
                 f"etcd on {', '.join(control.endpoints)} has not come up within {_START_S:g} s: see {log}, and whether "
                 f"slurm.etcd_port and the 5 ports after it are free on these nodes"
             )
         time.sleep(_POLL_S)
-
-
-def _is_healthy(control: ControlConfig, endpoint: str) -> bool:
-    """Whether this member answers and has a quorum."""
-    spec = EtcdStoreSpec(
-        endpoints=(endpoint,),
-        prefix="/",
-        timeout_s=_ANSWER_S,
-        ca_file=control.ca_file,
-        cert_file=control.cert_file,
-        key_file=control.key_file,
-    )
-    gateway = EtcdGateway(spec)
-    try:
-        gateway.call("/v3/kv/range", {"key": encoded("health")})
-    except StoreLost:
-        return False
-    finally:
-        gateway.close()
-    return True

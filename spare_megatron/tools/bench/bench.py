@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand, explained_errors
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
@@ -54,20 +54,19 @@ def throughput(
 
     console = RunConsole(stderr=as_json)
     came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
-    with explained_errors("bench throughput"):
-        if out is not None:
-            check_output_file("--out", out)
-        short = [f"train.steps={steps}", "optimizer.warmup_steps=0", *(overrides or ())]
-        loaded = load_runnable("bench throughput", config, short, training_alone)
-        if found := list(problems_of(loaded, has_plain=not alone)):
-            raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
-        try:
-            with raising():
-                result = measure(loaded, pairs, has_plain=not alone, report=console.line)
-        except RuntimeError as error:
-            message("bench throughput", str(error))
-            raise typer.Exit(1) from error
-        kernels = kernels_measured(loaded, has_plain=not alone)
+    if out is not None:
+        check_output_file("--out", out)
+    short = [f"train.steps={steps}", "optimizer.warmup_steps=0", *(overrides or ())]
+    loaded = load_runnable("bench throughput", config, short, training_alone)
+    if found := list(problems_of(loaded, has_plain=not alone)):
+        raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
+    try:
+        with raising():
+            result = measure(loaded, pairs, has_plain=not alone, report=console.line)
+    except RuntimeError as error:
+        message("bench throughput", str(error))
+        raise typer.Exit(1) from error
+    kernels = kernels_measured(loaded, has_plain=not alone)
     text = json.dumps({**asdict(result), **kernels, **_origin(), **came_from})
     if as_json:
         say(text)
@@ -75,11 +74,10 @@ def throughput(
         console.line(", ".join(f"{name}: {value}" for name, value in kernels.items()))
         _print(result, console)
     if out is not None:
-        with explained_errors("bench throughput"):  # the figures are printed by now
-            from spare_megatron.formats.output import whole_file
+        from spare_megatron.formats.output import whole_file
 
-            with whole_file("--out", out) as file:
-                file.write_text(text + "\n")
+        with whole_file("--out", out) as file:
+            file.write_text(text + "\n")
 
 
 def _origin() -> dict[str, str]:

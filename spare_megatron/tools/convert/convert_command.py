@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.printing import say, write_exactly
 
 if TYPE_CHECKING:
@@ -47,25 +46,24 @@ def convert(
     and what is set because Megatron's default differs from the one here; it goes to stderr. Exit codes: 0 the preset is
     written and can run on a fitting machine, 2 it is not written or cannot run, for the reasons that the report names.
     """
-    with explained_errors("convert"):
-        from spare_megatron.tools.convert.launch import read_launch
-        from spare_megatron.tools.convert.reading import convert_launch, problems_of, toml_of
+    from spare_megatron.tools.convert.launch import read_launch
+    from spare_megatron.tools.convert.reading import convert_launch, problems_of, toml_of
 
-        is_file = not words[0].startswith("--")
-        launch = read_launch(Path(words[0]), _defined(define or ())) if is_file else None
-        args, preset, reader = convert_launch(launch, words[is_file:], without or ())
-        name = Path(words[0]).stem if is_file else "converted"
-        _print_report(args, preset, launch.environment if launch else {}, reader)
-        missing = [args.written(name) for name, found in preset.classes.items() if found.kind == "missing"]
-        if missing:
-            raise ValueError(f"no preset: {len(missing)} arguments are not had here; change them, or --without")
-        text = toml_of(preset, name)
-        if output is None:
-            write_exactly(text)
-        else:
-            output.write_text(text, encoding="utf-8")
-        if problems := problems_of(preset, name):
-            raise ValueError("the preset cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    is_file = not words[0].startswith("--")
+    launch = read_launch(Path(words[0]), _defined(define or ())) if is_file else None
+    args, preset, reader = convert_launch(launch, words[is_file:], without or ())
+    name = Path(words[0]).stem if is_file else "converted"
+    _print_report(args, preset, launch.environment if launch else {}, reader)
+    missing = [args.written(name) for name, found in preset.classes.items() if found.kind == "missing"]
+    if missing:
+        raise ValueError(f"no preset: {len(missing)} arguments are not had here; change them, or --without")
+    text = toml_of(preset, name)
+    if output is None:
+        write_exactly(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+    if problems := problems_of(preset, name):
+        raise ValueError("the preset cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _defined(texts: Sequence[str]) -> dict[str, str]:

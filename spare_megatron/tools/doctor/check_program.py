@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import say, say_json
 
@@ -76,10 +75,9 @@ def check_program(
     """
     from spare_megatron.cli.running import load_runnable
 
-    with explained_errors("check-program"):
-        settings = [*(overrides or ()), f"program.file={program}"]
-        config = load_runnable("check-program", preset, settings, _alone)
-        found = findings_of(run_trials([config])[0])
+    settings = [*(overrides or ()), f"program.file={program}"]
+    config = load_runnable("check-program", preset, settings, _alone)
+    found = findings_of(run_trials([config])[0])
     if as_json:
         listed = [{**dataclasses.asdict(one), "advice": one.advice} for one in found]
         say_json({"verdict": "invalid" if found else "valid", "findings": listed})

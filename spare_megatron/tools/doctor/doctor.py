@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.config import fitting_machine
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOption, load_without_problems, one_preset
@@ -50,18 +49,17 @@ def doctor(
 
     Exit codes: 0 no problems, 1 problems, 2 the examination failed.
     """
-    with explained_errors("doctor"):
-        if node is not None:
-            if preset is not None or config is not None or folder is None:
-                raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no preset")
-            from spare_megatron.tools.doctor.node_preflight import serve_examination
+    if node is not None:
+        if preset is not None or config is not None or folder is None:
+            raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no preset")
+        from spare_megatron.tools.doctor.node_preflight import serve_examination
 
-            with raising():
-                serve_examination(folder, node, wait_s)
-            return
-        preset = one_preset(preset, config, "doctor")
-        loaded, _ = load_without_problems(preset, overrides or (), fitting_machine)  # what it asks is looked at there
-        reports, findings = _examine(loaded, folder, wait_s)
+        with raising():
+            serve_examination(folder, node, wait_s)
+        return
+    preset = one_preset(preset, config, "doctor")
+    loaded, _ = load_without_problems(preset, overrides or (), fitting_machine)  # what it asks is looked at there
+    reports, findings = _examine(loaded, folder, wait_s)
     problems = [finding for finding in findings if finding.is_problem]
     if as_json:
         say_json(_as_json(reports, findings))

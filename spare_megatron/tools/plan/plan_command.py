@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spare_megatron.cli.command import explained_errors, takes
+from spare_megatron.cli.command import takes
 from spare_megatron.cli.folders import check_plot_file, do_each
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration
@@ -31,14 +31,13 @@ def plan(given: options.PlanOptions) -> None:
 
     Exit code 2: invalid input.
     """
-    with explained_errors("plan"):
-        if given.plot is not None:
-            check_plot_file(given.plot)
-        result = result_of(options.completed(given))
-        outputs: list[Callable[[], None]] = [partial(_show, result, as_json=given.as_json)]
-        if given.plot is not None:
-            outputs.append(partial(_draw, result, given.plot, as_json=given.as_json))
-        do_each(outputs)
+    if given.plot is not None:
+        check_plot_file(given.plot)
+    result = result_of(options.completed(given))
+    outputs: list[Callable[[], None]] = [partial(_show, result, as_json=given.as_json)]
+    if given.plot is not None:
+        outputs.append(partial(_draw, result, given.plot, as_json=given.as_json))
+    do_each(outputs)
 
 
 def _show(result: "PlanResult", *, as_json: bool) -> None:

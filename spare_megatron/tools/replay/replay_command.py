@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import explained_errors, option, takes
+from spare_megatron.cli.command import option, takes
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.machine.interrupts import raising
 
@@ -51,20 +51,19 @@ def replay(given: ReplayOptions) -> None:
 
     Exit codes: 0 each came out as some group has stated it, 1 one did not, 2 it cannot be computed.
     """
-    with explained_errors("replay"):
-        if given.node is not None:
-            _serve(given, given.node)
-            return
-        if given.step is None:
-            raise ValueError("--step is missing; `spare audit RUN_DIR` lists steps with a mismatch")
-        from spare_megatron.tools.replay import replay as replays
-        from spare_megatron.tools.replay.replay_parts import Where
+    if given.node is not None:
+        _serve(given, given.node)
+        return
+    if given.step is None:
+        raise ValueError("--step is missing; `spare audit RUN_DIR` lists steps with a mismatch")
+    from spare_megatron.tools.replay import replay as replays
+    from spare_megatron.tools.replay.replay_parts import Where
 
-        number, machine = (None, None) if given.group is None else _group_or_machine(given.group)
-        where = Where(group=number, machine=machine, wait_s=given.wait_s, on_awaited=partial(say, err=True))
-        microbatch = None if given.microbatch is None else _address(given.microbatch)
-        with raising():
-            found = replays.replay(given.run_dir, given.step, microbatch, where)
+    number, machine = (None, None) if given.group is None else _group_or_machine(given.group)
+    where = Where(group=number, machine=machine, wait_s=given.wait_s, on_awaited=partial(say, err=True))
+    microbatch = None if given.microbatch is None else _address(given.microbatch)
+    with raising():
+        found = replays.replay(given.run_dir, given.step, microbatch, where)
     if given.as_json:
         say_json({**asdict(found), "is_confirmed": found.is_confirmed})
     else:

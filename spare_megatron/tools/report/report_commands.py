@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.folders import check_output_file, is_run_dir
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import raising
@@ -41,22 +40,21 @@ def report(
     from spare_megatron.tools.report.page import comparison
     from spare_megatron.tools.report.page import report as page_of
 
-    with explained_errors("report"):
-        if len(run_dirs) > 2:
-            raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
-        target = out or run_dirs[0] / REPORT
-        if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
-            check_output_file("--out", target)
-        is_pair = len(run_dirs) == 2
-        standings = [(folder, read_run_state(folder, with_params=is_pair)) for folder in run_dirs]
-        now_s = time.time()
-        histories = [history_of(run_state, verdict_of(folder, run_state), now_s) for folder, run_state in standings]
-        if is_pair:
-            page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
-        else:
-            page = page_of(histories[0], config_of(run_dirs[0]))
-        with whole_file("--out", target) as file:
-            file.write_text(page)
+    if len(run_dirs) > 2:
+        raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
+    target = out or run_dirs[0] / REPORT
+    if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
+        check_output_file("--out", target)
+    is_pair = len(run_dirs) == 2
+    standings = [(folder, read_run_state(folder, with_params=is_pair)) for folder in run_dirs]
+    now_s = time.time()
+    histories = [history_of(run_state, verdict_of(folder, run_state), now_s) for folder, run_state in standings]
+    if is_pair:
+        page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
+    else:
+        page = page_of(histories[0], config_of(run_dirs[0]))
+    with whole_file("--out", target) as file:
+        file.write_text(page)
     say(str(target))
 
 
@@ -98,7 +96,7 @@ def serve(
     Prints the URL. It contains a random word, and requests without that word get no answer. Only this machine can
     connect; from another one use `ssh -L PORT:127.0.0.1:PORT MACHINE`.
     """
-    with explained_errors("serve"), open_server(run_dir, port) as server:
+    with open_server(run_dir, port) as server:
         say(server.url)
         with contextlib.suppress(KeyboardInterrupt), raising():
             server.serve_forever()
@@ -160,15 +158,14 @@ def timeline(
     from spare_megatron.journal.spans import read_spans_of
     from spare_megatron.tools.report.trace import trace_of
 
-    with explained_errors("timeline"):
-        if margin < 0:
-            raise ValueError(f"--margin {margin} must be at least 0")
-        if not is_run_dir(run_dir):
-            raise ValueError(f"{run_dir} is the folder of a job; name one of its runs, attempt-NNN in it")
-        target = out or run_dir / TIMELINE
-        check_output_file("--out", target)
-        steps = None if step is None else range(step - margin, step + margin + 1)
-        trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
-        with whole_file("--out", target) as file:
-            file.write_text(json.dumps(trace))
+    if margin < 0:
+        raise ValueError(f"--margin {margin} must be at least 0")
+    if not is_run_dir(run_dir):
+        raise ValueError(f"{run_dir} is the folder of a job; name one of its runs, attempt-NNN in it")
+    target = out or run_dir / TIMELINE
+    check_output_file("--out", target)
+    steps = None if step is None else range(step - margin, step + margin + 1)
+    trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
+    with whole_file("--out", target) as file:
+        file.write_text(json.dumps(trace))
     say(str(target))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from spare_megatron.cli.command import explained_errors, like, option, takes
+from spare_megatron.cli.command import like, option, takes
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable, do_each
 from spare_megatron.cli.printing import message, say, say_json
@@ -84,11 +84,6 @@ def simulate(given: SimulateOptions) -> None:
 
     Exit codes: 2 invalid input, 130 interrupted.
     """
-    with explained_errors("simulate"):
-        _simulate(given)
-
-
-def _simulate(given: SimulateOptions) -> None:
     from spare_megatron.tools.simulate.simulate_jobs import ResultFile, default_jobs, simulate_all
     from spare_megatron.tools.simulate.sweep import Case, cases_of, given_up, summarize
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from spare_megatron.cli.command import explained_errors, option, takes
+from spare_megatron.cli.command import option, takes
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes
@@ -52,20 +52,19 @@ def preprocess(given: PreprocessOptions) -> None:
     Example: `spare preprocess --input docs.jsonl.zst --json-key text --tokenizer hf:tokenizer.json --workers 8
     --output-prefix data/corpus`
     """
-    with explained_errors("preprocess"):
-        from spare_megatron.tools.text.tokenizer import read_tokenizer
+    from spare_megatron.tools.text.tokenizer import read_tokenizer
 
-        source = read_tokenizer(
-            given.tokenizer,
-            end_of_document=given.end_of_document,
-            split_pattern=given.split_pattern,
-            special_tokens=given.special_token or (),
-        )
-        figures, skipped = _convert(given, source)
-        if given.as_json:
-            say_json(figures)
-        else:
-            say(*_describe(given.output_prefix, figures, skipped).split("\n"))
+    source = read_tokenizer(
+        given.tokenizer,
+        end_of_document=given.end_of_document,
+        split_pattern=given.split_pattern,
+        special_tokens=given.special_token or (),
+    )
+    figures, skipped = _convert(given, source)
+    if given.as_json:
+        say_json(figures)
+    else:
+        say(*_describe(given.output_prefix, figures, skipped).split("\n"))
 
 
 def _convert(given: PreprocessOptions, source: "TokenizerSource") -> tuple[dict[str, object], "Skipped"]:

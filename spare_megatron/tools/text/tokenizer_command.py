@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand, explained_errors, like, option, takes
+from spare_megatron.cli.command import SpareCommand, like, option, takes
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.tools.text.preprocess import PreprocessOptions, TextProgress
@@ -48,47 +48,46 @@ def train(given: TrainOptions) -> None:
 
     Example: `spare tokenizer train --input docs.jsonl --json-key text --vocab-size 32768 --output data/tokenizer`
     """
-    with explained_errors("tokenizer train"):
-        from spare_megatron.formats.output import whole_file
-        from spare_megatron.tools.text.documents import Skipped, batches_of, documents_in, find_files, json_among
-        from spare_megatron.tools.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, read_tokenizer
+    from spare_megatron.formats.output import whole_file
+    from spare_megatron.tools.text.documents import Skipped, batches_of, documents_in, find_files, json_among
+    from spare_megatron.tools.text.tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, read_tokenizer
 
-        if given.vocab_size < LEAST_VOCAB_SIZE:
-            least = LEAST_VOCAB_SIZE
-            raise ValueError(f"--vocab-size {given.vocab_size} is below the {least} of single bytes; raise it")
-        found = given.output / TOKENIZER_JSON
-        if found.exists() and not given.overwrite:
-            raise ValueError(f"{found} exists; choose another --output or give --overwrite")
-        paths = find_files(given.inputs, suffixes=given.suffix or (), excluded_folders=frozenset(given.exclude or ()))
-        batches = batches_of(paths, json_among(paths, given.json_key), given.json_key, frozenset(given.inputs))
-        num_documents = 0
+    if given.vocab_size < LEAST_VOCAB_SIZE:
+        least = LEAST_VOCAB_SIZE
+        raise ValueError(f"--vocab-size {given.vocab_size} is below the {least} of single bytes; raise it")
+    found = given.output / TOKENIZER_JSON
+    if found.exists() and not given.overwrite:
+        raise ValueError(f"{found} exists; choose another --output or give --overwrite")
+    paths = find_files(given.inputs, suffixes=given.suffix or (), excluded_folders=frozenset(given.exclude or ()))
+    batches = batches_of(paths, json_among(paths, given.json_key), given.json_key, frozenset(given.inputs))
+    num_documents = 0
 
-        def texts() -> Iterator[str]:
-            nonlocal num_documents
-            for batch in batches:
-                for document in documents_in(batch, Skipped(), is_byte_0_text=True):
-                    num_documents += 1
-                    yield document.text
-                progress.advance(batch.num_input_bytes)
+    def texts() -> Iterator[str]:
+        nonlocal num_documents
+        for batch in batches:
+            for document in documents_in(batch, Skipped(), is_byte_0_text=True):
+                num_documents += 1
+                yield document.text
+            progress.advance(batch.num_input_bytes)
 
-        try:
-            given.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--output {given.output} cannot be made: {error.strerror}") from error
-        with raising():
-            with TextProgress(paths) as progress:
-                content, size = train_bpe(texts(), given.vocab_size, given.workers)
-            if not num_documents:
-                raise ValueError("there is no document in the input; give it some text")
-            with deferred(), whole_file("--output", found) as file:
-                with whole_file("--output", given.output / TOKENIZER_CONFIG) as config:
-                    config.write_text(tokenizer_config())
-                file.write_text(content, encoding="utf-8")
-        identity = read_tokenizer(f"hf:{given.output}").identity
-        figures = {"documents": num_documents, "vocab_size": size, "tokenizer": identity}
-        fewer = f"; the text has too few pairs to merge for {given.vocab_size}" if size < given.vocab_size else ""
-        text = f"{found}: vocabulary {size} from {num_documents} documents, {identity}{fewer}"
-        say(json.dumps(figures) if given.as_json else text)
+    try:
+        given.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {given.output} cannot be made: {error.strerror}") from error
+    with raising():
+        with TextProgress(paths) as progress:
+            content, size = train_bpe(texts(), given.vocab_size, given.workers)
+        if not num_documents:
+            raise ValueError("there is no document in the input; give it some text")
+        with deferred(), whole_file("--output", found) as file:
+            with whole_file("--output", given.output / TOKENIZER_CONFIG) as config:
+                config.write_text(tokenizer_config())
+            file.write_text(content, encoding="utf-8")
+    identity = read_tokenizer(f"hf:{given.output}").identity
+    figures = {"documents": num_documents, "vocab_size": size, "tokenizer": identity}
+    fewer = f"; the text has too few pairs to merge for {given.vocab_size}" if size < given.vocab_size else ""
+    text = f"{found}: vocabulary {size} from {num_documents} documents, {identity}{fewer}"
+    say(json.dumps(figures) if given.as_json else text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, num_workers: int) -> tuple[str, int]:

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from spare_megatron.cli.command import explained_errors
 from spare_megatron.cli.printing import say
 
 _FORMAT = Annotated[
@@ -39,19 +38,18 @@ def export_weights(
     arguments for. Settings that it does not support are refused by name. --dtype fp32 takes the optimizer's fp32 copies
     of bf16 parameters.
     """
-    with explained_errors("checkpoint export"):
-        from spare_megatron.state.checkpoint.start_checkpoint import checkpoint_of_run
+    from spare_megatron.state.checkpoint.start_checkpoint import checkpoint_of_run
 
-        if per_layer and to != "megatron":
-            raise ValueError("--per-layer goes with --format megatron; Hugging Face's names always have the layer")
-        if to == "hf":
-            from spare_megatron.tools.weights.hf_folder import export_hf as export
-        else:
-            from spare_megatron.tools.weights.megatron_folder import export_megatron as export
-        from spare_megatron.tools.weights.weights_folder import ExportOptions, has_tokenizer
+    if per_layer and to != "megatron":
+        raise ValueError("--per-layer goes with --format megatron; Hugging Face's names always have the layer")
+    if to == "hf":
+        from spare_megatron.tools.weights.hf_folder import export_hf as export
+    else:
+        from spare_megatron.tools.weights.megatron_folder import export_megatron as export
+    from spare_megatron.tools.weights.weights_folder import ExportOptions, has_tokenizer
 
-        checkpoint, config = checkpoint_of_run(path)
-        export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
+    checkpoint, config = checkpoint_of_run(path)
+    export(checkpoint, config, out, ExportOptions(dtype=dtype, tokenizer=tokenizer, per_layer=per_layer))
     say(f"{out}: the weights of {checkpoint.path}")
     if to == "hf" and not has_tokenizer(out):
         say("without a tokenizer: name its folder with --tokenizer to have its files copied")
@@ -72,11 +70,10 @@ def import_weights(
     Writes a checkpoint that has weights alone, config.toml with the model's settings, and the tokenizer's files into
     `tokenizer`. Runs name the folder in checkpoint.load_weights.
     """
-    with explained_errors("checkpoint import"):
-        if from_ == "hf":
-            from spare_megatron.tools.weights.hf_folder import import_hf as import_folder
-        else:
-            from spare_megatron.tools.weights.megatron_folder import import_megatron as import_folder
+    if from_ == "hf":
+        from spare_megatron.tools.weights.hf_folder import import_hf as import_folder
+    else:
+        from spare_megatron.tools.weights.megatron_folder import import_megatron as import_folder
 
-        checkpoint = import_folder(path, out)
+    checkpoint = import_folder(path, out)
     say(f"{checkpoint.path}: the weights of {path}")

@@ -26,6 +26,7 @@ from spare_megatron.comm import communicators, nccl, sum_watch, transfers
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.warm_up import Call, warm_up
+from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.process.processes import set_gpu_environment
@@ -66,6 +67,7 @@ def test_a_rank_that_has_met_the_others_connects() -> None:
     other.join()
     _, rank, size, options = backend.arguments
     assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
+    assert options.config.max_ctas == MOST_CHANNELS, "the memory of more is not counted"
     assert options.is_high_priority_stream, "a stream of a pool that Megatron does not use"
     assert backend.connected == [GPU]
     for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "WAIT_TIMEOUT_DUMP_MILSEC"):

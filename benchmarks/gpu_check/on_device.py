@@ -78,8 +78,11 @@ def abort_often(scene: Scene) -> None:
     server = listen("127.0.0.1", timedelta(seconds=_TIMEOUT_S))
     num_bytes = 2**20 if scene.is_dry else _SUM_BYTES
     ways = [(group, scene.device, server.port, num_bytes) for group in range(2)]
-    after = _ask(scene, sum_and_abort, *ways)[0]
+    before, *after = _ask(scene, sum_and_abort, *ways)[0]
     scene.report(after_each_abort=after)
+    device_bytes = (after[0]["device_bytes"] - before["device_bytes"]) / len(ways)  # that of all processes
+    text = f"{mib(device_bytes)} of the GPU, {mib(after[0]['host_bytes'] - before['host_bytes'])} of host memory"
+    scene.report(("a communicator of two ranks that share a GPU, over sockets", text))
     # The last few aborted communicators are still alive while their threads end, so that the first aborts add to them.
     middle = len(after) // 2 + 1
     growth = {key: (after[-1][key] - after[middle][key]) / (len(after) - 1 - middle) for key in after[0]}
@@ -96,22 +99,28 @@ def abort_often(scene: Scene) -> None:
 
 
 def sum_and_abort(group: int, name: str, port: int, num_bytes: int, answer: Connection) -> None:
-    """Sends the memory in use with each of the communicators; all but the last were aborted in a sum of group 0."""
+    """Sends the memory in use before and with each communicator; all but the last were aborted in a sum of group 0."""
     device = torch.device(name)
     if device.type == "cuda":
         set_gpu_environment(Layout(num_groups=2))
         nccl.share_gpu(group)
         torch.cuda.set_device(device)
+    store = TcpControlStore("127.0.0.1", port)
     communicator = CrossGroupCommunicator(
         group=GroupId(group),
         position=0,
         device=device,
-        store=TcpControlStore("127.0.0.1", port),
+        store=store,
         timeout_s=_TIMEOUT_S,
         ask_interval_s=0.05,
         probe=SilentProbe(),
     )
-    found = []
+    torch.ones(num_bytes // 4, device=device)  # CUDA's context, and what torch keeps for the tensors below
+    found: list[dict[str, int]] = []
+    for what in ("has a context", "has measured"):
+        store.put(f"{what}/{group}", "")
+        store.wait(f"{what}/{1 - group}", _TIMEOUT_S)
+        found = found or [_in_use(device)]
     for number in range(NUM_ABORTS + 1):
         communicator.start_build(number, [GroupId(0), GroupId(1)])
         communicator.start_attempt()

@@ -199,6 +199,7 @@ def _rows(facts: "RunSizes", endured_losses: float) -> Iterator[tuple[str, str]]
         ("reduction", memory.reduction_bytes),
         ("optimizer", memory.optimizer_bytes),
         ("activations, at most about", memory.activations_bytes),
+        ("NCCL between groups, about", memory.communicators_bytes),
     ):
         yield f"  {name}", format_bytes(size)
     yield "a checkpoint", format_bytes(facts.checkpoint_bytes)

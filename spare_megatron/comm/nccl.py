@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.supported_versions import check_names, check_version
 from spare_megatron.process.processes import leave, say
 from spare_megatron.process.reports import ExitCode
@@ -28,6 +29,7 @@ if dist.is_nccl_available():  # builds for CPUs have none of it
         "ProcessGroupNCCL.Options._timeout",
         "ProcessGroupNCCL.Options.config",
         "ProcessGroupNCCL.NCCLConfig.blocking",
+        "ProcessGroupNCCL.NCCLConfig.max_ctas",
         "ProcessGroupNCCL.get_runtime_nccl_version",
         "ProcessGroupNCCL.eager_connect_single_device",
         "ProcessGroupNCCL.abort",
@@ -99,6 +101,7 @@ def connect(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.blocking = 1
+    options.config.max_ctas = MOST_CHANNELS  # their buffers are memory that the model lacks, twice during a rebuild
     # torch hands out the 32 streams of a pool in turn. That of the other priority is Megatron's: the stream of a later
     # communicator would be that of the group's own collectives.
     options.is_high_priority_stream = True

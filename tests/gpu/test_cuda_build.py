@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
+from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
@@ -51,6 +52,7 @@ def test_torch_takes_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     [options] = taken
     assert options._timeout == PATIENCE
     assert options.config.blocking != real().config.blocking, "it is undefined unless it is set"
+    assert options.config.max_ctas == MOST_CHANNELS != real().config.max_ctas
 
 
 def test_every_attribute_that_is_used_of_a_backend_is_there() -> None:

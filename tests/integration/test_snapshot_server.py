@@ -13,25 +13,32 @@ from functools import partial
 from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import psutil
 import pytest
+import torch
 
+from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.formats.frames import Address, NotOffered
 from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, Piece
+from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
+from spare_megatron.mcore.state import OutgoingState, StateCopy
 from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.stacking.layout import PartitionId
+from spare_megatron.stacking.layout import GroupId, PartitionId
 from spare_megatron.state.snapshot import mapped_files
 from spare_megatron.state.snapshot import snapshot_server as snapshot_server_module
 from spare_megatron.state.snapshot.mapped_files import MappedFile
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
+from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.piece_client import PieceClient
 from tests.cudart_stand_in import CudartStandIn
 from tests.integration.snapshot_memory import memory_files
+from tests.rank_context import rank_context
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
@@ -293,6 +300,34 @@ def test_a_rank_gives_up_the_memory_of_a_server_that_is_gone(snapshot_server: No
     client.close()
     late.close()
     assert cudart.registered == {}
+
+
+@pytest.mark.parametrize("refuses_from", [None, 1])
+def test_records_say_what_is_registered_and_nothing_is_at_the_end_of_training(
+    snapshot_server: NodeSnapshotServer, refuses_from: int | None
+) -> None:
+    cudart, cpu = CudartStandIn(refuses_from), torch.device("cpu")
+    client = SnapshotClient(snapshot_server.address, 0, cudart)
+    state = torch.zeros(1000, dtype=torch.uint8)
+    outgoing = OutgoingState(description=b"", tensors=TensorBytes([state]))
+    trainer = SimpleNamespace(state_copy=lambda: StateCopy(outgoing, HostCopies(cpu)))
+    snapshotter = Snapshotter(rank_context(trainer=trainer), client)
+    for step in range(1, 5):
+        state.fill_(step)
+        snapshotter.start_copy(
+            TakeSnapshot(step=step, attempt=step, previous=step - 1, settled_by=step + 1, holders=((GroupId(0),),))
+        )
+        snapshotter.await_copy(step + 1)
+        [record] = snapshotter.take_finished()
+        assert record.is_kept
+        assert client.memory(step, None)[:1008] == bytes(8) + bytes([step]) * 1000
+        assert record.registered_bytes == (0 if refuses_from else min(step, 2) * 2**20)
+        assert record.not_registered == (f"cudaHostRegister of {2**20} bytes: cudaError 2" if refuses_from else "")
+        assert record.copy_s >= record.register_s >= 0
+    assert len(cudart.registered) == (0 if refuses_from else 2)
+    snapshotter.finish()
+    assert cudart.registered == {}
+    assert client.list_intact(HOST).held[-1].attempt == 4, "the server keeps them"
 
 
 def flip_bit(kept: list[mmap.mmap], content: bytes, files: Sequence[MappedFile]) -> None:

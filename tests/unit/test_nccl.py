@@ -22,6 +22,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.comm.warm_up import Call, warm_up
+from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_exits import Consequence, cause_of_end, consequence_of
@@ -55,6 +56,7 @@ def test_a_rank_that_has_met_the_others_connects() -> None:
     other.join()
     _, rank, size, options = backend.arguments
     assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
+    assert options.config.max_ctas == MOST_CHANNELS, "the memory of more is not counted"
     assert options.is_high_priority_stream, "a stream of a pool that Megatron does not use"
     assert backend.connected == [GPU]
     for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "WAIT_TIMEOUT_DUMP_MILSEC"):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.rank_memory import rank_memory
+from spare_megatron.config.model.rank_memory import MOST_CHANNELS, rank_memory
 from spare_megatron.core.saves.endurance import endured_losses
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,6 +41,26 @@ def test_activations_are_those_of_all_that_a_group_computes_after_losses(
     work = f"spare.microbatches_per_shard={microbatches}", f"spare.redundancy={redundancy}", f"data.access={access}"
     of_two = activations("spare.microbatches_per_shard=2", "spare.redundancy=1", "data.access=stacked")
     assert activations(*work) == most_in_flight(8, most_of_a_group) / 2 * of_two
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_communicators"),
+    [
+        (("cluster.device=gpu",), 2),
+        (("cluster.device=gpu", "layout.num_groups=1", "spare.redundancy=1"), 0),
+        (("cluster.device=cpu",), 0),
+    ],
+)
+def test_communicators_between_groups_count_twice_as_one_is_rebuilt_beside_the_other(
+    overrides: tuple[str, ...], num_communicators: int
+) -> None:
+    """Each has the 0.5 to 1.5 GiB that NCCL is known for at 16 to 32 channels."""
+    memory = rank_memory(load_run_config(CONFIGS / "run/gpt_1p3b_node.toml", list(overrides)).config)
+    assert memory.communicators_bytes == num_communicators * MOST_CHANNELS * 4 * 9_633_792
+    assert 0.5 * 2**30 < MOST_CHANNELS * 4 * 9_633_792 < 1.5 * 2**30
+    states = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    others = states + memory.reduction_bytes + memory.activations_bytes
+    assert memory.total_bytes - others == memory.communicators_bytes
 
 
 def test_interleaved_schedules_are_shown_with_the_work_that_pads_them() -> None:

@@ -1,4 +1,4 @@
-"""Memory of the fullest rank: weights, gradients, reduction buckets, optimizer state and activations."""
+"""Memory of the fullest rank: weights, gradients, buckets, optimizer state, activations and communicators."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +7,12 @@ from spare_megatron.config.model.model_shape import model_shape, padded_vocab_si
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.bucket_window import MAX_STAGED
+
+MOST_CHANNELS = 16
+"""Of NCCL in a communicator between groups. NCCL takes up to 32 inside a node, for all of which it holds buffers."""
+
+_CHANNEL_BYTES = 4 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+"""Four connections, two of a ring and two of a tree, with buffers of the protocols Simple, LL128 and LL (init.cc)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +23,7 @@ class RankMemory:
         reduction_bytes: Buckets staged at a time, at most.
         optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
         activations_bytes: Peak of what the forward pass keeps; an estimate.
+        communicators_bytes: NCCL's buffers between groups, on GPUs; an estimate. During a rebuild there are two.
     """
 
     weights_bytes: int
@@ -24,11 +31,12 @@ class RankMemory:
     reduction_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    communicators_bytes: int
 
     @property
     def total_bytes(self) -> int:
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.reduction_bytes + self.activations_bytes
+        return states + self.reduction_bytes + self.activations_bytes + self.communicators_bytes
 
 
 def rank_memory(config: RunConfig) -> RankMemory:
@@ -38,6 +46,7 @@ def rank_memory(config: RunConfig) -> RankMemory:
     # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
     number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
+    has_nccl = config.cluster.device == "gpu" and layout.most_groups > 1
     optimizer = config.optimizer
     held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     # With experts another stage may hold most optimizer state than most parameters.
@@ -51,6 +60,7 @@ def rank_memory(config: RunConfig) -> RankMemory:
         reduction_bytes=min(own * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
         optimizer_bytes=round(own * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
+        communicators_bytes=2 * MOST_CHANNELS * _CHANNEL_BYTES if has_nccl else 0,
     )
 
 

@@ -138,7 +138,6 @@ def text_of_drain(record: records.LadderRecord) -> str:
 
 
 def text_of_evaluation(last: Mapping[str, float | None]) -> str:
-    """A set's last evaluation for people."""
     loss = last["loss"]
     return f"{'not finite' if loss is None else f'{loss:.4f}'} after {format_steps(int(last['step'] or 0))}"
 

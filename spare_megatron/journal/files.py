@@ -152,7 +152,6 @@ class Journal:
     damage: tuple[str, ...] = ()
 
     def of(self, kind: type[R]) -> list[R]:
-        """Records of one kind, in time order."""
         return records_of(self.lines, kind)
 
 

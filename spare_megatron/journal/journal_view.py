@@ -114,7 +114,6 @@ class Attempts:
 
 
 def by_attempt(placed: Iterable[Placed]) -> defaultdict[int, list[Any]]:
-    """Attempt -> its records."""
     found: defaultdict[int, list[Any]] = defaultdict(list)
     for _, record in placed:
         found[record.attempt].append(record)

@@ -11,51 +11,34 @@ from spare_megatron.stacking.batch_ramp import BatchRamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord(Record):
-    """Terms of the run; the driver writes them before any rank starts."""
+class FirstTerms(Record):
+    """Terms that the settings fix, so that every group knows them by its own. Their order is that of the digest."""
 
-    format: int = 1
-    """Journal format; format 1 does not write this field."""
     name: str
     num_groups: int
     """Groups that the run begins with, and shards of a batch."""
-    max_groups: int = 0
-    """Most groups that may take part; 0 if those are all."""
     ranks_per_group: int
+    ranks_per_stage: int = 1
+    """Consecutive ranks of a group that form a pipeline stage, those of all lanes."""
+    pipeline_fill: float = 0.0
+    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage x those that the lanes
+    of a group compute at a time."""
     redundancy: int
     microbatches_per_shard: int
-    num_steps: int
     placement: str
+    groups_per_domain: int = 1
+    """Groups of consecutive ids in a failure domain, as passed to the placement."""
     granularity: str
-    deal_by_pace: bool = False
-    """Whether slow groups get less work; False in earlier versions."""
-    reduce_mode: str
-    faults: list[dict[str, Any]]
-    """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
-    params_check_every_steps: int = 0
-    """Steps between comparisons of all groups' parameters; 0 compares only after recoveries and at the end."""
     last_resort: bool = False
     """Whether a group may compute shards outside its stack once all their hosts are lost."""
     slice_redundancy: int = 0
     """Hosts of each state partition; 0 if not partitioned."""
-    groups_per_domain: int = 1
-    """Groups of consecutive ids in a failure domain, as passed to the placement."""
-    num_processors: int = 0
-    """Processors that all ranks share; 0 if each rank has its own device."""
-    first_step: int = 0
-    """Committed steps of the checkpoint that the run starts from; equals the first step to train."""
+    reduce_mode: str
+    num_steps: int
+    params_check_every_steps: int = 0
+    """Steps between comparisons of all groups' parameters; 0 compares only after recoveries and at the end."""
     loaded: str = ""
-    """Path of that checkpoint."""
-    pipeline_fill: float = 0.0
-    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage x those that the lanes
-    of a group compute at a time."""
-    ranks_per_stage: int = 1
-    """Consecutive ranks of a group that form a pipeline stage, those of all lanes."""
-    lanes: int = 1
-    """Replicas of the model in a group, which share its microbatches."""
-    row_size: int = 1
-    """Microbatches in a row. Above 1, with experts, the microbatches of all records are rows, which a group's lanes
-    compute together."""
+    """Path of the checkpoint that the run starts from."""
     tokens_per_step: int = 0
     """Tokens of the global batch; 0 if unknown, as in a simulated run."""
     flops_per_step: float = 0.0
@@ -63,6 +46,58 @@ class RunRecord(Record):
     peak_tflops: float | None = None
     max_minutes: float | None = None
     """`train.max_minutes`: the run then ends with the step under way."""
+    corpus: str = ""
+    """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTerms(FirstTerms):
+    """All of these. Earlier versions had none of the further ones; the defaults are what they meant then."""
+
+    order: int = 1
+    """Version of the order of samples; 1 in earlier versions, where it depended on the number of steps."""
+    weights: str = ""
+    """Identity of the weights alone that the training began with; empty if there were none."""
+    validation: str = ""
+    """Name and corpus of each validation set of its own; empty in earlier versions."""
+    masks: str = ""
+    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
+    program: str = ""
+    """SHA-256 of the file of the user's program; empty without one."""
+    offset: int = 0
+    """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
+    audit_every_steps: int = 0
+    """Steps between audits; 0 if there are none, as in earlier versions."""
+    eval_every_steps: int = 0
+    """Steps between evaluations; 0 if there are none, as in earlier versions."""
+    eval_microbatches_per_shard: int = 0
+    """Microbatches of a shard in an evaluation, over all validation sets."""
+    ramp: list[int] = field(default_factory=list)
+    """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
+    `microbatches_per_shard`; empty if there are as many in every step."""
+    max_groups: int = 0
+    """Most groups that may take part; 0 if those are all."""
+    lanes: int = 1
+    """Replicas of the model in a group, which share its microbatches."""
+    row_size: int = 1
+    """Microbatches in a row. Above 1, with experts, the microbatches of all records are rows, which a group's lanes
+    compute together."""
+    deal_by_pace: bool = False
+    """Whether slow groups get less work; False in earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(RunTerms):
+    """Terms of the run; the driver writes them before any rank starts."""
+
+    format: int = 1
+    """Journal format; format 1 does not write this field."""
+    faults: list[dict[str, Any]]
+    """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
+    num_processors: int = 0
+    """Processors that all ranks share; 0 if each rank has its own device."""
+    first_step: int = 0
+    """Committed steps of the checkpoint `loaded`; equals the first step to train."""
     version: str = ""
     """Package version that started the run; empty in earlier formats, as are `commit` and `host`."""
     commit: str = ""
@@ -70,31 +105,8 @@ class RunRecord(Record):
     """The driver's machine."""
     code: str = ""
     """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
-    corpus: str = ""
-    """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
-    order: int = 1
-    """Version of the order of samples; 1 in earlier versions, where it depended on the number of steps."""
     loaded_corpus: str = ""
     """Corpus of the loaded checkpoint, if known to be another one."""
-    weights: str = ""
-    """Identity of the weights alone that the training began with; empty if there were none."""
-    validation: str = ""
-    """Name and corpus of each validation set of its own; empty in earlier versions."""
-    program: str = ""
-    """SHA-256 of the file of the user's program; empty without one."""
-    offset: int = 0
-    """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
-    masks: str = ""
-    """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
-    eval_every_steps: int = 0
-    """Steps between evaluations; 0 if there are none, as in earlier versions."""
-    eval_microbatches_per_shard: int = 0
-    """Microbatches of a shard in an evaluation, over all validation sets."""
-    audit_every_steps: int = 0
-    """Steps between audits; 0 if there are none, as in earlier versions."""
-    ramp: list[int] = field(default_factory=list)
-    """Microbatches per shard at the first step, those that each increase adds, and the step from which there are
-    `microbatches_per_shard`; empty if there are as many in every step."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
@@ -124,58 +136,15 @@ class RunRecord(Record):
         return BatchRamp(largest=self.microbatches_per_shard, start=start, increment=increment, steps=steps)
 
 
-TERMS = (
-    "name",
-    "num_groups",
-    "ranks_per_group",
-    "ranks_per_stage",
-    "pipeline_fill",
-    "redundancy",
-    "microbatches_per_shard",
-    "placement",
-    "groups_per_domain",
-    "granularity",
-    "last_resort",
-    "slice_redundancy",
-    "reduce_mode",
-    "num_steps",
-    "params_check_every_steps",
-    "loaded",
-    "tokens_per_step",
-    "flops_per_step",
-    "peak_tflops",
-    "max_minutes",
-    "corpus",
-)
-"""Run record fields that the settings fix: every group knows them on its own."""
-
-
-_LATER_TERMS = (
-    "order",
-    "weights",
-    "validation",
-    "masks",
-    "program",
-    "offset",
-    "audit_every_steps",
-    "eval_every_steps",
-    "eval_microbatches_per_shard",
-    "ramp",
-    "max_groups",
-    "lanes",
-    "row_size",
-    "deal_by_pace",
-)
-"""Terms that earlier versions did not have; the defaults of the record are what they meant then."""
-
-
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values of the `TERMS` fields, and of later ones where they differ from what was before.
+    """SHA-256 in hex of the values of all terms, of those that came later only where they differ from their defaults.
 
     The json module writes them: the codec writes large numbers otherwise, and digests of earlier versions must match.
     """
-    values = [terms[name] for name in TERMS]
-    before = {field.name: [] if field.default is MISSING else field.default for field in fields(RunRecord)}
-    values += [{name: terms[name]} for name in _LATER_TERMS if terms[name] != before[name]]
+    first = fields(FirstTerms)
+    values = [terms[one.name] for one in first]
+    for one in fields(RunTerms)[len(first) :]:
+        default = [] if one.default is MISSING else one.default
+        values += [] if terms[one.name] == default else [{one.name: terms[one.name]}]
     text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -14,7 +14,7 @@ def address_towards(hosts: Iterable[str]) -> str:
     own, failures = "", []
     for host in hosts:
         try:
-            address = _address_on_the_way_to(host)
+            address = address_on_the_way_to(host)
         except OSError as error:
             failures.append(f"{host} cannot be reached from here: {error.strerror}")
             continue
@@ -56,7 +56,8 @@ def _is_name(host: str) -> bool:
     return host != "localhost" and not is_address(host)
 
 
-def _address_on_the_way_to(host: str) -> str:
+def address_on_the_way_to(host: str) -> str:
+    """This machine's address on the route to a host. OSError: there is none, or no such host."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(address)  # sends nothing: a datagram socket

@@ -49,7 +49,6 @@ def disregard() -> None:
 
 
 def is_pending() -> bool:
-    """Whether SIGUSR1 has arrived while it was blocked."""
     return WITHOUT_LIMIT in signal.sigpending()
 
 

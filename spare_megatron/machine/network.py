@@ -95,7 +95,6 @@ class NodeNetwork:
         _run(*self._in_hub, "tc", "qdisc", "replace", "dev", self._plug, "root", *_bucket(factor))
 
     def restore(self) -> None:
-        """Lifts the limit of `slow`."""
         _run("tc", "qdisc", "del", "dev", _INTERFACE, "root")
         _run(*self._in_hub, "tc", "qdisc", "del", "dev", self._plug, "root")
 

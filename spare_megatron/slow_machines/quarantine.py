@@ -11,12 +11,11 @@ from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.core.machines.places import Places, Quarantine
 from spare_megatron.core.slow_machines import examination_rules as examination
 from spare_megatron.core.slow_machines.examination_rules import Figures, judge_examination
-from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, publish, published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +61,8 @@ class Examinations:
 
     def _help(self, store: ControlStore, others: Sequence[MachineId]) -> None:
         """Does the same as other machines that are examined, if they ask for it."""
-        texts = store.get([keys.examination(one) for one in others]) if others else []
-        for machine, text in zip(others, texts, strict=True):
-            if text is None:
-                continue
-            number, asked = decode(text, tuple[int, list[MachineId]])
+        wanted = published(store, [keys.examination(one) for one in others], tuple[int, list[MachineId]])
+        for machine, (number, asked) in ((one, found) for one, found in zip(others, wanted, strict=True) if found):
             if self._last.get(machine) != number:
                 self._last[machine] = number
                 if self._machine in asked:
@@ -76,20 +72,20 @@ class Examinations:
         held = [holding for holding in places.holders if holding.machine != own.machine]
         beats = store.get([keys.beat(holding.place) for holding in held]) if held else []
         others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
-        (text,) = store.get([keys.examination(own.machine)])
-        number = 0 if text is None else decode(text, tuple[int, list[MachineId]])[0] + 1
+        (last,) = published(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
+        number = 0 if last is None else last[0] + 1
         helpers = examination.helpers_of(own.machine, number, others)
         limit_s = examination.LIMIT_INTERVALS * self._interval_s
         self._open = _Open(examined=own.machine, number=number, helpers=helpers, ends_at_s=now_s + limit_s)
-        store.put(keys.examination(own.machine), encode([number, helpers]))
+        publish(store, keys.examination(own.machine), (number, helpers))
         self._start(ExaminationWanted(examined=own.machine, number=number, is_own=True))
 
     def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
         by = [self._machine, *of.helpers]
-        texts = store.get([keys.examined(of.examined, of.number, one) for one in by])
-        if None in texts and now_s < of.ends_at_s:
+        figures = published(store, [keys.examined(of.examined, of.number, one) for one in by], Figures)
+        if None in figures and now_s < of.ends_at_s:
             return None
-        found = {one: decode(text, Figures) for one, text in zip(by, texts, strict=True) if text is not None}
+        found = {one: of_one for one, of_one in zip(by, figures, strict=True) if of_one is not None}
         own = found.pop(self._machine, None)
         reason = judge_examination(own, found)
         self._open, wait_s = None, 0.0

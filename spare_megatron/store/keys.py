@@ -20,7 +20,7 @@ DATA_DIGEST = "data-digest"
 """Digest of samples of the shared corpus. Written by the first rank that has read them; read by all others."""
 
 AUDITED_DEVICE = "audited-device"
-"""Device and kernels of a run with audits. Written by the first rank that has them; read by all others."""
+"""Model of device that a run with audits computes on. Written by the first rank; read by all others."""
 
 PLAIN_WORLD = "plain"
 """Name of the only torch.distributed world of a run without SPARe, for all of its ranks."""

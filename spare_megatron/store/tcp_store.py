@@ -13,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from spare_megatron.machine.addresses import address_on_the_way_to
 from spare_megatron.store.interface import StoreLost, StoreTimeout
 
 T = TypeVar("T")
@@ -245,10 +246,7 @@ class TcpControlStore:
             return store
 
     def local_host(self) -> str:
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect(self._address)  # sends nothing: a datagram socket
-            return str(route.getsockname()[0])
+        return address_on_the_way_to(self._address[0])
 
 
 def _gloo_key(prefix: str, rank: int) -> str:

@@ -24,7 +24,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError(1, "no way there")
         return own
 
-    monkeypatch.setattr(addresses, "_address_on_the_way_to", way)
+    monkeypatch.setattr(addresses, "address_on_the_way_to", way)
     return asked
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, VoteRecord
-from spare_megatron.journal.run_record import TERMS, RunRecord, digest_of_terms
+from spare_megatron.journal.run_record import FirstTerms, RunRecord, digest_of_terms
 from tests.unit.journal_in_memory import run_record
 
 RUN = run_record(2, format=FORMAT, name="kept", num_steps=0)
@@ -112,8 +113,8 @@ def test_a_journal_whose_run_has_not_begun_is_read(tmp_path: Path) -> None:
 
 def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
     """They have no order of samples, which was the first one, no weights and no evaluations."""
-    terms = {name: place for place, name in enumerate(TERMS)}
-    earlier = hashlib.sha256(json.dumps([*range(len(TERMS))], separators=(",", ":")).encode()).hexdigest()
+    terms = {name: place for place, name in enumerate(one.name for one in fields(FirstTerms))}
+    earlier = hashlib.sha256(json.dumps([*range(len(terms))], separators=(",", ":")).encode()).hexdigest()
     later = {
         "order": 1,
         "weights": "",

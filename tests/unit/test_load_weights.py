@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.config.schema import AuditConfig, CheckpointConfig, RunConfig
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import differences, terms_of
-from spare_megatron.journal.run_record import TERMS, digest_of_terms
+from spare_megatron.journal.run_record import FirstTerms, digest_of_terms
 from spare_megatron.state.checkpoint.checkpoint_folder import WEIGHTS_ALONE, checkpoint_path, publish
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights, resolve_load
 from spare_megatron.state.checkpoint.verification import read_manifest
@@ -94,7 +94,7 @@ def test_terms_have_the_weights_and_those_of_earlier_versions_stay_as_they_were(
     # Without what later versions do unless it is switched off.
     as_before = replace(CONFIG, spare=replace(CONFIG.spare, deal_by_pace=False), audit=AuditConfig(every_steps=0))
     of_run = terms_of_run(as_before)
-    values = [*(of_run[name] for name in TERMS), {"order": of_run["order"]}]
+    values = [*(of_run[one.name] for one in fields(FirstTerms)), {"order": of_run["order"]}]
     text = json.dumps(values, separators=(",", ":"))
     assert digest_of_terms(of_run) == hashlib.sha256(text.encode()).hexdigest()
     assert digest_of_terms(of_run) != digest_of_terms(terms_of_run(beginning_with("", "0123")))

@@ -112,7 +112,6 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
 
 
 def store_problems(config: RunConfig, *, can_listen: bool = True) -> Iterator[str]:
-    """Every reason why the control store cannot be reached."""
     control = config.control
     yield from broken(STORE, config)
     if control.store == "embedded" and not can_listen:

@@ -38,7 +38,6 @@ class ModelTensor:
 
     @property
     def key_in_layer(self) -> str:
-        """The key with the number of the layer."""
         return self.key if self.layer is None else self.key.replace(LAYERS, f"{LAYERS}{self.layer}.", 1)
 
 

@@ -24,7 +24,6 @@ def _may_add_differently(config: RunConfig) -> bool:
 
 
 def audit_problems(config: RunConfig) -> Iterator[str]:
-    """Why audits that are asked for are impossible."""
     every_steps = config.audit.every_steps
     if every_steps is not None and every_steps < 0:
         return  # a violation of its own

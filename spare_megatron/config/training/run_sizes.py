@@ -33,7 +33,6 @@ class RunSizes:
 
 
 def run_sizes(config: RunConfig) -> RunSizes:
-    """Derives the sizes of a configuration without problems."""
     sequences = global_batch(config)
     tokens = sequences * config.model.seq_length
     shape = model_shape(config)

@@ -35,7 +35,6 @@ def epoch_seed(seed: int, place: int, epoch: int) -> int:
 
 
 def epoch_folder(folder: Path, epoch: int) -> Path:
-    """Where the index `folder` has the order of one epoch."""
     return folder / f"epoch-{epoch:06d}"
 
 

@@ -21,17 +21,14 @@ def units_per_shard(config: RunConfig) -> int:
 
 
 def units_per_set(config: RunConfig) -> int:
-    """Units of work of a shard in the evaluation of one set."""
     return sequences_per_set(config) // _sequences_per_unit(config)
 
 
 def _sequences_per_unit(config: RunConfig) -> int:
-    """Sequences in one unit of work of every shard."""
     return sequences_per_microbatch(config) * config.row_size
 
 
 def evaluation_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why the run cannot evaluate."""
     settings = config.eval
     if not settings.every_steps:
         return

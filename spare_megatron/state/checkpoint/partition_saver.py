@@ -14,13 +14,12 @@ from typing import NamedTuple, Protocol, TypeVar
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, next_move
-from spare_megatron.formats.codec import decode, encode
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, publish, published
 
 T = TypeVar("T")
 
@@ -66,16 +65,15 @@ class SaveBoard:
 
     def report(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
         """Publishes all that a group has written so far, or why it cannot write."""
-        self._store.put(keys.save_shares(self._head, member), encode(_Report(tuple(shares), failure)))
+        publish(self._store, keys.save_shares(self._head, member), _Report(tuple(shares), failure))
 
     def read_shares(self) -> list[WrittenShare]:
         """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
-        texts = self._store.get([keys.save_shares(self._head, voter) for voter in self._voters])
+        reports = published(self._store, [keys.save_shares(self._head, voter) for voter in self._voters], _Report)
         shares: list[WrittenShare] = []
-        for member, text in zip(self._voters, texts, strict=True):
-            if text is None:
+        for member, report in zip(self._voters, reports, strict=True):
+            if report is None:
                 continue
-            report = decode(text, _Report)
             if report.failure:
                 raise SaveFailed(f"group {member.group}: {report.failure}")
             shares += report.shares

@@ -12,7 +12,7 @@ import torch
 
 from spare_megatron.config.schema import OptimizerConfig, RunConfig
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
+from spare_megatron.core.saves.partition_copies import PartitionCopies
 from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, pieces_of
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
@@ -54,7 +54,7 @@ def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
     assert list(fetch_all(copying)) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1)]
     assert copying.whole() == {0: True, 1: True}
     assert copying.donors == frozenset()
-    assert copying.made(PartitionId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
+    assert copying.made(PartitionId(1)) == (repair(1), 3.0)
 
 
 def test_a_copy_that_is_still_requested_continues_and_one_from_another_donor_starts_over() -> None:
@@ -66,7 +66,7 @@ def test_a_copy_that_is_still_requested_continues_and_one_from_another_donor_sta
     assert kept == {1, 2}, "what has come of partition 0 is released"
     assert not copying.is_wanted(repair(0)), "a piece of the old donor that comes now"
     assert list(fetch_all(copying)) == [(1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
-    assert [copying.made(PartitionId(number)).repair_s for number in (0, 1)] == [1.0, 8.0]
+    assert [copying.made(PartitionId(number))[1] for number in (0, 1)] == [1.0, 8.0]
 
 
 def test_a_copy_no_longer_requested_is_released_and_one_that_became_a_host_is_kept() -> None:
@@ -83,7 +83,7 @@ def test_an_empty_partition_is_complete_at_once() -> None:
     copying.assign([repair(0)], NO_HOSTS, 0.0)
     assert copying.whole() == {0: True}
     assert copying.next() is None
-    assert copying.made(PartitionId(0)).repair_s == 0.0
+    assert copying.made(PartitionId(0))[1] == 0.0
 
 
 def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:

@@ -25,14 +25,6 @@ class _Copy:
         return len(self.installed) == self.num_pieces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeCopy:
-    """A complete copy, and the seconds from its request to its completion on this rank."""
-
-    repair: Repair
-    repair_s: float
-
-
 class PartitionCopies:
     """The copies of one rank of `member`. `num_pieces` gives the pieces of a partition."""
 
@@ -91,11 +83,12 @@ class PartitionCopies:
         """For each requested partition, in the same order on every rank of the group, whether it is complete here."""
         return {number: self._copies[number].is_whole for number in sorted(self._copies)}
 
-    def made(self, number: PartitionId) -> WholeCopy:
+    def made(self, number: PartitionId) -> tuple[Repair, float]:
+        """A complete copy, and the seconds from its request to its completion on this rank."""
         copy = self._copies[number]
         # The copy of an empty partition is complete when it is requested.
         whole_at_s = copy.since_s if copy.whole_at_s is None else copy.whole_at_s
-        return WholeCopy(repair=copy.repair, repair_s=whole_at_s - copy.since_s)
+        return copy.repair, whole_at_s - copy.since_s
 
     @property
     def donors(self) -> frozenset[Member]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from spare_megatron.core.log.actions import StartRepairs
-from spare_megatron.core.saves.partition_copies import PartitionCopies, WholeCopy
+from spare_megatron.core.saves.partition_copies import PartitionCopies
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, WrongStep
 from spare_megatron.formats.pieces import Piece, TokenBucket
@@ -120,7 +120,7 @@ class PartitionRepairs:
         with self._lock:
             return self._copying.whole()
 
-    def made(self, number: PartitionId) -> WholeCopy:
+    def made(self, number: PartitionId) -> tuple[Repair, float]:
         with self._lock:
             return self._copying.made(number)
 

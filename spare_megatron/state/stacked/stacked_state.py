@@ -83,15 +83,15 @@ class StackedState(OptimizerState):
         return replace(vote, restored=restored)
 
     def _write(self, number: PartitionId) -> None:
-        made = self._repairs.made(number)
+        repair, repair_s = self._repairs.made(number)
         record = RepairRecord(
             group=self._ctx.member.group,
             step=self._repairs.step,
             slice=number,
-            donor=made.repair.donor.group,
+            donor=repair.donor.group,
             is_move=number in self._moving,
             num_bytes=self._repairs.num_bytes(number),
-            repair_s=round(made.repair_s, 6),
+            repair_s=round(repair_s, 6),
         )
         self._ctx.write_if_leader(record)
 

@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.tools.convert.arguments import TAKEN, Arguments, Class, class_of, megatron_value
-from spare_megatron.tools.weights.megatron_args import settings_in
+from spare_megatron.tools.weights.megatron_args import ModelArgs, settings_in
 
 _MOST_HOSTS = 3
 _DEFAULT_SPLIT = "969,30,1"
 """Of Megatron, where --data-path is given alone."""
-
-_OF_MODEL = (
-    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention"),
-    *("num_query_groups", "position_embedding_type", "use_rotary_position_embeddings", "use_rope_scaling"),
-    *("rotary_base", "rotary_interleaved", "no_rope_freq", "untie_embeddings_and_output_weights", "normalization"),
-    *("norm_epsilon", "apply_layernorm_1p", "disable_bias_linear", "add_qkv_bias", "qk_layernorm", "swiglu"),
-    *("squared_relu", "activation_func_clamp_value", "glu_linear_offset", "window_size", "window_attn_skip_freq"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +153,8 @@ def _model(args: Arguments, preset: Preset) -> None:
         name for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length") if not args[name]
     ]:
         raise ValueError(f"{absent[0]}: it is absent, and Megatron has no default; give it")
-    given = {name: args[name] for name in _OF_MODEL}
-    given |= {"seq_length": args["seq_length"], "max_position_embeddings": args["seq_length"]}
-    given |= {"bias_gelu_fusion": not args["no_bias_gelu_fusion"]}
-    if args["use_rope_scaling"]:
-        given["rope_scaling_factor"] = args["rope_scaling_factor"]
+    given = {name: args[name] for name in ModelArgs.__annotations__ if name in TAKEN}
+    given |= {"max_position_embeddings": args["seq_length"], "bias_gelu_fusion": not args["no_bias_gelu_fusion"]}
     if args["swiglu"] and args["ffn_hidden_size"] is None:
         given["ffn_hidden_size"] = int((4 * args["hidden_size"] * 2 / 3) / 64) * 64
     if (args["max_position_embeddings"] or args["seq_length"]) < args["seq_length"]:

@@ -158,7 +158,7 @@ def flags_of(args: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Args:
+class ModelArgs:
     """The arguments that describe the model; later versions save all of them."""
 
     num_layers: PositiveInt
@@ -199,7 +199,7 @@ class _Args:
 def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dict[str, dict[str, Any]]:
     """The tables of a run's TOML file that describe the model. Raises ValueError for one that is not supported here."""
     require_values(_ONLY, args, "")
-    found = read_fields(_Args, args, "")
+    found = read_fields(ModelArgs, args, "")
     _require_divisible(found)
     has_bias = not found.disable_bias_linear if found.add_bias_linear is None else found.add_bias_linear
     model = {
@@ -230,7 +230,7 @@ def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dic
     return {"model": model, "megatron": others} if others else {"model": model}
 
 
-def _require_divisible(found: _Args) -> None:
+def _require_divisible(found: ModelArgs) -> None:
     heads = f"num_attention_heads={found.num_attention_heads}"
     if found.kv_channels is None and found.hidden_size % found.num_attention_heads:
         raise ValueError(f"{heads} does not divide hidden_size={found.hidden_size}")
@@ -240,7 +240,7 @@ def _require_divisible(found: _Args) -> None:
         raise ValueError(f"layernorm_epsilon={one} and norm_epsilon={other} contradict each other")
 
 
-def _positions(found: _Args) -> dict[str, Any]:
+def _positions(found: ModelArgs) -> dict[str, Any]:
     if not found.use_rotary_position_embeddings and found.position_embedding_type == "learned_absolute":
         return {
             "position_embedding": "learned_absolute",
@@ -259,7 +259,7 @@ def _positions(found: _Args) -> dict[str, Any]:
     }
 
 
-def _activation(found: _Args, *, has_bias: bool) -> str:
+def _activation(found: ModelArgs, *, has_bias: bool) -> str:
     if found.swiglu:
         return "swiglu"
     if found.squared_relu:
@@ -275,7 +275,7 @@ def _window(window: Sequence[int] | None) -> int | None:
     return window[0] + 1
 
 
-def _given(found: _Args, name: str) -> int:
+def _given(found: ModelArgs, name: str) -> int:
     value: int | None = getattr(found, name)
     if value is None:
         raise ValueError(f"{name}=None must be a whole number")

@@ -21,6 +21,7 @@ from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.convert import convert_command
 from spare_megatron.tools.doctor import check_program, doctor
 from spare_megatron.tools.plan import plan_command as plan
+from spare_megatron.tools.replay import data_command
 from spare_megatron.tools.replay import replay_command as replay
 from spare_megatron.tools.report import report_commands
 from spare_megatron.tools.simulate import simulate_command as simulate
@@ -77,6 +78,7 @@ _COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
     check.check: (_AFTER, ("step", "attempt", "epoch", "fence")),
     check.audit: (_AFTER, ("step", "attempt", "audit")),
     replay.replay: (_AFTER, ("step", "microbatch", "group")),
+    data_command.data: (_AFTER, ("step", "microbatch", "shard")),
     report_commands.report: (_AFTER, ("step", "load", "patch", "scatter")),
     report_commands.timeline: (_AFTER, ("step", "attempt", "incarnation")),
 }

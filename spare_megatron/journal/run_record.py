@@ -64,6 +64,8 @@ class RunTerms(FirstTerms):
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     program: str = ""
     """SHA-256 of the file of the user's program; empty without one."""
+    skip: str = ""
+    """Places in the order of samples that are left out; empty if none, as in earlier versions."""
     offset: int = 0
     """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
     audit_every_steps: int = 0

@@ -76,7 +76,7 @@ class RestartLoader:
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
                 continue
-            found = differences(manifest.terms, self._ctx.config)
+            found = differences(manifest.terms, self._ctx.config, manifest.num_samples)
             if manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
                 found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
             if found:

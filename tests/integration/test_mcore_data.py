@@ -18,7 +18,13 @@ from megatron.core.datasets.utils import Split
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
-from spare_megatron.mcore.model.training_samples import Corpus, ValidationWindows, prepare_index, validation_sets
+from spare_megatron.mcore.model.training_samples import (
+    Corpus,
+    ValidationWindows,
+    corpus_dataset,
+    prepare_index,
+    validation_sets,
+)
 from spare_megatron.tools.text.corpus_writer import CorpusCounts, write_corpus
 from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
 
@@ -97,6 +103,41 @@ def test_every_sample_of_a_run_whose_batch_grows_has_one_address(config: RunConf
     first = [corpus.first_sample(step, number) for step, of_step in enumerate(numbers) for number in of_step]
     assert first == list(range(0, 3 * sum(sizes) * 2, config.train.micro_batch_size))
     assert corpus.digest() != Corpus(replace(config, train=replace(config.train, steps=3))).digest()
+
+
+def test_places_that_are_left_out_are_read_by_no_step_and_what_follows_moves_up(config: RunConfig) -> None:
+    """Over the end of an epoch of 337 sequences; the index is the same."""
+    config = replace(config, train=replace(config.train, steps=30))
+    skip = ("3", "10-20", "330-345")
+    skipping = replace(config, data=replace(config.data, skip=skip))
+    longer = replace(config, train=replace(config.train, steps=33))
+    assert prepare_index(longer) == prepare_index(skipping)
+    whole, corpus = Corpus(longer), Corpus(skipping)
+    read = [
+        sample
+        for step in range(33)
+        for number in numbers_of(config, all_work(config), step)
+        for sample in whole.microbatch(step, number)["tokens"].tolist()
+    ]
+    skipped = {3, *range(10, 21), *range(330, 346)}
+    left = [read[place] for place in range(30 * 12 + len(skipped)) if place not in skipped]
+    found, places = [], []
+    for step in range(30):
+        for number in numbers_of(config, all_work(config), step):
+            found += corpus.microbatch(step, number)["tokens"].tolist()
+            places += corpus.places(step, number)
+    assert found == left
+    assert [read[place] for place in places] == left
+    (prefix,) = {address.partition(", epoch")[0] for address in corpus.addresses(0, 0)}
+    assert corpus.addresses(29, 5)[-1] == f"{prefix}, epoch 1, sequence {places[-1] - 337}"
+
+
+def test_the_documents_of_a_sample_are_those_that_its_text_is_from(config: RunConfig) -> None:
+    prepare_index(config)
+    dataset = corpus_dataset(config)
+    for place in range(40):
+        tokens, joined = dataset[place]["tokens"].tolist(), b"".join(DOCUMENTS[one] for one in dataset.documents(place))
+        assert bytes(tokens) in joined
 
 
 def test_an_index_that_memory_has_no_room_for_names_the_setting(

@@ -1,5 +1,6 @@
 """Checkpoints of whole runs: taken while training goes on, never torn, and gone on from."""
 
+import json
 import os
 import re
 import resource
@@ -10,9 +11,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from spare_megatron.cli.train import unsaved_end
+from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
 from spare_megatron.driver.run import rank_main, start_run
@@ -110,6 +114,55 @@ def test_an_extended_training_is_bitwise_the_longer_one(text_corpus: Path, tmp_p
     [terms] = whole.journal.of(RunRecord)
     assert terms.order == 2
     assert re.fullmatch(r"0\.666\d* of \w{16}, 1200 tokens \+ 0\.333\d* of \w{16}, 800 tokens", terms.corpus)
+
+
+def test_a_step_is_left_out_from_a_checkpoint_on_and_shown_with_its_text(text_corpus: Path, tmp_path: Path) -> None:
+    """Steps have 8 samples. A later run reads in the place of those of step 3 what follows them."""
+
+    def trained(name: str, *, steps: int = 6, skip: Sequence[str] = (), load: str = "", **settings: Any) -> Run:
+        config = config_of(text_corpus, steps=steps, load=load, **settings)
+        run = complete_run(replace(config, data=replace(config.data, skip=tuple(skip))), tmp_path / name)
+        assert_proven(run)
+        return run
+
+    first = trained("first")
+    shown = json.loads(
+        CliRunner().invoke(app, ["data", str(tmp_path / "first"), "3", "--json", "--tokenizer", "byte"]).stdout
+    )
+    assert [sample["place"] for sample in shown["samples"]] == list(range(24, 32))
+    assert shown["skip"] == ["24-31"]
+    text = np.fromfile(text_corpus.with_suffix(".bin"), np.uint16).astype(np.uint8).tobytes().decode()
+    whole_texts = [sample["text"] for sample in shown["samples"] if len(sample["documents"]) == 1]
+    assert whole_texts
+    assert all(one in text for one in whole_texts)
+    load = str(checkpoint_path(tmp_path / "first" / "checkpoints", 2))
+    faults = [kill(FaultPoint.BACKWARD, 4, 1)]
+    skipping = trained("skipping", skip=shown["skip"], load=load, faults=faults)
+    whole = trained("whole", skip=shown["skip"])
+    before, after = losses_of(first.journal), losses_of(skipping.journal)
+    assert losses_of(whole.journal) == {step: before[step] for step in (0, 1)} | after
+    assert whole.summary.params_sha256 == skipping.summary.params_sha256 != first.summary.params_sha256
+    assert skipping.summary.groups_lost == 1
+    assert before[2] == after[2], "its samples come before those that are left out"
+    assert before[3] != after[3]
+    [terms] = skipping.journal.of(RunRecord)
+    assert terms.skip == "24-31"
+    late = config_of(text_corpus, load=str(checkpoint_path(tmp_path / "first" / "checkpoints", 4)))
+    with pytest.raises(ValueError, match=r"data.skip = 24-31 leaves out other places below 31, the last"):
+        start_run(replace(late, data=replace(late.data, skip=("24-31",))), tmp_path / "late", lambda event: None)
+    for words, reason in (
+        (["6"], "step 6: the run has the steps 0 to 5"),
+        (["3", "--microbatch", "4.0"], "--microbatch 4.0: step 3 has 0.0 to"),
+        (["3", "--tokenizer", "words"], "--tokenizer words is unknown"),
+    ):
+        refused = CliRunner().invoke(app, ["data", str(tmp_path / "first"), *words])
+        assert refused.exit_code == 2
+        assert reason in refused.stderr
+    plain = (
+        CliRunner().invoke(app, ["data", str(tmp_path / "skipping"), "3", "--microbatch", "0.1"]).stdout.splitlines()
+    )
+    assert plain[0].startswith("0.1  place ")
+    assert plain[-1].startswith('to leave these out of a run that has not read them: --set \'data.skip=["24-31", "3')
 
 
 def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_corpus: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
+from spare_megatron.config.training.skipped import skip_problems
 from spare_megatron.formats.quantities import gib
 
 INDEX_BYTES_PER_SAMPLE = 12
@@ -33,6 +34,7 @@ def data_problems(
 ) -> Iterator[str]:
     """Every reason why no samples could be read; the facts are those of `Machine`."""
     data = config.data
+    yield from skip_problems(data.skip)
     if data.blend and data.corpus:
         yield f"data.corpus={data.corpus} and {data.named} are both set; clear one of them"
     elif not data.corpora:

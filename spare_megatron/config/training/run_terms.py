@@ -8,6 +8,7 @@ from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import ORDER, masks_of
 from spare_megatron.config.training.validation_sets import units_per_shard
 
@@ -48,6 +49,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "weights": config.checkpoint.weights_identity,
         "validation": ", ".join(f"{one.name}: {one.identity}" for one in config.data.validation),
         "program": config.program.sha256,
+        "skip": str(skipped_places(config.data.skip)),
         "offset": config.data.offset,
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
         "audit_every_steps": 0 if (audits := audit_policy(config)) is None else audits.every_steps,

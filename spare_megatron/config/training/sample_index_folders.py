@@ -15,6 +15,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import cache_folder, corpus_files, split_shares
+from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import ORDER, sequences_before
 
 NUM_KEPT = 8
@@ -25,8 +26,8 @@ _PREFIX, _LEASE = "samples-", ".lease-"
 
 
 def num_samples(config: RunConfig) -> int:
-    """Sequences that the whole run consumes."""
-    return sequences_before(config, config.train.steps)
+    """Samples that the order has up to the last one that the run reads, with those that it leaves out."""
+    return skipped_places(config.data.skip).place(sequences_before(config, config.train.steps) - 1) + 1
 
 
 def epoch_seed(seed: int, place: int, epoch: int) -> int:

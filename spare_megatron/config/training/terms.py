@@ -8,6 +8,7 @@ from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
+from spare_megatron.config.training.skipped import skip_differences, skipped_places
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
@@ -49,6 +50,7 @@ def terms_of(config: RunConfig) -> Terms:
         _WEIGHTS: config.checkpoint.weights_identity,
         _PROGRAM: config.program.sha256,
         **masks_of(config),
+        **({_SKIP: str(skipped_places(config.data.skip))} if config.data.skip else {}),
     }
 
 
@@ -89,6 +91,8 @@ _WEIGHTS = "checkpoint.weights_identity"
 
 _PROGRAM = "program.sha256"
 
+_SKIP = "data.skip"
+
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
 
@@ -118,18 +122,22 @@ def _function_of(config: RunConfig) -> str:
     return ", ".join(f"{name}={fields[name]}" for name in sorted(defaults) if fields[name] != defaults[name])
 
 
-def differences(theirs: Terms, config: RunConfig) -> list[str]:
-    """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
+def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None) -> list[str]:
+    """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can. `num_samples`:
+    those that the checkpoint has read; by default as many as the run has read after all its steps.
+    """
     ours = {**_UNMASKED, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
     theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
-    apart = (_CORPUS, _ORDER, _PROGRAM)
+    apart = (_CORPUS, _ORDER, _PROGRAM, _SKIP)
     found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
     if (order := theirs.get(_ORDER, 1)) != ORDER:
         found.append(
             f"it was trained in order {order} of the samples, and this version has order {ORDER}: finish that training "
             f"with the version that began it, or begin a new one"
         )
+    num_read = sequences_before(config, config.train.steps) if num_samples is None else num_samples
+    found += skip_differences(str(theirs.get(_SKIP, "")), config.data.skip, num_read)
     if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
         named = config.data.named.replace("=", " = ", 1)
         read, trained = described_corpora(config.data.identity, other)

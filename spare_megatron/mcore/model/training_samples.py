@@ -30,6 +30,7 @@ from spare_megatron.config.training.sample_index_folders import (
     remove_unused,
     renew,
 )
+from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
 from spare_megatron.formats.quantities import gib
 from spare_megatron.mcore.model.attention import document_mask
@@ -164,6 +165,11 @@ class _Blend:
         epoch, index = divmod(place, part.per_epoch)
         return f"{part.prefix}, epoch {epoch}, sequence {index}"
 
+    def documents(self, number: int) -> list[int]:
+        """The documents of its corpus that a sample has text of, in its order."""
+        part, place = self._place(number)
+        return part.documents(place)
+
     def _place(self, number: int) -> tuple["_Samples", int]:
         round_, choice = divmod(number, self._num_choices)
         chosen = int(self._chosen[choice])
@@ -213,6 +219,15 @@ class _Samples:
                 del self._open[min(self._open)]
             self._open[epoch] = self.open_epoch(epoch, folder)
         return self._open[epoch][index]
+
+    def documents(self, number: int) -> list[int]:
+        """Documents of the sample at a place, by Megatron's index, which is open once a sample was read."""
+        epoch, index = divmod(number, self.per_epoch)
+        self[number]
+        dataset = self._open[epoch]
+        sample = int(dataset.shuffle_index[index])
+        (first, _), (last, _) = dataset.sample_index[sample], dataset.sample_index[sample + 1]
+        return [int(document) for document in dataset.document_index[first : last + 1]]
 
     def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
         """The dataset of one epoch, whose index Megatron builds in the folder unless it is there."""
@@ -363,14 +378,13 @@ class Corpus:
         self._sequences_before = partial(sequences_before, config)
         self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         self._num_steps = config.train.steps
+        self._skipped = skipped_places(config.data.skip)
 
     def microbatch(self, step: int, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a step's microbatch of this number, each [micro_batch_size, ...]. Raises BadSample as
         `stacked` does.
         """
-        first = self.first_sample(step, number)
-        samples = [self._samples[first + place] for place in range(self._micro_batch_size)]
-        return stacked(samples, self._config, self._needed)
+        return stacked([self._samples[place] for place in self.places(step, number)], self._config, self._needed)
 
     def digest(self) -> str:
         """SHA-256 (hex) of every shard's first microbatch of the first step and last one of the last. ValueError:
@@ -390,11 +404,14 @@ class Corpus:
 
     def addresses(self, step: int, number: int) -> list[str]:
         """Where the sequences of a microbatch lie; of a program's own dataset, which are read before them."""
-        first = self.first_sample(step, number)
-        numbers = range(first, first + self._micro_batch_size)
         if isinstance(self._samples, _Blend):
-            return [self._samples.address(number) for number in numbers]
-        return [f"sequence {number}" for number in numbers]
+            return [self._samples.address(place) for place in self.places(step, number)]
+        return [f"sequence {place}" for place in self.places(step, number)]
+
+    def places(self, step: int, number: int) -> list[int]:
+        """Where the sequences of a microbatch stand in the order of samples, some of which `data.skip` leaves out."""
+        first = self.first_sample(step, number)
+        return [self._skipped.place(first + more) for more in range(self._micro_batch_size)]
 
     def first_sample(self, step: int, number: int) -> int:
         """Sequences consumed before the first sample of a microbatch; its others follow."""

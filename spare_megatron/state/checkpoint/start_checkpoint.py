@@ -32,7 +32,7 @@ def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     if not any(step_of(path) >= config.train.steps for path in folders.all_checkpoints(folder)):
         return None  # decided by names: no file is read
     found = verification.newest_valid(folder).found
-    if found is None or found.manifest.step < config.train.steps or differences(found.manifest.terms, config):
+    if found is None or found.manifest.step < config.train.steps or _differences(found.manifest, config):
         return None
     return found.path
 
@@ -190,13 +190,17 @@ def _what_is_missing(path: Path) -> str:
     return f"holds no checkpoint: there is {looked_for}{left}; {instead}"
 
 
+def _differences(manifest: folders.Manifest, config: RunConfig) -> list[str]:
+    return differences(manifest.terms, config, manifest.num_samples)
+
+
 def _check(config: RunConfig, checkpoint: folders.Checkpoint) -> None:
     manifest, where = checkpoint.manifest, f"checkpoint.load={checkpoint.path}"
     if manifest.optimizer["sharding"] == folders.WEIGHTS_ALONE:
         raise ValueError(
             f"{where} has weights alone; set checkpoint.load_weights to it, and checkpoint.load to nothing"
         )
-    found = differences(manifest.terms, config)
+    found = _differences(manifest, config)
     if found:
         raise ValueError("\n".join([f"{where} is of another training:", *(f"  - {text}" for text in found)]))
     found = misfits(manifest, config) if is_emergency_checkpoint(checkpoint.path) else []

@@ -77,6 +77,8 @@ class Tokenizer:
     """Id that is appended to each document."""
     encode: Encode
     """Returns the ids of each text, without those that begin or end it."""
+    decode: Callable[[Sequence[int]], str]
+    """The text of ids, which may begin and end within a character."""
     spell_out: SpellOut = _no_other_tokens
     """Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot."""
     is_byte_0_text: bool = True
@@ -160,7 +162,9 @@ def build(source: TokenizerSource) -> Tokenizer:
     """ValueError: the package is not installed, the file is not of this kind, or nothing ends a document."""
     if source.kind == BYTE:
         name = f"--tokenizer {source.name}"
-        return Tokenizer(name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, is_byte_0_text=False)
+        return Tokenizer(
+            name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, decode=_text_of, is_byte_0_text=False
+        )
     found = _LOADERS[source.kind](source)
     if found.vocab_size > _MOST_IDS:
         raise ValueError(
@@ -186,6 +190,10 @@ def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]
 
 def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+def _text_of(ids: Sequence[int]) -> str:
+    return bytes(ids).decode(errors="backslashreplace")
 
 
 def _spelling(end: int, token: str, encode: Encode, encode_without: SpellOut, decode: Callable[[Any], str]) -> SpellOut:
@@ -230,6 +238,7 @@ def _build_hf(source: TokenizerSource) -> Tokenizer:
         vocab_size=max(ids.values()) + 1,
         end_of_document=end,
         encode=encode,
+        decode=decode,
         spell_out=_spelling(end, tokenizer.id_to_token(end), encode, encode_without, decode),
     )
 
@@ -286,6 +295,7 @@ def _build_sentencepiece(source: TokenizerSource) -> Tokenizer:
         vocab_size=len(ids),
         end_of_document=end,
         encode=encode,
+        decode=processor.Decode,
         spell_out=_spelling(end, processor.IdToPiece(end), encode, encode_without, processor.Decode),
     )
 
@@ -365,6 +375,7 @@ def _build_tiktoken(source: TokenizerSource) -> Tokenizer:
         vocab_size=encoding.n_vocab,
         end_of_document=_end_of_document(source, special, special),
         encode=lambda texts: [encode_text(text) for text in texts],
+        decode=lambda ids: encoding.decode(list(ids), errors="backslashreplace"),
     )
 
 

@@ -1,0 +1,120 @@
+"""`spare data`: the samples that a step of a run reads, with their text, and how a later run leaves them out."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.command import option, takes
+from spare_megatron.cli.printing import say, say_json
+from spare_megatron.formats.printable import printable
+
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+
+_SHOWN = 100
+"""Characters of a text that a step's table has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]
+    step: Annotated[int, typer.Argument(help="A step of it.")]
+    microbatch: str | None = option(
+        "One microbatch, with all of its text. [default: all of them, with the first characters]",
+        metavar="SHARD.INDEX",
+    )
+    tokenizer: str | None = option(
+        "Tokenizer of the text, as for spare preprocess: byte, hf:FOLDER or sentencepiece:FILE. [default: byte where "
+        "the corpus was written so, else numbers of tokens]"
+    )
+    as_json: bool = option("Print one JSON object.", "--json", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A sequence of a microbatch. `place`: in the order of samples, as `data.skip` counts; `address`: its corpus, epoch
+    and place there; `documents`: those of the corpus that it has text of.
+    """
+
+    microbatch: str
+    place: int
+    address: str
+    documents: list[int]
+    text: str
+
+
+@takes(DataOptions)
+def data(given: DataOptions) -> None:
+    """Show the samples of a step: corpus, documents and text.
+
+    Reads the corpora of the run, and builds the index of their samples where it is gone. Prints also the places that
+    leave the step out of a later run, or of one that goes on from an earlier checkpoint (data.skip).
+
+    Example: `spare data runs/gpt 1200 --microbatch 3.0`
+
+    Exit code 2: the run has no such step or microbatch, or its corpus cannot be read.
+    """
+    from spare_megatron.config.loader import load_run_config
+
+    config = load_run_config(given.run_dir / "config.toml").config
+    samples = list(samples_of(config, given.step, given.microbatch, given.tokenizer))
+    places = _interval([sample.place for sample in samples])
+    skip = [*config.data.skip, places]
+    if given.as_json:
+        say_json({"step": given.step, "samples": [asdict(sample) for sample in samples], "skip": skip})
+        return
+    for sample in samples:
+        documents = ", ".join(map(str, sample.documents))
+        say(f"{sample.microbatch}  place {sample.place}: {sample.address}, documents {documents}")
+        text = sample.text if given.microbatch else f"{sample.text[:_SHOWN]}{'...' if sample.text[_SHOWN:] else ''}"
+        say(f"  {printable(text)}")
+    say(f"to leave these out of a run that has not read them: --set 'data.skip={json.dumps(skip)}'")
+
+
+def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer: str | None) -> Iterator[Sample]:
+    """ValueError: there is no such step or microbatch, or a sample cannot be read."""
+    from spare_megatron.config.training.sample_index_folders import leased
+    from spare_megatron.mcore.model.training_samples import Corpus, corpus_dataset, prepare_index
+    from spare_megatron.tools.text.tokenizer import BYTE, build, read_tokenizer
+
+    if not config.data.corpora:
+        raise ValueError(f"the samples of this run come from its program, {config.program.file}: they are in no corpus")
+    if not 0 <= step < config.train.steps:
+        raise ValueError(f"step {step}: the run has the steps 0 to {config.train.steps - 1} (train.steps)")
+    per_shard = config.spare.ramp.at(step)
+    wanted = range(config.layout.num_groups * per_shard)
+    if microbatch is not None:
+        found = re.fullmatch(r"(\d+)\.(\d+)", microbatch)
+        shard, index = (int(found[1]), int(found[2])) if found else (-1, -1)
+        if not (0 <= shard < config.layout.num_groups and index < per_shard):
+            raise ValueError(
+                f"--microbatch {microbatch}: step {step} has 0.0 to {config.layout.num_groups - 1}.{per_shard - 1}"
+            )
+        wanted = range(shard * per_shard + index, shard * per_shard + index + 1)
+    if tokenizer is None and config.data.identity.endswith(f"tokenizer {BYTE}"):
+        tokenizer = BYTE
+    decode = str if tokenizer is None else build(read_tokenizer(tokenizer)).decode
+    with leased(config):
+        prepare_index(config)
+        dataset = corpus_dataset(config)
+        corpus = Corpus(config, dataset)
+        for number in wanted:
+            of_sequences = (corpus.places(step, number), corpus.microbatch(step, number)["tokens"].tolist())
+            for place, ids in zip(*of_sequences, strict=True):
+                yield Sample(
+                    microbatch=f"{number // per_shard}.{number % per_shard}",
+                    place=place,
+                    address=dataset.address(place),
+                    documents=dataset.documents(place),
+                    text=decode(ids),
+                )
+
+
+def _interval(places: list[int]) -> str:
+    first, last = min(places), max(places)
+    return f"{first}-{last}" if last > first else str(first)

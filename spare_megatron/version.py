@@ -19,11 +19,14 @@ _ANSWER_S = 10.0
 
 @cache
 def code_digest(*packages: str) -> str:
-    """SHA-256 of the Python files of these packages of `spare_megatron`, or of all; cached as imported."""
+    """SHA-256 of the Python files of these packages of `spare_megatron`, or of all, and of their tables, which are TOML
+    outside `configs`; cached as imported.
+    """
     digest = hashlib.sha256(__version__.encode())
     for folder in [PACKAGE / name for name in packages] or [PACKAGE]:
         assert folder.is_dir(), f"{folder} has moved: its changes would not change the digest"
-        for file in sorted(folder.rglob("*.py")):
+        tables = (file for file in folder.rglob("*.toml") if PACKAGE / "configs" not in file.parents)
+        for file in sorted([*folder.rglob("*.py"), *tables]):
             digest.update(file.relative_to(PACKAGE).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

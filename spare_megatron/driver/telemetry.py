@@ -128,8 +128,11 @@ def open_sinks(
             return TensorBoardSink(run_dir)
 
     sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
-    if metrics.prometheus_port is not None:
-        sinks.append(PrometheusSink(run_dir, config.name, metrics.prometheus_address, metrics.prometheus_port))
+    if (port := metrics.prometheus_port) is not None:
+        try:
+            sinks.append(PrometheusSink(run_dir, config.name, metrics.prometheus_address, port))
+        except OSError as error:  # taken since it was tried
+            raise ValueError(f"metrics.prometheus_port={port}: {error.strerror}; choose another") from error
     if metrics.tensorboard:
         sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed, rest_s=rest_s))
     if metrics.wandb_project:

@@ -173,8 +173,8 @@ class ClockReader:
 
 
 class XidWatch:
-    """Xid events of GPUs, which exceptions of CUDA do not name. A thread of its own has them from NVML, which may not
-    return with a broken GPU. A GPU off the bus counts as event 79, also where no event comes.
+    """Watches Xid events, which CUDA's exceptions do not name. A daemon thread waits for them, as NVML may hang with a
+    broken GPU. A GPU off the bus counts as event 79, even if no event arrives.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
@@ -183,9 +183,9 @@ class XidWatch:
         if uuids:
             threading.Thread(target=self._watch, name="gpu-events", daemon=True).start()
 
-    def recent(self, uuids: Collection[str]) -> tuple[tuple[str, int], ...]:
-        """The events of these GPUs in the last minute, each once, as UUID and Xid."""
-        since_s = time.monotonic() - _RECENT_S
+    def recent(self, uuids: Collection[str], since_s: float = 0.0) -> tuple[tuple[str, int], ...]:
+        """The events of these GPUs in the last minute, and after this time (monotonic), each once, as UUID and Xid."""
+        since_s = max(since_s, time.monotonic() - _RECENT_S)
         return tuple(
             dict.fromkeys((uuid, xid) for at_s, uuid, xid in list(self._found) if at_s > since_s and uuid in uuids)
         )
@@ -211,7 +211,7 @@ class XidWatch:
         elif code not in (0, _TIMEOUT):
             for handle in [one for one in devices if _is_lost(nvml, one)]:
                 self._found.append((time.monotonic(), devices.pop(handle), _OFF_THE_BUS))
-            time.sleep(_WAIT_MS / 1000)  # it may answer so at once, each time
+            time.sleep(_WAIT_MS / 1000)  # NVML may return this error at once, every time
 
 
 def _devices_with_events(nvml: Any, uuids: Sequence[str]) -> dict[int, str]:

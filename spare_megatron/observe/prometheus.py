@@ -32,7 +32,7 @@ class PrometheusSink:
 
         self._run_dir, self._run_name = run_dir, run_name
         self._follower: Follower | None = None
-        self._lock = threading.Lock()
+        self._lock, self._following = threading.Lock(), threading.Lock()
         self._values: dict[str, float] = {}
         self._saves: Counter[str] = Counter()
         registry = CollectorRegistry(auto_describe=False)
@@ -55,10 +55,12 @@ class PrometheusSink:
 
     def collect(self) -> "Iterator[Metric]":
         """The metrics of now, for prometheus_client, which may ask in several threads."""
-        with self._lock:
+        with self._lock:  # which `write` waits for
+            found = [*_of_values(self._values), *_of_saves(self._saves)]
+        with self._following:  # reading the journal may take long
             if self._follower is None:
                 self._follower = Follower(self._run_dir)
-            return iter([*_of_values(self._values), *_of_saves(self._saves), *self._of_state(self._follower.poll())])
+            return iter([*found, *self._of_state(self._follower.poll())])
 
     def _of_state(self, run_state: RunState) -> "Iterator[Metric]":
         from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily

@@ -331,13 +331,15 @@ ANSWER_S = 5.0
 """Longest wait of `silence_of`; an election takes less."""
 
 
-def silence_of(spec: EtcdStoreSpec) -> str:
-    """Why no member with a quorum answers within ANSWER_S seconds; empty if one answers, even with a refusal."""
+def silence_of(spec: EtcdStoreSpec, *, refusal_counts: bool = False) -> str:
+    """Why no member with a quorum answers within ANSWER_S seconds; empty if one answers, with a refusal, too, unless
+    `refusal_counts` as silence.
+    """
     with contextlib.closing(EtcdGateway(replace(spec, timeout_s=ANSWER_S))) as gateway:
         try:
             gateway.read(spec.prefix)
-        except StoreRefused:  # reported where the refused request is needed
-            return ""
+        except StoreRefused as refused:  # reported where the refused request is needed
+            return str(refused) if refusal_counts else ""
         except StoreLost as lost:
             return str(lost.__cause__)
     return ""

@@ -18,7 +18,7 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
 from spare_megatron.machine import end_signal
-from spare_megatron.machine.gpus import gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
+from spare_megatron.machine.gpus import XidWatch, gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
 from spare_megatron.machine.lock import held_path
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.process.node_connection import connect
@@ -85,7 +85,7 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
         ends_at_s=None if minutes is None else time.monotonic() + 60.0 * minutes,
         gpus=_keep_gpus(spec) if spec.config.cluster.device == "gpu" else (),
     )
-    examiner = Examiner(spec, machine)
+    examiner, xids = Examiner(spec, machine), XidWatch(spec.gpus)
     former: Supervisor | None = None
     taken = None
     is_placed = not spec.incarnation
@@ -96,7 +96,8 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
             log_to_file(spec.run_dir, spec.name)
-        supervisor = Supervisor(spec, link, network, examiner, taken, None if former is None else former.budget)
+        budget = None if former is None else former.budget
+        supervisor = Supervisor(spec, link, network, examiner, xids, taken, budget)
         end_signal.listen(supervisor.end_requests.on_signal)
         if former is not None and (asked := former.end_requests.poll()) is not None:  # perhaps while it left its place
             supervisor.end_requests.on_asked(asked)

@@ -69,17 +69,17 @@ def cause_of_end(code: int, traceback: str = "", device_code: int | None = None)
     return cause, "" if is_its_own else error
 
 
-def name_device(cause: str, error: str, machine: int, events: Sequence[tuple[str, int]]) -> tuple[str, str]:
-    """The cause and the error of a loss with the recent Xid events of the group's GPUs on this machine, by UUID. If one
-    shows a failed device, no other group meets the error, even one that mostly is a bug.
+def with_xid_events(cause: str, error: str, machine: int, events: Sequence[tuple[str, int]]) -> tuple[str, str]:
+    """The cause and error of a group's loss, with recent Xid events of its GPUs (UUID, Xid) added to the cause. If one
+    shows a failed device, the error is empty, so that it is never compared with errors of other groups.
 
-    >>> name_device("CUDA error: launch failure", "CUDA error: launch failure", 3, [("GPU-aa", 79)])
+    >>> with_xid_events("CUDA error: launch failure", "CUDA error: launch failure", 3, [("GPU-aa", 79)])
     ('Xid 79 (fallen off the bus) of GPU-aa on machine 3: CUDA error: launch failure', '')
     """
-    if not events or cause == FOUND_FENCED:
+    has_failed = any(xid in FAILED_DEVICE for _, xid in events)
+    if not events or cause == FOUND_FENCED or (cause == LOST_A_PEER and not has_failed):
         return cause, error
     found = ", ".join(f"{describe_xid(xid)} of {uuid}" for uuid, xid in events)
-    has_failed = any(xid in FAILED_DEVICE for _, xid in events)
     return f"{found} on machine {machine}: {cause}", "" if has_failed else error
 
 

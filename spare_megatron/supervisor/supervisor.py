@@ -34,7 +34,7 @@ from spare_megatron.supervisor.rank_exits import (
     RaisedExceptions,
     cause_of_end,
     consequence_of,
-    name_device,
+    with_xid_events,
 )
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
@@ -77,6 +77,7 @@ class Supervisor:
         driver: DriverLink,
         network: NodeNetwork | None,
         examiner: Examiner,
+        xids: XidWatch,
         taken: PlaceTaken | None = None,
         budget: RestartBudget | None = None,
     ) -> None:
@@ -116,7 +117,8 @@ class Supervisor:
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
-        self._machine, self._xids = machine, XidWatch(spec.gpus)
+        self._machine, self._xids = machine, xids
+        self._started_again_at_s: dict[GroupId, float] = {}
         self._link = self._make_link(machine, outbox)
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
@@ -420,8 +422,8 @@ class Supervisor:
     def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
         """Fences the group and kills its ranks on this node, which must not linger."""
         self._lost.add(group)
-        events = self._xids.recent(self._ranks.gpus_of(group))
-        self._want_fence(group, rank, *name_device(cause, error, self._machine, events))
+        events = self._xids.recent(self._ranks.gpus_of(group), self._started_again_at_s.get(group, 0.0))
+        self._want_fence(group, rank, *with_xid_events(cause, error, self._machine, events))
         self._ranks.kill(group)
         self._rank_watch.stop_watching(*self._ranks.of(group))
 
@@ -556,6 +558,7 @@ class Supervisor:
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._receive_all_reports(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
+        self._started_again_at_s[group] = time.monotonic()
         self._raised.forget(group)  # reports of the lost incarnation
         self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)

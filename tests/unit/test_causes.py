@@ -13,7 +13,7 @@ from spare_megatron.machine.device_errors import (
     is_ambiguous,
 )
 from spare_megatron.process.reports import ExitCode
-from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of, name_device
+from spare_megatron.supervisor.rank_exits import INJECTED, Consequence, cause_of_end, consequence_of, with_xid_events
 
 _ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
@@ -80,17 +80,19 @@ def test_an_event_of_the_driver_names_gpu_and_machine_and_says_whether_others_me
 ) -> None:
     """An exception that alone would mostly be a bug."""
     assert is_ambiguous(LAUNCH)
-    found = name_device(LAUNCH, LAUNCH, 2, [("GPU-aa", xid) for xid in xids])
+    found = with_xid_events(LAUNCH, LAUNCH, 2, [("GPU-aa", xid) for xid in xids])
     assert found == (cause, "" if is_of_the_device else LAUNCH)
 
 
 def test_a_killed_rank_and_one_that_lost_its_peer_have_the_event_as_the_cause_too() -> None:
     for code in (-9, ExitCode.GROUP_BROKEN):
-        cause, error = name_device(*cause_of_end(code), 0, [("GPU-aa", 48)])
+        cause, error = with_xid_events(*cause_of_end(code), 0, [("GPU-aa", 48)])
         assert cause.startswith("Xid 48 (uncorrectable memory error) of GPU-aa on machine 0: ")
         assert not error
+    broken = cause_of_end(ExitCode.GROUP_BROKEN)
+    assert with_xid_events(*broken, 0, [("GPU-aa", 45)]) == broken, "another machine of the group is at fault"
     fenced = cause_of_end(ExitCode.FENCED)
-    assert name_device(*fenced, 0, [("GPU-aa", 48)]) == fenced, "the entry of the log has the reason"
+    assert with_xid_events(*fenced, 0, [("GPU-aa", 48)]) == fenced, "the entry of the log has the reason"
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,8 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--nodes 4 --mtbf 1h", "--nodes 4 needs --preset"),
         ("--nodes 4 --mtbf 1h --preset llama3_70b_h100", "--groups 600 and --nodes 4 both say how many groups"),
         ("--mtbf 1h --preset llama3_70", "no preset is named llama3_70"),
+        ("--mtbf 1h --preset llama3_70b_h100 --microbatches 0", "--microbatches 0 is below 1"),
+        ("--node-mtbf 2y --preset llama3_70b_h100 --gpus-per-node 0", "--gpus-per-node 0 is below 1"),
         ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),
         ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),

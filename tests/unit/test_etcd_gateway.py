@@ -109,6 +109,8 @@ def test_an_answer_that_says_nothing_about_the_request_is_worth_another_try(trou
 def test_who_answers_is_not_silent_whatever_it_answers(answer: tuple[int, Any]) -> None:
     with member(answer) as server:
         assert silence_of(server.spec()) == ""
+        refused = silence_of(server.spec(), refusal_counts=True)
+    assert bool(refused) is (answer is not FINE)
 
 
 def test_a_member_without_a_leader_is_silent_and_asked_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,7 @@ def test_events_of_long_ago_say_nothing_of_a_loss(install: Any, monkeypatch: pyt
     watch = XidWatch(["GPU-aa"])
     await_end_of_watch(nvml)
     assert watch.recent(["GPU-aa"]) == (("GPU-aa", 79),)
+    assert watch.recent(["GPU-aa"], time.monotonic()) == (), "of the group's former processes"
     monkeypatch.setattr(gpus, "_RECENT_S", 0.0)
     assert watch.recent(["GPU-aa"]) == ()
 

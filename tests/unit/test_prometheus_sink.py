@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.checks.validate_training import metrics_problems
 from spare_megatron.config.schema import MetricsConfig
 from spare_megatron.driver.run import _can_listen
+from spare_megatron.driver.telemetry import open_sinks
+from spare_megatron.journal.state.follow import Follower
+from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.observe.prometheus import PrometheusSink, name_of
 from tests.kept_runs.runs import unpack
 from tests.unit.test_config_validate import CPU, configured, only_problem
@@ -69,6 +73,28 @@ def test_a_run_that_has_written_nothing_is_answered_and_a_closed_sink_lets_go_of
     assert _can_listen("127.0.0.1", sink.port)
 
 
+def test_a_step_is_taken_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def poll(_: Follower) -> RunState:
+        begun.set()
+        assert may_end.wait(30)
+        return RunState()
+
+    monkeypatch.setattr(Follower, "poll", poll)
+    sink = PrometheusSink(tmp_path, "kept", "127.0.0.1", 0)
+    reader = threading.Thread(target=lambda: list(sink.collect()))
+    reader.start()
+    assert begun.wait(30)
+    writer = threading.Thread(target=sink.write, args=(LINES[0],), daemon=True)
+    writer.start()
+    writer.join(30)
+    assert not writer.is_alive()
+    may_end.set()
+    reader.join(30)
+    sink.close()
+
+
 def served_names(run_dir: Path) -> set[str]:
     """All names that a run with every metric of the page may serve."""
     rows = "".join(re.findall(r"^\|([^|]*)\|", (ROOT / "docs/watching.md").read_text(), re.MULTILINE))
@@ -108,8 +134,8 @@ def test_a_port_that_is_in_use_is_refused_by_name(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert not _can_listen("127.0.0.1", port)
-        with pytest.raises(OSError, match="in use"):
-            PrometheusSink(tmp_path, "kept", "127.0.0.1", port)
+        with pytest.raises(ValueError, match=f"metrics.prometheus_port={port}: Address already in use; choose another"):
+            open_sinks(configured(f"metrics.prometheus_port={port}"), tmp_path, lambda event: None)
     (text,) = metrics_problems(MetricsConfig(prometheus_port=9400), can_serve=False)
     assert "metrics.prometheus_port=9400: this machine cannot listen there at metrics.prometheus_address=" in text
     assert problems(configured("metrics.prometheus_port=9400"), CPU) == []

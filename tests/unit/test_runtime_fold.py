@@ -8,7 +8,7 @@ from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, Retry,
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.supervisor.rank_exits import name_device
+from spare_megatron.supervisor.rank_exits import with_xid_events
 from spare_megatron.voting.log_follower import LogFollower, Stop, controller_setup
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
@@ -61,7 +61,7 @@ def test_what_may_be_two_devices_halts_only_when_it_comes_again_after_a_retry() 
 def test_two_groups_whose_devices_have_failed_by_the_driver_never_halt_the_run() -> None:
     """As the supervisors of two machines fence them: by the exception alone, the second would show a bug."""
     launch = "RuntimeError: CUDA error: unspecified launch failure"
-    lost = [name_device(launch, launch, machine, [(f"GPU-{machine}", 79)]) for machine in (4, 7)]
+    lost = [with_xid_events(launch, launch, machine, [(f"GPU-{machine}", 79)]) for machine in (4, 7)]
     first, second = (
         Fence(group=GroupId(group), reason=cause, error=error) for group, (cause, error) in enumerate(lost)
     )

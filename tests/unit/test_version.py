@@ -46,7 +46,13 @@ def test_a_change_anywhere_in_the_code_changes_its_digest(package: Path) -> None
     for name in ("__init__.py", "core/__init__.py", "state/transfer/__init__.py"):
         (package / name).write_text("changed\n")
         seen.add(digest())
-    assert len(seen) == 4
+    for name in ("core/table.toml", "core/table.toml"):
+        (package / name).write_text(f"# {len(seen)}")
+        seen.add(digest())
+    assert len(seen) == 6
+    (package / "configs").mkdir()
+    (package / "configs/preset.toml").touch()
+    assert digest() in seen, "presets are no code"
 
 
 def test_a_process_keeps_the_digest_of_the_code_that_it_has_imported(package: Path) -> None:

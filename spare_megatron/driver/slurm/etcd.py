@@ -144,7 +144,7 @@ def _wait_until_healthy(control: ControlConfig, log: Path) -> None:
     """Waits until each member answers and has a quorum."""
     alone = [dataclasses.replace(control, endpoints=(endpoint,), credentials_file="") for endpoint in control.endpoints]
     end_s = time.monotonic() + _START_S
-    while any(silence_of(etcd_spec(member, "health", {})) for member in alone):
+    while any(silence_of(etcd_spec(member, "health", {}), refusal_counts=True) for member in alone):
         if time.monotonic() > end_s:
             raise ValueError(
                 f"etcd on {', '.join(control.endpoints)} has not come up within {_START_S:g} s: see {log}, and whether "

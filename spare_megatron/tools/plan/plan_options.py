@@ -236,8 +236,14 @@ def completed(given: PlanOptions) -> PlanOptions:
             raise ValueError("how many groups? give --groups, as in 600, or a run preset with --preset")
         return given
     config = load_run_config(given.preset).config
-    per_node = given.gpus_per_node or config.slurm.gpus_per_node
-    per_group = given.gpus_per_group or config.parallel.ranks_per_group
+    per_gpu = config.cluster.ranks_per_gpu
+    per_node = config.slurm.gpus_per_node if given.gpus_per_node is None else given.gpus_per_node
+    per_group = given.gpus_per_group
+    if per_group is None:
+        per_group = -(-config.parallel.ranks_per_group // per_gpu)
+    for name, number in (("--nodes", given.nodes), ("--gpus-per-node", per_node), ("--gpus-per-group", per_group)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} {number} is below 1")
     groups = config.layout.num_groups if given.groups is None else given.groups
     if given.nodes is not None:
         if given.groups is not None:
@@ -253,7 +259,7 @@ def completed(given: PlanOptions) -> PlanOptions:
         groups=groups,
         gpus_per_node=per_node if given.mtbf is None else given.gpus_per_node,
         gpus_per_group=per_group if given.mtbf is None else given.gpus_per_group,
-        microbatches=given.microbatches or config.spare.microbatches_per_shard,
+        microbatches=config.spare.microbatches_per_shard if given.microbatches is None else given.microbatches,
         last_resort=given.last_resort or (config.data.access == "shared" and given.policy != "stack"),
     )
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand, explained
+from spare_megatron.cli.command import SpareCommand
 from spare_megatron.cli.console import RunConsole, Table
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems, refusal
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.cli.running import this_machine
+from spare_megatron.cli.terms import explained
 from spare_megatron.formats.quantities import format_bytes, format_count, format_large
 
 if TYPE_CHECKING:

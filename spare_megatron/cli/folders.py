@@ -1,7 +1,6 @@
-"""Checks the paths that a user names before any work is done for them, and writes to all of them."""
+"""Checks the paths that a user names before any work is done for them."""
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,20 +55,3 @@ def check_plot_file(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise ValueError(f"--plot {path}: the name has to end with .png")
     check_output_file("--plot", path)
-
-
-def do_each(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs all tasks even if some fail. ValueError: several failed; the text lists every reason. A single failure is
-    raised as it is, and a BrokenPipeError only if nothing else failed.
-    """
-    failures: list[ValueError | OSError | MemoryError] = []
-    for task in tasks:
-        try:
-            task()
-        except (ValueError, OSError, MemoryError) as error:
-            failures.append(error)
-    failed = [error for error in failures if not isinstance(error, BrokenPipeError)] or failures[:1]
-    if len(failed) > 1:
-        raise ValueError("; ".join(str(error) for error in failed))
-    if failed:
-        raise failed[0]

@@ -1,23 +1,17 @@
-"""Loads the run preset of a command, makes the demo's corpus, and reports everything wrong at once."""
+"""Loads the run preset of a command and reports everything wrong with it at once."""
 
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.printing import message
 from spare_megatron.formats.printable import printable
-from spare_megatron.machine.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.loader import LoadedConfig
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.schema_data import DataConfig
 
 HELP = "The run preset: a name of `spare config list`, or a TOML file."
 PresetArgument = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=HELP, show_default=False)]
@@ -68,37 +62,3 @@ def load_without_problems(
 
 def refusal(found: Sequence[str], where: str = "") -> str:
     return f"this configuration cannot run{where}:\n" + "\n".join(f"  - {printable(text)}" for text in found)
-
-
-DEMO_CORPUS = "data/demo/corpus"
-"""`data.corpus` of the demo and other small presets, made when it is first trained on, below the working directory."""
-
-_SUFFIXES = (".py", ".txt", ".rst", ".html")
-_EXCLUDED = ("site-packages", "dist-packages")
-
-
-def is_to_be_made(data: "DataConfig") -> bool:
-    """Whether `make_demo_corpus` has yet to write this corpus."""
-    from spare_megatron.config.training.corpus import corpus_files
-
-    return data.corpus == DEMO_CORPUS and not all(file.exists() for file in corpus_files(DEMO_CORPUS))
-
-
-def make_demo_corpus(command: str) -> None:
-    """Makes it of the text files of Python's standard library. ValueError: `spare preprocess` fails, and says why."""
-    text = sysconfig.get_paths()["stdlib"]
-    message(command, f"making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)")
-    options = [word for suffix in _SUFFIXES for word in ("--suffix", suffix)]
-    options += [word for name in _EXCLUDED for word in ("--exclude", name)]
-    preprocess = ("-m", "spare_megatron", "preprocess", "--input", text, "--output-prefix", DEMO_CORPUS)
-    done = subprocess.run(
-        # --overwrite: one of its files may be there.
-        [sys.executable, "-P", *preprocess, "--tokenizer", "byte", "--overwrite", *options],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        check=False,
-    )
-    if done.returncode == INTERRUPTED:
-        raise KeyboardInterrupt
-    if done.returncode != 0:
-        raise ValueError(f"data.corpus={DEMO_CORPUS} could not be made, see above; set data.corpus to one of yours")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.folders import check_folders
-from spare_megatron.cli.preset import is_to_be_made, load_without_problems, make_demo_corpus
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.printing import message
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.formats.quantities import format_steps

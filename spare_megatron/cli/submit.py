@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.config import fitting_machine
+from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.folders import check_writable
-from spare_megatron.cli.preset import HELP, OverridesOption, is_to_be_made, load_without_problems, make_demo_corpus
+from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.machine.interrupts import deferred
@@ -187,7 +188,7 @@ def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
     ValueError: the partition has too few nodes.
     """
-    from spare_megatron.driver.slurm.batch_script import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.slurm_partitions import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from spare_megatron.cli.command import do_each
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.folders import do_each
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spare_megatron.cli.command import takes
-from spare_megatron.cli.folders import check_plot_file, do_each
+from spare_megatron.cli.command import do_each, takes
+from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan import plan_options as options

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from spare_megatron.cli.command import like, option, takes
+from spare_megatron.cli.command import do_each, like, option, takes
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable, do_each
+from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.printing import message, say, say_json
 from spare_megatron.formats.quantities import format_bytes, parse_duration_s, parse_redundancies
 from spare_megatron.machine.interrupts import INTERRUPTED, raising

@@ -65,7 +65,7 @@ def test_every_state_partition_is_written_and_reported_to_the_saver(tmp_path: Pa
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
     first, *others = run_all(savers)
     assert first.result(TIMEOUT_S)
-    assert sorted(number for share in savers[0].shares for number in share.done.partitions) == [0, 1, 2, 3]
+    assert sorted(number for share in savers[0].shares for number in share.partitions) == [0, 1, 2, 3]
     assert {name for share in savers[0].shares for name in share.files} == {"__0_0.distcp"}
     assert not any(other.done() for other in others)  # who saves may yet be lost
     board_of(store).announce_end()
@@ -80,7 +80,7 @@ def test_another_host_writes_for_a_lost_group_and_none_before_there_is_a_folder(
     assert list(tmp_path.iterdir()) == []
     board_of(store).announce_folder()
     assert futures[0].result(TIMEOUT_S)
-    written = {number: share.member for share in savers[0].shares for number in share.done.partitions}
+    written = {number: share.member for share in savers[0].shares for number in share.partitions}
     assert sorted(written) == [0, 1, 2, 3]
     assert written[PartitionId(2)] in set(SAVE.hosts[2]) - {lost}
     fence(store, 1, SAVER)

@@ -5,7 +5,7 @@ publishes the checkpoint once everything is written. If that group, or a partiti
 becomes visible. Two hosts may write the same partition; both write the same bits.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from spare_megatron.core.log.actions import SaveCheckpoint
@@ -30,10 +30,10 @@ class Abandon:
 
 
 def next_move(
-    save: SaveCheckpoint, member: Member, done: Iterable[WritePartitions], lost: Collection[Member]
+    save: SaveCheckpoint, member: Member, written: Collection[PartitionId], lost: Collection[Member]
 ) -> WritePartitions | Publish | Abandon | None:
     """What a group, a host of some partition or the saving one, is to do next for a save; None while others act.
-    `done`: what groups report to have written.
+    `written`: partitions that groups report as written.
 
     >>> from spare_megatron.stacking.layout import GroupId
     >>> a, b, c = (Member(GroupId(group)) for group in range(3))
@@ -43,9 +43,8 @@ def next_move(
     WritePartitions(partitions=(0,))
     >>> next_move(save, a, [], [b])
     WritePartitions(partitions=(0, 1))
-    >>> next_move(save, c, [WritePartitions(partitions=(2,))], [])
+    >>> next_move(save, c, [2], [])
     """
-    written = {number for move in done for number in move.partitions}
     if save.member in lost:
         return Abandon(reason=f"group {save.member.group}, which saves, is lost")
     writers = dict(_writers(save, lost))

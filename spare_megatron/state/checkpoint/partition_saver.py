@@ -15,7 +15,7 @@ from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, next_move
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
-from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -38,7 +38,7 @@ class WrittenShare:
     """State partitions that a group has written: `files` by name, in `folder` inside that of the checkpoint."""
 
     member: Member
-    done: WritePartitions
+    partitions: tuple[PartitionId, ...]
     folder: str
     files: Mapping[str, StoredFile]
 
@@ -174,7 +174,8 @@ class PartitionSaver:
             # Only the group that saves, or one that may replace a lost writer, needs to know what others have written.
             needs_all = self._member == self._action.member or lost
             self.shares = self._board.read_shares() if needs_all else self._mine
-            move = next_move(self._action, self._member, [share.done for share in self.shares], lost)
+            written = {number for share in self.shares for number in share.partitions}
+            move = next_move(self._action, self._member, written, lost)
             has_place = not isinstance(move, WritePartitions) or self._board.has_folder()
             if move is not None and has_place:
                 return move
@@ -189,7 +190,7 @@ class PartitionSaver:
         self._agree(lambda: folder.mkdir() if self._board is not None else None)
         files = dict(ChainMap(*self._agree(lambda: self._write(folder, move))))
         del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
-        self._mine.append(WrittenShare(member=self._member, done=move, folder=name, files=files))
+        self._mine.append(WrittenShare(member=self._member, partitions=move.partitions, folder=name, files=files))
         self._agree(lambda: self._report(folder))
 
     def _report(self, folder: Path) -> None:

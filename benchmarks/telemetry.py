@@ -125,8 +125,8 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
             vars(run)["open_sinks"] = open_sinks
         wall_s = time.monotonic() - began_s
         assert summary.verdict == "valid", summary.reasons
-        notices = [event.text for event in lost if isinstance(event, Message)]
-        assert not [text for text in notices if "metrics.jsonl" in text], "a sink is missing in the figures"
+        texts = [event.text for event in lost if isinstance(event, Message)]
+        assert not [text for text in texts if "metrics.jsonl" in text], "a sink is missing in the figures"
         assert bool(left_behind) is hangs, left_behind
         updates = [
             (line.record.step, line.at_s)

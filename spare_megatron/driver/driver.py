@@ -317,7 +317,7 @@ class Driver:
                 self._on_event(report)
 
     def _note(self, report: reports.NodeReport, sender: int) -> bool:
-        """Notes what observers are to get, too. Returns False if it was reported before."""
+        """Updates the driver's state from a report that observers get, too; False if it is a repetition."""
         match report:
             case reports.RanksStarted(pids=pids):
                 self._pids[sender] = list(pids.values())

@@ -41,8 +41,8 @@ class Examinations:
         self._num_failed = 0
 
     def poll(self, store: ControlStore, places: Places) -> ExaminationRecord | None:
-        """Does what is due; returns the record of an examination of this machine that has ended, by which it passes if
-        there is no reason against it.
+        """Does what is due. Returns the record of this machine's examination once it has ended; it has passed if
+        `reason` is empty.
         """
         others = [one.machine for one in places.quarantines]
         own = places.quarantine_of(self._machine)

@@ -23,7 +23,7 @@ from spare_megatron.formats.frames import Address, Frame, FrameKind, Inbox, send
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
-from spare_megatron.store.interface import published
+from spare_megatron.store.interface import read_values
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
@@ -180,7 +180,7 @@ class Crowd:
 
 
 def _address_of(log: DecisionLog, relay: Member) -> Address:
-    (address,) = published(log.store, [keys.relay(relay)], Address)
+    (address,) = read_values(log.store, [keys.relay(relay)], Address)
     assert address is not None, "relays are up before anybody votes"
     return address
 

@@ -16,10 +16,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,7 +30,6 @@ from spare_megatron.tools.convert.launch import Launch, read_launch
 from spare_megatron.tools.convert.reading import convert_launch, problems_of
 
 _PATHS = "DATA_PATH DATA_CACHE_PATH TENSORBOARD_PATH WANDB_EXPERIMENT WANDB_SAVE_PATH OUTPUT_PATH INFERENCE_OUTPUT_PATH"
-yaml: Any = import_module("yaml")
 _BEGIN_ELSEWHERE = ("frozen-start", "checkpoint-consistency")
 
 

@@ -41,7 +41,7 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.observe.metrics import DetachedSink, MetricsSink, Value
 from spare_megatron.process import span_ring
-from spare_megatron.process.reports import Notice, StepCommitted
+from spare_megatron.process.reports import Message, StepCommitted
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank
 
@@ -125,8 +125,8 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
             vars(run)["open_sinks"] = open_sinks
         wall_s = time.monotonic() - began_s
         assert summary.verdict == "valid", summary.reasons
-        notices = [event.text for event in lost if isinstance(event, Notice)]
-        assert not [text for text in notices if "metrics.jsonl" in text], "a sink is missing in the figures"
+        texts = [event.text for event in lost if isinstance(event, Message)]
+        assert not [text for text in texts if "metrics.jsonl" in text], "a sink is missing in the figures"
         assert bool(left_behind) is hangs, left_behind
         updates = [
             (line.record.step, line.at_s)

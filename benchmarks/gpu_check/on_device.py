@@ -220,7 +220,7 @@ def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> di
     mapped.register()
     if device.type == "cuda" and not mapped.failure:
         found |= {
-            "registering a snapshot's memory": mapped.last_s,
+            "registering a snapshot's memory": mapped.last_register_s,
             "snapshot copy into registered memory": _median_s(copy, device, _ROUNDS_OF_A_COPY),
             "the same beside two microbatches": _median_s(copy_beside, device, _ROUNDS_OF_A_COPY),
         }

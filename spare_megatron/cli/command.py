@@ -75,19 +75,21 @@ def option(
     metavar: str | None = None,
     least: int | None = None,
 ) -> Any:
-    """A field of a dataclass that `takes` makes an option of, with this help. `shown`: how the default is shown."""
+    """A dataclass field that becomes a command option with this help. `shown`: the default as the help shows it;
+    `least`: its minimum.
+    """
     parameter = typer.Option(*names, help=text, show_default=shown, metavar=metavar, min=least)
     return field(default=default, metadata={"parameter": parameter})
 
 
-def like(options: type[Any], name: str) -> Any:
-    """A field that is the same option as one of other `options`."""
+def same_option(options: type[Any], name: str) -> Any:
+    """The field of an option that another command's options have, too."""
     one = next(one for one in fields(options) if one.name == name)
     return field(default=one.default, metadata=one.metadata)
 
 
-def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a command of a function of one dataclass: fields are `option`s, or annotated as parameters of typer."""
+def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Decorates a function of one dataclass as a command. Each field is an `option` or has typer's annotation."""
     hints = get_type_hints(options, include_extras=True)
     listed: Any = fields(options)  # type: ignore[arg-type]
     parameters = [
@@ -100,7 +102,7 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
         for one in listed
     ]
 
-    def with_options(command: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
             command(options(**given))
@@ -109,7 +111,7 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
-    return with_options
+    return decorate
 
 
 class SpareCommand(TyperCommand):

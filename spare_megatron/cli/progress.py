@@ -112,7 +112,7 @@ class RunProgress:
         if not isinstance(event, reports.StepCommitted):
             self._next_poll_s = 0.0
         match event:
-            case reports.Notice(text=text):
+            case reports.Message(text=text):
                 self._show(text)
             case reports.RunDirectoryOpened(path=path):
                 self._follower = Follower(self._held.enter_context(held_path(path)))

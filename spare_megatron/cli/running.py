@@ -123,12 +123,12 @@ def run_and_show(
     """
     from spare_megatron.cli.progress import DetachedView, RunProgress
     from spare_megatron.driver.run import start_run
-    from spare_megatron.process.reports import Notice, RunDirectoryMoved
+    from spare_megatron.process.reports import Message, RunDirectoryMoved
 
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():
             progress = shown.enter_context(DetachedView(RunProgress(config, console, directory.path)))
-        progress.on_event(Notice(text=f"starting: {plan_of(config)}"))
+        progress.on_event(Message(text=f"starting: {plan_of(config)}"))
 
         def dispatch(event: "RunEvent") -> None:
             if isinstance(event, RunDirectoryMoved):

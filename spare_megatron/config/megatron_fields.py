@@ -1,4 +1,4 @@
-"""What becomes of a field of `[megatron]`: where it is set, why it cannot be had, or when it has an effect.
+"""Which fields of `[megatron]` are set elsewhere, refused, ignored or honoured, and what an honoured one needs.
 
 The table is `megatron_fields.toml`, with every field of megatron-core's TransformerConfig on one list. A field that is
 on none is refused.
@@ -20,11 +20,11 @@ _TABLE = parsed_toml(Path(__file__).with_suffix(".toml").read_text(encoding="utf
 
 
 def by_field(lists: Iterable[tuple[str, Any]]) -> Mapping[str, Any]:
-    """Field -> value, from names separated by blanks, with a value for all of them. ValueError: a name stands twice."""
+    """Maps each field to the value of its row; a row names fields separated by blanks. ValueError: listed twice."""
     found: dict[str, Any] = {}
     for name, value in ((name, value) for names, value in lists for name in names.split()):
         if name in found:
-            raise ValueError(f"megatron_fields.toml: {name} stands twice in a list")
+            raise ValueError(f"megatron_fields.toml: {name} is listed twice")
         found[name] = value
     return found
 
@@ -120,7 +120,7 @@ def _is_window(config: RunConfig) -> bool:
 
 
 # fmt: off
-_OF_SEVERAL: Mapping[str, Callable[[RunConfig], object]] = {
+_SHARED_NEEDS: Mapping[str, Callable[[RunConfig], object]] = {
     "a gated model.activation": lambda c: model_fields(c)["gated_linear_unit"],
     "layout.context_parallel above 1": lambda c: c.layout.context_parallel > 1,
     "layout.pipeline_parallel above 1": lambda c: c.layout.pipeline_parallel > 1,
@@ -132,9 +132,9 @@ _OF_SEVERAL: Mapping[str, Callable[[RunConfig], object]] = {
     "model.shared_expert_ffn_hidden_size": lambda c: c.model.shared_expert_ffn_hidden_size,
     "model.sliding_window": lambda c: model_fields(c)["window_size"] is not None,
 }
-"""Settings that the table names as a field's needs, apart from other fields."""
+"""Needs that are not fields, as the table names them; any number of fields may share one."""
 
-_OF_ONE: tuple[tuple[str, Condition], ...] = (
+_FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
     ("activation_func_clamp_value", Condition(lambda c: not c.megatron.get("bias_activation_fusion"),
          "has no effect with megatron.bias_activation_fusion=true; remove one of them")),
     ("attention_backend", Condition(lambda c: c.megatron["attention_backend"] != "local",
@@ -180,7 +180,7 @@ _OF_ONE: tuple[tuple[str, Condition], ...] = (
     ("window_size", Condition(_is_window,
          "must be the number of tokens before and 0, as tokens after never count; change it")),
 )
-"""What single fields need further."""
+"""Further conditions of single fields."""
 # fmt: on
 
 
@@ -191,7 +191,7 @@ def _condition(need: str) -> Condition:
         return Condition(lambda config: config.model.num_experts is not None, text)
     if need == "reduce.mode other than reproducible":
         return _reproducible("Megatron does not count it among its deterministic kernels")
-    is_met = _OF_SEVERAL.get(need) or _is_set(need.removeprefix("megatron."))
+    is_met = _SHARED_NEEDS.get(need) or _is_set(need.removeprefix("megatron."))
     return Condition(is_met, f"has no effect without {need}; remove it, or set that")
 
 
@@ -228,7 +228,7 @@ def honoured_row(name: str, where: str = "", kind: str = "", limit: str = "", ne
         where=where,
         kind=_KINDS[kind] if kind else None,
         limit=_LIMITS[limit] if limit else None,
-        conditions=(*map(_condition, needs), *(condition for field, condition in _OF_ONE if field == name)),
+        conditions=(*map(_condition, needs), *(condition for field, condition in _FIELD_CONDITIONS if field == name)),
     )
 
 

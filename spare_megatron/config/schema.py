@@ -480,7 +480,7 @@ class MetricsConfig:
     prometheus_port: int | None = None
     """Port of the driver's machine at which Prometheus reads the metrics; absent serves none."""
     prometheus_address: str = "127.0.0.1"
-    """Address of the driver's machine for that port; whoever reaches it can read the metrics, without a password."""
+    """Address of the driver's machine for that port; reading the metrics needs no password."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,7 +138,7 @@ class Driver:
         store: Child | None = None
         spec: StoreSpec | None = None
         try:
-            self._on_event(reports.Notice(text="starting: control store"))
+            self._on_event(reports.Message(text="starting: control store"))
             if self._config.cluster.isolate_nodes:
                 hub = start_hub(self._context, interrupts.wait)
             store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
@@ -188,7 +188,7 @@ class Driver:
         layout = self._config.parallel
         num_groups = layout.num_home_groups
         text = f"starting: {num_groups * layout.ranks_per_group} ranks in {num_groups} groups"
-        self._on_event(reports.Notice(text=text))
+        self._on_event(reports.Message(text=text))
         if self._launcher is not None and layout.num_nodes > 1:
             refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
         for node in range(layout.num_nodes):
@@ -317,7 +317,7 @@ class Driver:
                 self._on_event(report)
 
     def _note(self, report: reports.NodeReport, sender: int) -> bool:
-        """Notes what observers are to get, too. Returns False if it was reported before."""
+        """Updates the driver's state from a report that observers get, too; False if it is a repetition."""
         match report:
             case reports.RanksStarted(pids=pids):
                 self._pids[sender] = list(pids.values())

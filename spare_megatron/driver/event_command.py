@@ -13,7 +13,7 @@ from typing import Any
 
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.records import CulpritRecord, ExaminationRecord
-from spare_megatron.process.reports import GroupLost, GroupRejoined, MachineQuarantined, Notice, RunEvent
+from spare_megatron.process.reports import GroupLost, GroupRejoined, MachineQuarantined, Message, RunEvent
 
 _MOST_WAITING = 1000
 _TIMEOUT_S = 60.0
@@ -29,7 +29,7 @@ class EventCommand:
         self,
         command: Sequence[str],
         run_dir: Path,
-        on_failure: Callable[[Notice], None],
+        on_failure: Callable[[Message], None],
         *,
         timeout_s: float = _TIMEOUT_S,
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
@@ -96,7 +96,7 @@ class EventCommand:
     def _report(self, reason: str) -> None:
         if reason not in self._reported:
             self._reported.add(reason)
-            self._on_failure(Notice(text=f"watch.on_event={self._command[0]}: {reason}; training goes on"))
+            self._on_failure(Message(text=f"watch.on_event={self._command[0]}: {reason}; training goes on"))
 
 
 def fields_of(event: RunEvent) -> Iterator[dict[str, Any]]:

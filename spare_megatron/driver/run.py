@@ -41,7 +41,7 @@ from spare_megatron.machine.network import why_no_slow_link
 from spare_megatron.machine.processor_quota import why_no_quota
 from spare_megatron.observe.metrics import OnStep
 from spare_megatron.process.processes import close_or_report, report_held
-from spare_megatron.process.reports import Notice, RecordsHeld, RecordsLost, RunDirectoryOpened, RunEvent
+from spare_megatron.process.reports import Message, RecordsHeld, RecordsLost, RunDirectoryOpened, RunEvent
 from spare_megatron.process.shortages import process_limits
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
@@ -104,7 +104,7 @@ def start_run(
     the directory is not empty. ValueError: it cannot start, or another job uses a directory. KeyboardInterrupt: all
     processes have ended.
     """
-    machine = look_at_machine(config, lambda what: on_event(Notice(text=f"starting: {what}")))
+    machine = look_at_machine(config, lambda what: on_event(Message(text=f"starting: {what}")))
     config = resolved(config, machine)
     if exceeded := beyond_limits(config, machine):
         raise ValueError("; ".join(exceeded))
@@ -117,15 +117,15 @@ def start_run(
 
     def reject(item: Rejected) -> None:
         rejected.append(item.path)
-        on_event(Notice(text=f"checkpoint rejected: {item.reason}; trying the one before"))
+        on_event(Message(text=f"checkpoint rejected: {item.reason}; trying the one before"))
 
     config = resolve_load(config, folder_of(config.checkpoint, run_dir), reject)
-    on_event(Notice(text="starting: Megatron, and the sample index of the corpus"))
+    on_event(Message(text="starting: Megatron, and the sample index of the corpus"))
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
-        on_event(Notice(text=", ".join(f"{name}: {value}" for name, value in preflight(config).items())))
+        on_event(Message(text=", ".join(f"{name}: {value}" for name, value in preflight(config).items())))
         if (port := config.metrics.prometheus_port) is not None:
-            on_event(Notice(text=f"Prometheus reads metrics at {config.metrics.prometheus_address}, port {port}"))
+            on_event(Message(text=f"Prometheus reads metrics at {config.metrics.prometheus_address}, port {port}"))
         run_dir = held.enter_context(_held_directories(config, run_dir, rejected))
         on_event(RunDirectoryOpened(path=run_dir))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
@@ -172,7 +172,7 @@ def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
     if reason := silence_of(spec):
         silent = f"etcd at {', '.join(spec.endpoints)} (control.endpoints) does not answer: {reason}"
         until = f"at the end of the start, for control.store_timeout_s={spec.timeout_s:g} s at most"
-        on_event(Notice(text=f"warning: {silent}; it is awaited {until}"))
+        on_event(Message(text=f"warning: {silent}; it is awaited {until}"))
 
 
 def _refuse_used(run_dir: Path) -> None:

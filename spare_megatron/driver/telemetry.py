@@ -107,7 +107,7 @@ _NOT_UPLOADED = ("slurm", "control", "watch")
 def open_sinks(
     config: RunConfig,
     run_dir: Path,
-    on_event: Callable[[reports.Notice | reports.RecordsHeld], None],
+    on_event: Callable[[reports.Message | reports.RecordsHeld], None],
     on_step: OnStep | None = None,
     *,
     rest_s: float = REST_S,
@@ -116,7 +116,7 @@ def open_sinks(
     metrics = config.metrics
 
     def failed(reason: str) -> None:
-        on_event(reports.Notice(text=f"{reason}; metrics.jsonl has all of them, and training goes on"))
+        on_event(reports.Message(text=f"{reason}; metrics.jsonl has all of them, and training goes on"))
 
     def open_wandb() -> MetricsSink:
         uploaded = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_UPLOADED}

@@ -48,10 +48,10 @@ def format_bytes(size: float) -> str:
     return _scaled(size, _BYTES, " ")
 
 
-def gib(size: float) -> str:
+def format_binary_bytes(size: float) -> str:
     """Formats a size with three digits, in units of powers of two.
 
-    >>> [gib(size) for size in (100, 5e5, 2**20 - 1, 3 * 2**30)]
+    >>> [format_binary_bytes(size) for size in (100, 5e5, 2**20 - 1, 3 * 2**30)]
     ['100 B', '488 KiB', '1 MiB', '3 GiB']
     """
     return _scaled(size, _BINARY, " ")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 
 STEP_BYTES = 400
 """Bytes that a step's log entry leaves in etcd's database for good; measured in docs/control_store.md."""
@@ -28,8 +28,8 @@ def shortage(space: StoreSpace, num_steps: int) -> str:
     if space.limit_bytes is None or space.used_bytes + needed_bytes <= _WELL_FILLED * space.limit_bytes:
         return ""
     return (
-        f"etcd holds {usage(space.used_bytes, space.limit_bytes)}, {num_steps} steps take {gib(needed_bytes)} more, "
-        f"and it refuses all writes when it is full; {REMEDY}"
+        f"etcd holds {usage(space.used_bytes, space.limit_bytes)}, {num_steps} steps take "
+        f"{format_binary_bytes(needed_bytes)} more, and it refuses all writes when it is full; {REMEDY}"
     )
 
 
@@ -39,7 +39,10 @@ def usage(used_bytes: int, limit_bytes: int | None) -> str:
     >>> usage(3 * 2**29, 2**33)
     '1.5 GiB of the 8 GiB of its --quota-backend-bytes'
     """
-    return gib(used_bytes) + ("" if limit_bytes is None else f" of the {gib(limit_bytes)} of its --quota-backend-bytes")
+    used = format_binary_bytes(used_bytes)
+    if limit_bytes is None:
+        return used
+    return f"{used} of the {format_binary_bytes(limit_bytes)} of its --quota-backend-bytes"
 
 
 FULL = "etcd is full and refuses all writes"

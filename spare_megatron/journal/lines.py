@@ -25,7 +25,7 @@ KINDS: dict[str, type[Record]] = {
     for name, kind in {**vars(records), "RunRecord": RunRecord}.items()
     if name.endswith("Record") and kind is not Record
 }
-"""Of the kinds of records, as lines have them: a class of another name is another kind."""
+"""Kind, as lines have it -> its class. Every class of records whose name ends in `Record` is a kind."""
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

@@ -23,21 +23,27 @@ StateOrigin = Literal["storage", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A line of the journal. The name of its class is the kind that the line names, and `Record`."""
+    """A line of the journal. Its kind is the name of the class, in lower case and without `Record`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfGroup(Record):
+    """A record about one group."""
+
     group: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfStep(OfGroup):
+    """A record about a group and a step."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfAttempt(OfStep):
+    """A record about a group and one attempt to reduce a step."""
+
     attempt: int
 
 

@@ -12,7 +12,9 @@ from spare_megatron.stacking.batch_ramp import BatchRamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTerms(Record):
-    """Terms that the settings fix, so that every group knows them by its own. Their order is that of the digest."""
+    """Terms of the first format, which settings determine. Never reorder: the digest of the terms follows this
+    order.
+    """
 
     name: str
     num_groups: int
@@ -52,7 +54,9 @@ class FirstTerms(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms(FirstTerms):
-    """All of these. Earlier versions had none of the further ones; the defaults are what they meant then."""
+    """All terms. Add new ones at the end; the default is what versions without the term did, and is left out of the
+    digest.
+    """
 
     order: int = 1
     """Version of the order of samples; 1 in earlier versions, where it depended on the number of steps."""
@@ -64,8 +68,6 @@ class RunTerms(FirstTerms):
     """Settings that give the ends of documents a meaning; empty if they have none, as in earlier versions."""
     program: str = ""
     """SHA-256 of the file of the user's program; empty without one."""
-    skip: str = ""
-    """Places in the order of samples that are left out; empty if none, as in earlier versions."""
     offset: int = 0
     """Sequences that earlier runs have read beyond what steps of this run's batches would have."""
     audit_every_steps: int = 0
@@ -86,11 +88,13 @@ class RunTerms(FirstTerms):
     compute together."""
     deal_by_pace: bool = False
     """Whether slow groups get less work; False in earlier versions."""
+    skip: str = ""
+    """Places in the order of samples that are left out; empty if none, as in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(RunTerms):
-    """Terms of the run; the driver writes them before any rank starts."""
+    """Terms and origin of the run; the driver writes them before any rank starts."""
 
     format: int = 1
     """Journal format; format 1 does not write this field."""

@@ -1,1 +1,1 @@
-"""Sinks of metrics: files, TensorBoard, Weights & Biases, a port."""
+"""Sinks of metrics: files, TensorBoard, Weights & Biases, Prometheus."""

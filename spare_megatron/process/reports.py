@@ -49,8 +49,8 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady:
-    """The group is ready to train, or waits to be admitted or, if the run `is_wiped_out`, for its restart; sent by its
-    first rank on every node.
+    """The group is ready to train, waits for admission, or (`is_wiped_out`) waits for its restart. Sent by its first
+    rank on every node.
     """
 
     group: GroupId
@@ -356,8 +356,8 @@ NodeReport = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
-    """What people are to read, and no process acts on."""
+class Message:
+    """Text for people; no process acts on it."""
 
     text: str
 
@@ -385,7 +385,7 @@ class StoreMeasured:
     shortage: str
 
 
-RunEvent = NodeReport | Notice | RunDirectoryOpened | RunDirectoryMoved | records.CulpritRecord | StoreMeasured
+RunEvent = NodeReport | Message | RunDirectoryOpened | RunDirectoryMoved | records.CulpritRecord | StoreMeasured
 
 
 def next_report(pipe: Connection) -> NodeReport | None:

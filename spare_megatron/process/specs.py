@@ -72,8 +72,8 @@ def gpu_of(config: RunConfig, group: GroupId, rank: int) -> int | None:
     return gpus_on(config, node)[config.parallel.ranks_on(node).index((group, rank))]
 
 
-def record_of(fault: Fault) -> FaultRecord:
-    """The fault, as the journal has it once it has struck."""
+def fault_record(fault: Fault) -> FaultRecord:
+    """The journal's record of the fault once it has struck."""
     return FaultRecord(group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind)
 
 

@@ -33,7 +33,7 @@ from spare_megatron.process.reports import (
     RanksReady,
     RunStopped,
 )
-from spare_megatron.process.specs import RankSpec, record_of
+from spare_megatron.process.specs import RankSpec, fault_record
 from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
 from spare_megatron.rank.group_saves import save_alone
@@ -237,5 +237,5 @@ class _Rank:
             self._reports.recv()
 
     def _journal_fault(self, fault: Fault) -> None:
-        self._journal.write(record_of(fault))
+        self._journal.write(fault_record(fault))
         self._reports.send(FaultStruck(fault=fault))

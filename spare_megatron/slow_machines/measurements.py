@@ -67,12 +67,12 @@ class Measurements:
         if now_s - begin.at_s < _LEAST_S or not self._has_steps(begin):
             return None
         end = self._begin = self._read(now_s)
-        times = [
-            replace(ended, **{name: getattr(ended, name) - getattr(began, name) for name in _TOTALS})
-            for key, (pid, ended) in end.ranks.items()
-            for began_pid, began in [begin.ranks.get(key, (None, ended))]
-            if began_pid == pid and ended.num_steps > began.num_steps
-        ]
+        times = []
+        for key, (pid, ended) in end.ranks.items():
+            began_pid, began = begin.ranks.get(key, (None, ended))
+            if began_pid == pid and ended.num_steps > began.num_steps:
+                passed = {name: getattr(ended, name) - getattr(began, name) for name in _TOTALS}
+                times.append(replace(ended, **passed))
         if not times:
             return None
         window_s = end.at_s - begin.at_s

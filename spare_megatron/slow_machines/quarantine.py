@@ -15,7 +15,7 @@ from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, publish, published
+from spare_megatron.store.interface import ControlStore, read_values, write_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class Examinations:
         self._num_failed = 0
 
     def poll(self, store: ControlStore, places: Places) -> ExaminationRecord | None:
-        """Does what is due; returns the record of an examination of this machine that has ended, by which it passes if
-        there is no reason against it.
+        """Does what is due. Returns the record of this machine's examination once it has ended; it has passed if
+        `reason` is empty.
         """
         others = [one.machine for one in places.quarantines]
         own = places.quarantine_of(self._machine)
@@ -61,7 +61,7 @@ class Examinations:
 
     def _help(self, store: ControlStore, others: Sequence[MachineId]) -> None:
         """Does the same as other machines that are examined, if they ask for it."""
-        wanted = published(store, [keys.examination(one) for one in others], tuple[int, list[MachineId]])
+        wanted = read_values(store, [keys.examination(one) for one in others], tuple[int, list[MachineId]])
         for machine, (number, asked) in ((one, found) for one, found in zip(others, wanted, strict=True) if found):
             if self._last.get(machine) != number:
                 self._last[machine] = number
@@ -72,17 +72,17 @@ class Examinations:
         held = [holding for holding in places.holders if holding.machine != own.machine]
         beats = store.get([keys.beat(holding.place) for holding in held]) if held else []
         others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
-        (last,) = published(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
+        (last,) = read_values(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
         number = 0 if last is None else last[0] + 1
         helpers = examination.helpers_of(own.machine, number, others)
         limit_s = examination.LIMIT_INTERVALS * self._interval_s
         self._open = _Open(examined=own.machine, number=number, helpers=helpers, ends_at_s=now_s + limit_s)
-        publish(store, keys.examination(own.machine), (number, helpers))
+        write_value(store, keys.examination(own.machine), (number, helpers))
         self._start(ExaminationWanted(examined=own.machine, number=number, is_own=True))
 
     def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
         by = [self._machine, *of.helpers]
-        figures = published(store, [keys.examined(of.examined, of.number, one) for one in by], Figures)
+        figures = read_values(store, [keys.examined(of.examined, of.number, one) for one in by], Figures)
         if None in figures and now_s < of.ends_at_s:
             return None
         found = {one: of_one for one, of_one in zip(by, figures, strict=True) if of_one is not None}

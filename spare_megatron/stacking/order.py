@@ -18,7 +18,7 @@ Granularity = Literal["microbatch", "stack"]
 
 
 class Order(ABC):
-    """Owners of all microbatches; of each shard `unit` of them, one or all, have one owner."""
+    """Owners of all microbatches. `unit` microbatches of a shard change owner together: one, or all of the shard."""
 
     def __init__(self, placement: Placement, owners: Owners, unit: int) -> None:
         self._placement = placement

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from spare_megatron.formats.codec import encode
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key, published
+from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key, read_values
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
@@ -175,7 +175,7 @@ class DecisionLog:
         return {voter.group: found[voter] for voter in voters if voter in found}
 
     def _written_by(self, attempt: int, writers: Sequence[Member]) -> dict[Member, str]:
-        found = published(
+        found = read_values(
             self.store, [keys.votes(attempt, writer) for writer in writers], list[tuple[str, list[Member]]]
         )
         return {voter: vote for casts in found for vote, voters in casts or () for voter in voters}

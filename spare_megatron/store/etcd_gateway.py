@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace
 from spare_megatron.machine.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.store.interface import StoreLost
@@ -274,7 +274,7 @@ def is_full(status: EtcdMessage) -> bool:
 
 
 def _full(status: EtcdMessage) -> StoreFull:
-    return StoreFull(f"{FULL}: its database has {gib(int(status['dbSize']))}, its quota; {REMEDY}")
+    return StoreFull(f"{FULL}: its database has {format_binary_bytes(int(status['dbSize']))}, its quota; {REMEDY}")
 
 
 def _error_in(answer: EtcdMessage) -> tuple[int, str]:

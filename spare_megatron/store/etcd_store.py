@@ -34,9 +34,9 @@ class EtcdControlStore:
         self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
-        compare, reads = [_exists(self._key(key), "EQUAL")], [self._range(key)]
+        compare, reads = [_is_absent(self._key(key))], [self._range(key)]
         if after is not None:
-            compare.append(_exists(self._key(after), "GREATER"))
+            compare.append(_is_present(self._key(after)))
             reads.append(self._range(after))
         answer = self._transact(compare, [self._put(key, value)], reads)
         if answer.get("succeeded"):
@@ -54,8 +54,7 @@ class EtcdControlStore:
         gone = [self._delete(old) for old in forget]
         folder = self._directory(f"{counter}/")
         count = {"request_range": key_range(*folder)}
-        is_absent = [_exists(self._key(key), "EQUAL")]
-        answer = self._transact(is_absent, [self._put(key, value), *digits, *gone, count], [count])
+        answer = self._transact([_is_absent(self._key(key))], [self._put(key, value), *digits, *gone, count], [count])
         # The sum of no digits is 0: a request that is repeated after the counter was removed.
         return _sum_of(answer["responses"][-1]["response_range"], folder[0])
 
@@ -200,6 +199,14 @@ def _sum_of(digits: EtcdMessage, directory: str) -> int:
     return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
 
 
-def _exists(name: str, result: str) -> EtcdMessage:
-    """Compares the revision that created the key, 0 of an absent one: EQUAL to 0, or GREATER."""
+def _is_absent(name: str) -> EtcdMessage:
+    return _compare_creation(name, "EQUAL")
+
+
+def _is_present(name: str) -> EtcdMessage:
+    return _compare_creation(name, "GREATER")
+
+
+def _compare_creation(name: str, result: str) -> EtcdMessage:
+    """Compares the revision that created the key, 0 of an absent one, with 0."""
     return {"key": encoded(name), "target": "CREATE", "result": result, "create_revision": "0"}

@@ -82,12 +82,12 @@ class ControlStore(Protocol):
         """This machine's IP address on the route to the store, at which other clients of the store reach it."""
 
 
-def publish(store: ControlStore, key: str, value: object) -> None:
-    """Writes the value under the key, for `published`, in the place of what was there."""
+def write_value(store: ControlStore, key: str, value: object) -> None:
+    """Encodes and writes a value; replaces an earlier one."""
     store.put(key, encode(value))
 
 
-def published(store: ControlStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
-    """The values of this kind that are published under the keys by now; None for the others."""
+def read_values(store: ControlStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+    """The values under these keys, decoded as `kind`, in order of the keys; None where there is none."""
     texts = store.get(keys) if keys else []
     return [None if text is None else decode(text, kind) for text in texts]

@@ -107,7 +107,7 @@ def listen(address: str, timeout: timedelta) -> Any:
 
 
 def construct_first() -> None:
-    """Has torch initialize what all stores share: a process that is forked meanwhile would wait for that for good."""
+    """Has torch initialize what all stores share: a process that is forked meanwhile would wait for it forever."""
     with contextlib.suppress(RuntimeError, OSError):  # without a loopback interface the risk stays
         listen("127.0.0.1", timedelta(seconds=1))
 

@@ -34,7 +34,7 @@ from spare_megatron.process.processes import (
     start_child,
 )
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
-from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, gpu_of, record_of
+from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, fault_record, gpu_of
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 
@@ -145,7 +145,7 @@ class RankProcesses:
         self._faults = set(spec.faults)  # those that have not struck yet
         if spec.incarnation:  # some have, while another machine had this place
             struck = {record for key in self._keys if spec.faults for record in faults_struck(spec.run_dir, *key)}
-            self._faults = {fault for fault in spec.faults if record_of(fault) not in struck}
+            self._faults = {fault for fault in spec.faults if fault_record(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._end_asked = 0  # as on the heartbeat pages

@@ -22,7 +22,7 @@ from spare_megatron.formats.codec import decode, set_fields
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import publish, published
+from spare_megatron.store.interface import read_values, write_value
 from spare_megatron.voting.fencing import fence, fences
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class GroupAgreement:
         """Leader: the members, other than these groups, that have announced that they wait to be admitted."""
         present = {voter.group for voter in voters}
         absent = [group for group in self._may_come_back if group not in present]
-        found = published(self._log.store, [keys.waiting(group) for group in absent], int)
+        found = read_values(self._log.store, [keys.waiting(group) for group in absent], int)
         pairs = zip(absent, found, strict=True)
         return tuple(Member(group, incarnation) for group, incarnation in pairs if incarnation is not None)
 
@@ -245,15 +245,15 @@ class GroupAgreement:
     def announce(self) -> None:
         """On the leader, announces that the group is up and waits to be admitted."""
         if self.is_leader:
-            publish(self._log.store, keys.waiting(self.member.group), self.member.incarnation)
+            write_value(self._log.store, keys.waiting(self.member.group), self.member.incarnation)
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        publish(self._log.store, keys.restart(waiting.member.group), set_fields(waiting))
+        write_value(self._log.store, keys.restart(waiting.member.group), set_fields(waiting))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""
-        found = published(self._log.store, [keys.restart(group) for group in groups], RestartState)
+        found = read_values(self._log.store, [keys.restart(group) for group in groups], RestartState)
         return tuple(state for state in found if state is not None)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
@@ -268,10 +268,10 @@ class GroupAgreement:
     def publish_digest(self, index: int, digest: str) -> None:
         """On the leader, publishes the digest of the group's parameters as of this entry, for newcomers."""
         if self.is_leader:
-            publish(self._log.store, keys.digest(index, self.member.group), digest)
+            write_value(self._log.store, keys.digest(index, self.member.group), digest)
 
     def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
-        return published(self._log.store, [keys.digest(index, group) for group in groups], str)
+        return read_values(self._log.store, [keys.digest(index, group) for group in groups], str)
 
     def append(self, index: int, entry: Entry) -> None:
         """Writes the entry if the index is free; `await_entry` then has the entry stored there without asking."""

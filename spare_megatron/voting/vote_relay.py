@@ -75,7 +75,9 @@ class VoteRelay:
         self._selector.close()
 
     def _handle_all_ready(self, votes: BlockVotes) -> None:
-        """Takes votes that came before the deadline, after the last poll; as many polls as there may be connections."""
+        """Takes votes that arrived in time but were not polled. Bounded: without free descriptors a listener is ready
+        forever.
+        """
         for _ in range(self._most_clients + 1):
             if not self._handle_ready(votes, 0.0):
                 return

@@ -24,7 +24,7 @@ from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, StoreTimeout, publish, published
+from spare_megatron.store.interface import ControlStore, StoreTimeout, read_values, write_value
 from spare_megatron.voting.agreement import GroupAgreement
 from spare_megatron.voting.relay_link import RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
@@ -70,9 +70,9 @@ def open_relay(member: Member, store: ControlStore, control: ControlConfig, num_
     if fan_in == 1 or num_groups <= fan_in:
         return None
     relay = VoteRelay(store.local_host(), fan_in)
-    publish(store, keys.relay(member), relay.address)
+    write_value(store, keys.relay(member), relay.address)
     link = RelayLink(
-        member, lambda other: published(store, [keys.relay(other)], Address)[0], FALLBACK_INTERVALS * interval_s
+        member, lambda other: read_values(store, [keys.relay(other)], Address)[0], FALLBACK_INTERVALS * interval_s
     )
     return RelayParts(relay=relay, link=link, collect_s=COLLECT_INTERVALS * interval_s)
 

@@ -16,7 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig
 from spare_megatron.driver import telemetry
 from spare_megatron.observe.metrics import DetachedSink
-from spare_megatron.process.reports import Notice
+from spare_megatron.process.reports import Message
 from tests.integration.whole_run import Run, assert_masked, complete_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,7 +54,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def lost_metrics(run: Run) -> list[str]:
     """What the run says about sinks that lack something."""
-    return [event.text for event in run.events if isinstance(event, Notice) and "metrics.jsonl" in event.text]
+    return [event.text for event in run.events if isinstance(event, Message) and "metrics.jsonl" in event.text]
 
 
 def test_what_wandb_receives_offline_is_in_its_file(

@@ -16,7 +16,7 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.reports import GroupLost, Notice, RunEvent
+from spare_megatron.process.reports import GroupLost, Message, RunEvent
 from spare_megatron.process.specs import RankMain, RankSpec
 from spare_megatron.rank import rank
 from tests.integration.whole_run import Run, complete_run, fenced_groups, read_run, tiny_config
@@ -72,8 +72,8 @@ def test_a_healthy_run_names_its_kernels_and_leaves_all_logs_empty(text_corpus: 
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
     run = started(tiny_config(text_corpus, layout, steps=STEPS), tmp_path / "run", rank.run_rank)
     assert run.summary.verdict == "valid"
-    notices = [event.text for event in run.events if isinstance(event, Notice)]
-    assert "layers: megatron-core, adam: torch, fusions: none" in notices
+    texts = [event.text for event in run.events if isinstance(event, Message)]
+    assert "layers: megatron-core, adam: torch, fusions: none" in texts
     logs = {file.name: file.read_text() for file in (run.run_dir / "logs").iterdir()}
     assert len(logs) == 5, "four ranks and a supervisor"
     assert not any(logs.values()), logs

@@ -16,7 +16,7 @@ from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.machine import end_signal
-from spare_megatron.process.reports import GroupLost, Notice, RunEvent, RunStopped, StepCommitted
+from spare_megatron.process.reports import GroupLost, Message, RunEvent, RunStopped, StepCommitted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config
@@ -69,7 +69,7 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
     assert (rest.summary.outcome, rest.summary.verdict, rest.summary.steps_committed) == ("finished", "valid", 2)
 
 
-@pytest.mark.parametrize("moment", [Notice, StepCommitted])
+@pytest.mark.parametrize("moment", [Message, StepCommitted])
 def test_a_run_whose_driver_is_asked_to_end_does_so_with_the_next_steps(
     text_corpus: Path, tmp_path: Path, moment: type[RunEvent]
 ) -> None:

@@ -45,7 +45,7 @@ from spare_megatron.state.stacked.scattered_buckets import ScatteredBuckets
 from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore, published
+from spare_megatron.store.interface import ControlStore, read_values
 from spare_megatron.store.open_store import open_store
 from spare_megatron.voting.agreement import GroupAgreement
 
@@ -220,7 +220,7 @@ def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
     store = open_store(spec.store)
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
     waiting = [keys.waiting(member.group) for member in one_of]
-    while not any(map(operator.eq, published(store, waiting, int), [member.incarnation for member in one_of])):
+    while not any(map(operator.eq, read_values(store, waiting, int), [member.incarnation for member in one_of])):
         if time.monotonic() > end_s:
             raise TimeoutError(f"none of {one_of} waits to be admitted")
         time.sleep(_POLL_S)

@@ -21,7 +21,7 @@ from spare_megatron.cli.progress import DetachedView, RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.machine.standard_streams import outlast
-from spare_megatron.process.reports import Notice
+from spare_megatron.process.reports import Message
 
 
 class ListView:
@@ -100,7 +100,7 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
         console = RunConsole(file=outlast(full), force_terminal=is_terminal)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
             for number in range(3):
-                progress.on_event(Notice(text=f"starting: part {number}"))
+                progress.on_event(Message(text=f"starting: part {number}"))
         console.line("the end")
 
 
@@ -109,7 +109,7 @@ def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: py
     with open("/dev/full", "w") as full:
         console = RunConsole(file=outlast(full))
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
-            progress.on_event(Notice(text="starting: a test"))
+            progress.on_event(Message(text="starting: a test"))
     print("{}", flush=True)
     assert capfd.readouterr().out == "{}\n"
 
@@ -128,7 +128,7 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
     with unread_pipe() as pipe:
         console = RunConsole(file=outlast(pipe), force_terminal=False)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
-            progress.on_event(Notice(text="starting: a test"))
+            progress.on_event(Message(text="starting: a test"))
         console.line("the end")
     print("{}", flush=True)
     print("others may", file=sys.stderr)

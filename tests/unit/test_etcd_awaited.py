@@ -12,7 +12,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver import run
-from spare_megatron.process.reports import Notice, RunEvent
+from spare_megatron.process.reports import Message, RunEvent
 from spare_megatron.store import etcd_gateway
 from spare_megatron.tools.doctor import node_survey as node_facts
 from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
@@ -43,10 +43,10 @@ def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
         with pytest.raises(RuntimeError, match="far enough"):
             run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)
     awaited, starting = events
-    assert isinstance(awaited, Notice)
+    assert isinstance(awaited, Message)
     assert f"etcd at {endpoint} (control.endpoints) does not answer: ConnectionRefusedError" in awaited.text
     assert "control.store_timeout_s=60 s at most" in awaited.text
-    assert isinstance(starting, Notice)
+    assert isinstance(starting, Message)
     assert starting.text.startswith("starting: ")
 
 

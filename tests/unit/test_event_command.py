@@ -13,7 +13,7 @@ from spare_megatron.journal.records import CulpritRecord, LossRecord
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
-    Notice,
+    Message,
     StoreBack,
 )
 from spare_megatron.stacking.layout import GroupId, Member
@@ -25,7 +25,7 @@ _APPEND = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
 def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
-    failures: list[Notice] = []
+    failures: list[Message] = []
     command = EventCommand([sys.executable, "-c", _APPEND, str(tmp_path / "events")], tmp_path, failures.append)
     command.on_event(CULPRIT)
     command.on_event(StoreBack(node=0, away_s=1.0))  # none of those that it gets
@@ -54,7 +54,7 @@ def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
     ids=["missing", "failing", "hanging"],
 )
 def test_a_failure_is_reported_once_with_its_reason(tmp_path: Path, command: list[str], reason: str) -> None:
-    failures: list[Notice] = []
+    failures: list[Message] = []
     events = EventCommand(command, tmp_path, failures.append, timeout_s=2.0)
     for _ in range(2):
         events.on_event(CULPRIT)
@@ -65,7 +65,7 @@ def test_a_failure_is_reported_once_with_its_reason(tmp_path: Path, command: lis
 
 
 def test_a_command_that_hangs_blocks_neither_events_nor_for_long_the_end(tmp_path: Path) -> None:
-    failures: list[Notice] = []
+    failures: list[Message] = []
     hanging = [sys.executable, "-c", "import time; time.sleep(600)"]
     events = EventCommand(hanging, tmp_path, failures.append, close_timeout_s=0.1)
     began_s = time.monotonic()

@@ -30,7 +30,7 @@ from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.printable import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
-from spare_megatron.process.reports import GroupLost, Notice
+from spare_megatron.process.reports import GroupLost, Message
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, print_campaign
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
@@ -184,8 +184,8 @@ class Shown:
     def progress(self) -> None:
         with RunProgress(RunConfig(), self.console, Path("nowhere")) as progress:
             for first, second, third in zip(TEXTS[:400], TEXTS[300:700], TEXTS[600:], strict=False):
-                progress.on_event(Notice(text=first))
-                progress.on_event(Notice(text=second))
+                progress.on_event(Message(text=first))
+                progress.on_event(Message(text=second))
                 lost = LossRecord(group=0, rank=0, cause="", entry_index=0)
                 progress.on_event(GroupLost(record=lost, traceback=f"a\n{third}\nb"))
 

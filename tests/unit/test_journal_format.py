@@ -130,6 +130,7 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "lanes": 1,
         "row_size": 1,
         "deal_by_pace": False,
+        "skip": "",
     }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier

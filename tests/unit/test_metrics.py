@@ -31,7 +31,7 @@ from spare_megatron.process.reports import (
     EvaluationDecided,
     GroupLost,
     GroupRejoined,
-    Notice,
+    Message,
     RunPaused,
     StepCommitted,
     StoreMeasured,
@@ -327,7 +327,7 @@ def test_a_wandb_that_cannot_be_imported_is_reported_and_the_file_has_everything
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    failures: list[Notice] = []
+    failures: list[Message] = []
     config = replace(CONFIG, metrics=MetricsConfig(wandb_project="gpt", run_id="abcd1234"))
     telemetry = Telemetry(
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
@@ -358,7 +358,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    failures: list[Notice] = []
+    failures: list[Message] = []
     config = replace(CONFIG, metrics=MetricsConfig(tensorboard=True))
     telemetry = Telemetry(
         config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)

@@ -131,5 +131,5 @@ def test_a_row_of_the_table_that_means_nothing_is_not_loaded(row: dict[str, Any]
 
 
 def test_a_field_that_stands_twice_in_the_table_is_not_loaded() -> None:
-    with pytest.raises(ValueError, match="moe_latent_size stands twice"):
+    with pytest.raises(ValueError, match="moe_latent_size is listed twice"):
         by_field([("fp8 moe_latent_size", "one reason"), ("moe_latent_size", "another")])

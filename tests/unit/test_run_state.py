@@ -41,7 +41,7 @@ from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
-    Notice,
+    Message,
     RanksReady,
     RunStopped,
     StepCommitted,
@@ -283,8 +283,8 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
     run_dir = write(tmp_path / "run", [line(100.0, RUN), commit(101.0, 0, 0)])
     console = RunConsole(file=io.StringIO(), force_terminal=True)
     with RunProgress(RunConfig(), console, run_dir) as progress:
-        progress.on_event(Notice(text="starting: a test"))
-        progress.on_event(Notice(text="layers: megatron-core, fusions: none"))
+        progress.on_event(Message(text="starting: a test"))
+        progress.on_event(Message(text="layers: megatron-core, fusions: none"))
     text = without_colours(console)
     for part in ("step 0 (1/20)", "groups AAA", "starting: a test", "layers: megatron-core, fusions: none"):
         assert part in text, part

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from spare_megatron.config.checks.requirements import JOB, SEVERAL_MACHINES, STORE, broken, is_endpoint
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.kinds import KINDS
-from spare_megatron.formats.quantities import format_bytes, gib
+from spare_megatron.formats.quantities import format_binary_bytes, format_bytes
 
 _ETCD_MEMBERS = 3
 _OWN_FILES, _LEAST_OWN_FILES = 256, 128
@@ -53,8 +53,8 @@ def limit_problems(config: RunConfig, limits: ProcessLimits, rank_bytes: int = 0
     needed = _ADDRESS_SPACE_BYTES + rank_bytes
     if rank_bytes and limits.address_space_bytes is not None and limits.address_space_bytes < needed:
         yield (
-            f"a process may use {gib(limits.address_space_bytes)} of address space, and a rank needs {gib(needed)}; "
-            f"raise it by `ulimit -v {needed >> 10}`, or `ulimit -v unlimited`"
+            f"a process may use {format_binary_bytes(limits.address_space_bytes)} of address space, and a rank needs "
+            f"{format_binary_bytes(needed)}; raise it by `ulimit -v {needed >> 10}`, or `ulimit -v unlimited`"
         )
     needed = _FILE_BYTES + rank_bytes
     if limits.file_bytes is not None and limits.file_bytes < needed:

@@ -17,7 +17,7 @@ from spare_megatron.config.training.corpus import (
     validation_names,
 )
 from spare_megatron.config.training.skipped import skip_problems
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 
 INDEX_BYTES_PER_SAMPLE = 12
 """Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
@@ -93,8 +93,9 @@ def _unfit(
     index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
     if memory_bytes is not None and index_bytes > memory_bytes:
         yield (
-            f"{name} has {num_samples} sequences in an epoch, whose sample index takes {gib(index_bytes)} to build, "
-            f"but this machine has {gib(memory_bytes)} of memory for it; start from a larger one, or cut the corpus"
+            f"{name} has {num_samples} sequences in an epoch, whose sample index takes "
+            f"{format_binary_bytes(index_bytes)} to build, but this machine has {format_binary_bytes(memory_bytes)} of "
+            f"memory for it; start from a larger one, or cut the corpus"
         )
 
 
@@ -156,9 +157,10 @@ def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[st
     needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
     if machine_bytes is not None and needed > machine_bytes:
         yield (
-            f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need {gib(needed)} for "
-            f"parameters, gradients, buckets and optimizer state, but it has {gib(machine_bytes)} of memory; lower "
-            f"layout.num_groups, choose a smaller model, or set optimizer.sharding=stacked"
+            f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need "
+            f"{format_binary_bytes(needed)} for parameters, gradients, buckets and optimizer state, but it has "
+            f"{format_binary_bytes(machine_bytes)} of memory; lower layout.num_groups, choose a smaller model, or set "
+            f"optimizer.sharding=stacked"
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from spare_megatron.config.model.model_tensors import has_experts, layer_tensors, norm_parts
+from spare_megatron.config.model.model_tensors import layer_has_experts, layer_tensors, norm_parts
 from spare_megatron.config.model_fields import head_width
 from spare_megatron.config.schema import RunConfig
 
@@ -85,7 +85,7 @@ def model_shape(config: RunConfig) -> ModelShape:
     return ModelShape(
         embedding=padded_vocab_size(model.vocab_size, config.layout.tensor_parallel) * model.hidden_size,
         positions=model.seq_length * model.hidden_size if model.position_embedding == "learned_absolute" else 0,
-        layers=tuple(kinds[has_experts(config, layer)] for layer in range(model.num_layers)),
+        layers=tuple(kinds[layer_has_experts(config, layer)] for layer in range(model.num_layers)),
         final_norm=model.hidden_size * len(norm_parts(config)),
         is_tied=model.tie_embeddings,
     )

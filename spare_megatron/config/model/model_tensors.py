@@ -73,7 +73,7 @@ def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        for name, shape in layer_tensors(config, has_experts=has_experts(config, layer)):
+        for name, shape in layer_tensors(config, has_experts=layer_has_experts(config, layer)):
             if model.num_dense_layers:
                 yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
             else:
@@ -88,7 +88,7 @@ def norm_parts(config: RunConfig) -> tuple[str, ...]:
     return ("weight",) if model_fields(config)["normalization"] == "RMSNorm" else ("weight", "bias")
 
 
-def has_experts(config: RunConfig, layer: int) -> bool:
+def layer_has_experts(config: RunConfig, layer: int) -> bool:
     return config.model.num_experts is not None and layer >= config.model.num_dense_layers
 
 

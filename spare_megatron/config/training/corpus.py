@@ -22,7 +22,7 @@ from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.config.limits import NonNegativeInt, PositiveInt
 from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
 from spare_megatron.formats.output import whole_file
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -267,7 +267,7 @@ def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: N
     if num_bytes == 0:
         raise ValueError(f"{tokens} is empty; write the corpus anew, from text")
     if num_bytes >= _LONG_BYTES:
-        on_read(f"reading {tokens}, all {gib(num_bytes)} of it, which is done once")
+        on_read(f"reading {tokens}, all {format_binary_bytes(num_bytes)} of it, which is done once")
     digest = hashlib.sha256()
     with index.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -62,7 +62,7 @@ class Experience:
 
     Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
     exposure T the mean rate is (1 + k) / (group_life_s + T). There is no cadence without a prior. `pause_s`: longest
-    pause for shards without a host. `hosts` are those of each state partition, empty if every group holds all state.
+    pause for shards without a host.
     """
 
     def __init__(self, group_life_s: float | None, terms: LogTerms, pause_s: float | None = None) -> None:
@@ -115,6 +115,7 @@ class Experience:
         self._lacking_since_s = None
 
     def cadence(self, members: Collection[GroupId], hosts: Hosts = ()) -> Cadence | None:
+        """`hosts`: those of each state partition, empty if every group holds all state."""
         if self._group_life_s is None:
             return None
         # The cadence grows only with the square root of times, so a coarse exposure serves as key.

@@ -32,7 +32,7 @@ from spare_megatron.config.training.sample_index_folders import (
 )
 from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.batches import stacked
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
@@ -122,10 +122,10 @@ def _check_space(config: RunConfig, blend: "_Blend") -> None:
         needed += max(0, num_epochs - num_built) * samples.epoch_bytes
     if needed > free:
         raise ValueError(
-            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need {gib(needed)} more for "
-            f"the sample indices of {sum(epochs)} epochs of {config.data.named}, and {place} has {gib(free)} free; "
-            f"lower train.steps: with train.max_minutes, only as many as the run can reach are needed; or set "
-            f"data.cache"
+            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need "
+            f"{format_binary_bytes(needed)} more for the sample indices of {sum(epochs)} epochs of "
+            f"{config.data.named}, and {place} has {format_binary_bytes(free)} free; lower train.steps: with "
+            f"train.max_minutes, only as many as the run can reach are needed; or set data.cache"
         )
 
 

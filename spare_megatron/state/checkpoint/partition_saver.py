@@ -19,7 +19,7 @@ from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
-from spare_megatron.store.interface import ControlStore, publish, published
+from spare_megatron.store.interface import ControlStore, read_values, write_value
 
 T = TypeVar("T")
 
@@ -65,11 +65,11 @@ class SaveBoard:
 
     def report(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
         """Publishes all that a group has written so far, or why it cannot write."""
-        publish(self._store, keys.save_shares(self._head, member), _Report(tuple(shares), failure))
+        write_value(self._store, keys.save_shares(self._head, member), _Report(tuple(shares), failure))
 
     def read_shares(self) -> list[WrittenShare]:
         """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
-        reports = published(self._store, [keys.save_shares(self._head, voter) for voter in self._voters], _Report)
+        reports = read_values(self._store, [keys.save_shares(self._head, voter) for voter in self._voters], _Report)
         shares: list[WrittenShare] = []
         for member, report in zip(self._voters, reports, strict=True):
             if report is None:

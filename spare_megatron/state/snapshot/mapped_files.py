@@ -51,7 +51,7 @@ class MappedFiles:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self.failure = ""
         """Why CUDA has refused to register a file; then no further one is tried."""
-        self.last_s = 0.0
+        self.last_register_s = 0.0
         """What the last `register` took."""
 
     @property
@@ -83,7 +83,7 @@ class MappedFiles:
             for file in [file for files in self._files.values() for file in files if not file.ranges]:
                 if not self.failure:
                     self._thread.submit(self._register, file).result()
-        self.last_s = time.monotonic() - began_s
+        self.last_register_s = time.monotonic() - began_s
 
     def _register(self, file: MappedFile) -> None:
         start, size = torch.frombuffer(file.memory, dtype=torch.uint8).data_ptr(), len(file.memory)

@@ -56,12 +56,12 @@ class _Memory:
     def __init__(self, num_bytes: int) -> None:
         if num_bytes > (left := available_bytes()) * _SHARE:
             raise OSError(errno.ENOMEM, f"more than {_SHARE:.0%} of the {left} that the node has left")
-        self.room = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
+        self.room_bytes = -(-num_bytes // _ROOM_BYTES) * _ROOM_BYTES
         self.fd = os.memfd_create("spare-snapshot")
         try:
             # Now, not page by page while the rank copies.
-            os.posix_fallocate(self.fd, 0, self.room)
-            self.content = mmap.mmap(self.fd, self.room)
+            os.posix_fallocate(self.fd, 0, self.room_bytes)
+            self.content = mmap.mmap(self.fd, self.room_bytes)
         except OSError:
             os.close(self.fd)
             raise
@@ -69,7 +69,7 @@ class _Memory:
 
     def fits(self, num_bytes: int) -> bool:
         """Whether a snapshot of this size has room, and leaves little of it."""
-        return num_bytes <= self.room <= num_bytes + 2 * _ROOM_BYTES
+        return num_bytes <= self.room_bytes <= num_bytes + 2 * _ROOM_BYTES
 
     def sha256(self) -> str:
         return hashlib.sha256(memoryview(self.content)[: self.num_bytes]).hexdigest()

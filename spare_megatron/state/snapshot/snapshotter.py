@@ -136,7 +136,7 @@ class Snapshotter:
             self._snapshot_server.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
             copy.failure = ""
             mapped = self._snapshot_server.mapped
-            copy.registered_bytes, copy.register_s = mapped.registered_bytes, mapped.last_s
+            copy.registered_bytes, copy.register_s = mapped.registered_bytes, mapped.last_register_s
             copy.not_registered = mapped.failure
         except (SnapshotServerGone, _GivenUp) as error:
             copy.failure = str(error)

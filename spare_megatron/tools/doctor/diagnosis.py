@@ -13,7 +13,7 @@ from spare_megatron.config.supported_versions import SUPPORTED, version_problem
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.formats.quantities import gib
+from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import shortage
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
@@ -32,8 +32,8 @@ class NodeFinding:
     is_problem: bool = True
 
 
-class Doubt(str):
-    """A text that is a warning."""
+class WarningText(str):
+    """Text of a finding that is only a warning."""
 
 
 def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) -> list[NodeFinding]:
@@ -67,7 +67,7 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeMeasurements]) 
 
 def _findings(node: str, check: str, texts: Iterable[str]) -> Iterator[NodeFinding]:
     for text in texts:
-        yield NodeFinding(node=node, check=check, text=str(text), is_problem=not isinstance(text, Doubt))
+        yield NodeFinding(node=node, check=check, text=str(text), is_problem=not isinstance(text, WarningText))
 
 
 def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, ...]:
@@ -95,9 +95,9 @@ def _alike(nodes: Sequence[tuple[NodeMeasurements, NodeFacts]]) -> Iterator[tupl
             text = f"{package} is {own or 'absent'}, and {usual or 'absent'} on most nodes; install the same on all"
             yield node.name, "versions", text
     for node, own, usual in _deviants(nodes, lambda facts: facts.gpu_driver):
-        yield node.name, "gpus", Doubt(f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere")
+        yield node.name, "gpus", WarningText(f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere")
     for node, models, usual_models in _deviants(nodes, lambda facts: tuple(gpu.name for gpu in facts.gpus)):
-        yield node.name, "gpus", Doubt(f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}")
+        yield node.name, "gpus", WarningText(f"its GPUs are {_counts(models)}, and elsewhere {_counts(usual_models)}")
     for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
         if None not in sizes and None not in usual_sizes:
             text = (
@@ -146,7 +146,7 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     if facts.nccl_cumem == "0":
         # cudaIpcGetMemHandle (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
         # is shared by the functions that NCCL takes otherwise stays until the last process unmaps it.
-        yield Doubt(
+        yield WarningText(
             "NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank break "
             "its peers; unset it"
         )
@@ -161,13 +161,14 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     for index, gpu in enumerate(facts.gpus[:num_needed]):
         if gpu.memory_bytes < needed:
             yield (
-                f"GPU {index} ({gpu.uuid}) has {gib(gpu.memory_bytes)}, and its ranks need {gib(needed)}; see "
-                f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel"
+                f"GPU {index} ({gpu.uuid}) has {format_binary_bytes(gpu.memory_bytes)}, and its ranks need "
+                f"{format_binary_bytes(needed)}; see `spare config show`, and raise layout.tensor_parallel or "
+                f"layout.pipeline_parallel"
             )
         elif gpu.free_bytes < needed:
             yield (
-                f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and its ranks "
-                f"need {gib(needed)}: others use it; `nvidia-smi` there names them"
+                f"GPU {index} has {format_binary_bytes(gpu.free_bytes)} of {format_binary_bytes(gpu.memory_bytes)} "
+                f"free, and its ranks need {format_binary_bytes(needed)}: others use it; `nvidia-smi` there names them"
             )
 
 
@@ -175,7 +176,7 @@ def _clock(config: RunConfig, clock: ClockOffset | None) -> Iterator[str]:
     """Warns about clock skew: journals compare times of nodes, though no decision does."""
     limit_s = 2 * config.control.heartbeat_interval_s
     if clock is not None and abs(clock.ahead_s) - clock.error_s > limit_s:
-        yield Doubt(
+        yield WarningText(
             f"its clock is {abs(clock.ahead_s):.3g} s {'ahead of' if clock.ahead_s > 0 else 'behind'} the driver's, "
             f"more than 2 x control.heartbeat_interval_s = {limit_s:g} s: times of recoveries will be wrong; see "
             f"`chronyc tracking` there"
@@ -195,9 +196,9 @@ def _limits(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     )
     yield from limit_problems(config, limits, run_sizes(config).memory.total_bytes if _is_cpu(config, facts) else 0)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
-        yield Doubt(
-            f"a process may lock {gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no limit; "
-            f"`ulimit -l unlimited` there, in a job by slurm.setup"
+        yield WarningText(
+            f"a process may lock {format_binary_bytes(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand "
+            f"wants no limit; `ulimit -l unlimited` there, in a job by slurm.setup"
         )
 
 
@@ -210,7 +211,7 @@ def _ports(config: RunConfig, facts: NodeFacts, ports: Collection[int]) -> Itera
 
 
 def _store(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
-    kind = str if len(facts.store_failures) == len(config.control.endpoints) else Doubt
+    kind = str if len(facts.store_failures) == len(config.control.endpoints) else WarningText
     for endpoint, failure in sorted(facts.store_failures.items()):
         yield kind(f"{endpoint} of control.endpoints does not answer from here: {failure}")
     if facts.store_refusal:
@@ -220,7 +221,7 @@ def _store(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
 def _store_room(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     space = facts.store_space
     if space is not None and (text := shortage(space, config.train.steps)):
-        yield text if space.is_full else Doubt(text)
+        yield text if space.is_full else WarningText(text)
 
 
 def _corpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
@@ -248,14 +249,15 @@ def _folder(config: RunConfig, folder: str, node: NodeMeasurements, facts: NodeF
     room = (checkpoint.keep_last + 2 + has_audits) * size
     if facts.folder_free_bytes < size:
         yield (
-            f"{folder} has {gib(facts.folder_free_bytes)} free, and a checkpoint takes {gib(size)}; make room or "
-            f"change checkpoint.folder"
+            f"{folder} has {format_binary_bytes(facts.folder_free_bytes)} free, and a checkpoint takes "
+            f"{format_binary_bytes(size)}; make room or change checkpoint.folder"
         )
     elif facts.folder_free_bytes < room:
-        yield Doubt(
-            f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last}, one "
-            f"that has yet to be confirmed{', the newest audited one' if has_audits else ''} and one that is being "
-            f"written take {gib(room)}; make room or lower checkpoint.keep_last"
+        yield WarningText(
+            f"{folder} has {format_binary_bytes(facts.folder_free_bytes)} free, and "
+            f"checkpoint.keep_last={checkpoint.keep_last}, one that has yet to be "
+            f"confirmed{', the newest audited one' if has_audits else ''} and one that is being written take "
+            f"{format_binary_bytes(room)}; make room or lower checkpoint.keep_last"
         )
     if node.write is not None:
         yield from _write_time(config, folder, size / nodes_per_group(config), node.write.bytes_per_s)
@@ -265,13 +267,14 @@ def _write_time(config: RunConfig, folder: str, share: float, bytes_per_s: float
     """Compares the time to write a node's share of a checkpoint with the configured timeout and interval."""
     write_s = share / max(bytes_per_s, 1.0)
     speed = (
-        f"{folder} takes {gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
+        f"{folder} takes {format_binary_bytes(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part "
+        f"of a checkpoint"
     )
     timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
     if write_s > timeout_s:
         yield f"{speed}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder"
     elif interval_s is not None and write_s > interval_s:
-        yield Doubt(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that")
+        yield WarningText(f"{speed}, and checkpoint.interval_s={interval_s:g}; raise that")
 
 
 def _byte_s(link: Rate) -> float:
@@ -287,11 +290,13 @@ def _link(config: RunConfig, node: NodeMeasurements, link: Rate, byte_s: Mapping
     likes = [seconds for name, seconds in byte_s.items() if name != node.name]
     if config.cluster.device == "cpu" and bucket_s > config.reduce.timeout_s:
         yield (
-            f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take {bucket_s:.3g} "
-            f"s, and reduce.timeout_s={config.reduce.timeout_s:g}; lower reduce.bucket_mib or raise reduce.timeout_s"
+            f"{format_binary_bytes(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
+            f"{bucket_s:.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; lower reduce.bucket_mib or raise "
+            f"reduce.timeout_s"
         )
     elif len(likes) > 1 and (found := excess(_byte_s(link), likes)).exceeds(slowness.LINK):
-        yield Doubt(
-            f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(1.0 / found.like)} between most "
-            f"nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)"
+        yield WarningText(
+            f"{format_binary_bytes(link.bytes_per_s)} a second to {node.link_to} over TCP, and "
+            f"{format_binary_bytes(1.0 / found.like)} between most nodes; one of the two has a bad link, or another "
+            f"interface (GLOO_SOCKET_IFNAME)"
         )

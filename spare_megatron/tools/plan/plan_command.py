@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spare_megatron.cli.command import do_each, takes
+from spare_megatron.cli.command import do_each, with_options
 from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_duration
@@ -18,7 +18,7 @@ _HOPELESS = 1e6
 """Time to train over that without losses from which on a plan is refused."""
 
 
-@takes(options.PlanOptions)
+@with_options(options.PlanOptions)
 def plan(given: options.PlanOptions) -> None:
     """Plan redundancy and checkpoint cadence for a cluster.
 

@@ -32,7 +32,7 @@ _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """As the user wrote them; None where absent."""
+    """Options of `spare plan` as the user wrote them; None where absent."""
 
     groups: int | None = option("Number of data-parallel groups, and of shards; needed without --preset.")
     restart: str = option("Time from a wipe-out until training continues, as in 60m.", default=MISSING)

@@ -116,7 +116,7 @@ def print_result(result: PlanResult) -> None:
     for text in _remarks(result):
         console.line(text)
     settings = " ".join(f"--set {name}={value}" for name, value in settings_of(result).items())
-    console.line(f"To train so: spare train {result.preset or 'PRESET'} {settings}")
+    console.line(f"Settings of this plan: spare train {result.preset or 'PRESET'} {settings}")
 
 
 def _remarks(result: PlanResult) -> Iterator[str]:

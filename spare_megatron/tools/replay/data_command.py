@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import option, takes
+from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.printable import printable
 
@@ -22,6 +22,8 @@ _SHOWN = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
+    """Options of `spare data` as the user wrote them; None where absent."""
+
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]
     step: Annotated[int, typer.Argument(help="A step of it.")]
     microbatch: str | None = option(
@@ -48,7 +50,7 @@ class Sample:
     text: str
 
 
-@takes(DataOptions)
+@with_options(DataOptions)
 def data(given: DataOptions) -> None:
     """Show the samples of a step: corpus, documents and text.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.cli.command import option, takes
+from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.machine.interrupts import raising
 
@@ -23,6 +23,8 @@ _WHAT = {"forward": "output of", "backward": "gradient received by", "gradients"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
+    """Options of `spare replay` as the user wrote them; None where absent."""
+
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]
     step: int | None = option("A step with a mismatch, as spare audit lists them. [required without --node]")
     microbatch: str | None = option("One of the microbatches in dispute. [default: all of them]", metavar="SHARD.INDEX")
@@ -38,7 +40,7 @@ class ReplayOptions:
     as_json: bool = option("Print the replay as JSON.", "--json", default=False)
 
 
-@takes(ReplayOptions)
+@with_options(ReplayOptions)
 def replay(given: ReplayOptions) -> None:
     """Compute the disputed microbatches of a step again.
 

@@ -65,7 +65,7 @@ class ReplayTask:
 
 
 class DescribeMachine:
-    """Asks for the machine's facts."""
+    """Request for the machine's facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,9 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePart:
-    """Asks for what each of these ranks finds, or a ValueError. `config`, a text, loads the parameters."""
+    """Request to compute these ranks; the answer is what each finds, or a ValueError. `config`: TOML text that loads
+    the parameters.
+    """
 
     config: str
     tasks: tuple[ReplayTask, ...]

@@ -350,8 +350,8 @@ def dealt_paces(history: History) -> go.Figure:
 
 
 def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64], int, int]:
-    """Merges neighbours into their maximum (NaN if all are absent), until rows and columns are within the limits; also
-    how many rows and columns became one.
+    """Merges neighbours into their maximum (NaN if all are absent), until rows and columns are within the limits.
+    Returns the table, and how many rows and columns each cell stands for.
     """
     by_row, by_column = -(-table.shape[0] // MOST_ROWS), -(-table.shape[1] // MOST_COLUMNS)
     height, width = -(-table.shape[0] // by_row), -(-table.shape[1] // by_column)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from spare_megatron.cli.command import do_each, like, option, takes
+from spare_megatron.cli.command import do_each, option, same_option, with_options
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.printing import message, say, say_json
@@ -36,7 +36,7 @@ _DURATIONS = {"repair_s": "repair", "reform_s": "reform", "costs.save_s": "save"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """As the user wrote them; None where absent."""
+    """Options of `spare simulate` as the user wrote them; None where absent."""
 
     preset: str = option(
         "Preset (paper_n600, llama3_16k, meta_rsc1, ...) or TOML file of the scenario.", default=DEFAULT_PRESET
@@ -47,12 +47,12 @@ class SimulateOptions:
     microbatches_per_shard: int | None = option("Microbatches per shard.", "--microbatches")
     num_steps: int | None = option("Number of steps to commit.", "--steps")
     seeds: int = option("Number of simulations of each scenario, with seeds from 0.", default=5)
-    repair: str | None = like(PlanOptions, "repair")
-    reform: str | None = like(PlanOptions, "reform")
-    machines_per_group: int | None = like(PlanOptions, "machines_per_group")
+    repair: str | None = same_option(PlanOptions, "repair")
+    reform: str | None = same_option(PlanOptions, "reform")
+    machines_per_group: int | None = same_option(PlanOptions, "machines_per_group")
     shared_data: bool | None = option("All groups can read all data, so that any computes any shard.", "--shared-data")
     save: str | None = option("Time that training stalls for one save, as in 60s.")
-    join: str | None = like(PlanOptions, "join")
+    join: str | None = same_option(PlanOptions, "join")
     overrides: list[str] | None = option(
         "Override a setting of the scenario, as in failures.shape=1.0. Repeatable.", "--set", metavar="KEY=VALUE"
     )
@@ -72,7 +72,7 @@ class SimulateOptions:
     )
 
 
-@takes(SimulateOptions)
+@with_options(SimulateOptions)
 def simulate(given: SimulateOptions) -> None:
     """Simulate training under losses of groups.
 

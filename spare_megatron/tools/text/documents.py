@@ -120,7 +120,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: froz
 
 
 def json_among(paths: Sequence[Path], json_key: str | None) -> dict[Path, Form]:
-    """The files of JSON, and their form. ValueError: none for the key, no key for them, or one is not decompressed."""
+    """Maps each JSON file to its form. ValueError: a key and no JSON, JSON and no key, or one is not decompressed."""
     found = {path: form for path in paths if (form := _json_form(path, has_key=json_key is not None))}
     if found and json_key is None:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from spare_megatron.cli.command import option, takes
+from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessOptions:
-    """As the user wrote them."""
+    """Options of `spare preprocess` as the user wrote them; None where absent."""
 
     inputs: list[Path] = option("Text file, file of JSON, or folder of them. Repeatable.", "--input", default=MISSING)
     output_prefix: Path = option("Path prefix of the output: PREFIX.bin, PREFIX.idx and PREFIX.json.", default=MISSING)
@@ -41,7 +41,7 @@ class PreprocessOptions:
     as_json: bool = option("Print the figures as JSON.", "--json", default=False)
 
 
-@takes(PreprocessOptions)
+@with_options(PreprocessOptions)
 def preprocess(given: PreprocessOptions) -> None:
     """Convert text to the dataset that `spare train` reads.
 

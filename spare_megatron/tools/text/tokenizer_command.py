@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from spare_megatron.cli.command import SpareCommand, like, option, takes
+from spare_megatron.cli.command import SpareCommand, option, same_option, with_options
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.tools.text.preprocess import PreprocessOptions, TextProgress
@@ -26,21 +26,23 @@ def _tokenizer() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    inputs: list[Path] = like(PreprocessOptions, "inputs")
+class TokenizerTrainOptions:
+    """Options of `spare tokenizer train` as the user wrote them; None where absent."""
+
+    inputs: list[Path] = same_option(PreprocessOptions, "inputs")
     output: Path = option("Folder of the tokenizer, for `--tokenizer hf:FOLDER`.", default=MISSING)
     vocab_size: int = option("Size of the vocabulary.", default=32768)
-    json_key: str | None = like(PreprocessOptions, "json_key")
+    json_key: str | None = same_option(PreprocessOptions, "json_key")
     workers: int = option("Threads. The tokenizer does not depend on it.", default=1, least=1)
-    suffix: list[str] | None = like(PreprocessOptions, "suffix")
-    exclude: list[str] | None = like(PreprocessOptions, "exclude")
+    suffix: list[str] | None = same_option(PreprocessOptions, "suffix")
+    exclude: list[str] | None = same_option(PreprocessOptions, "exclude")
     overwrite: bool = option("Replace an existing tokenizer.", "--overwrite", default=False)
     as_json: bool = option("Print the figures as JSON.", "--json", default=False)
 
 
 @app.command("train", cls=SpareCommand)
-@takes(TrainOptions)
-def train(given: TrainOptions) -> None:
+@with_options(TokenizerTrainOptions)
+def train(given: TokenizerTrainOptions) -> None:
     """Train a byte-level BPE tokenizer on text.
 
     It reads what `spare preprocess` reads, and ends documents with <|endoftext|>. The folder holds a tokenizer.json and

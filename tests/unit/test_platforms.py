@@ -264,6 +264,33 @@ def test_a_pod_passes_the_request_to_end_on(pod: StartPod, tmp_path: Path) -> No
     assert calls_in(tmp_path)[1:] == ["ended"]
 
 
+PLANT = """
+plant() { [[ $1 == "$BEFORE"* && -e ready && ! -e planted ]] && touch planted && kill -USR1 $$; return 0; }
+set -T
+trap 'plant "$BASH_COMMAND"' DEBUG
+"""
+
+
+@pytest.mark.parametrize("before", ['kill -0 "$child"', '[ -n "$is_asked" ]', 'is_asked=""', "sleep", "wait $!"])
+def test_a_request_to_end_is_passed_on_between_which_commands_it_comes(
+    pod: StartPod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """Bash runs a trap between two commands; the second request may come while the first is passed on."""
+    (tmp_path / "plant").write_text(PLANT)
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "plant"))
+    monkeypatch.setenv("BEFORE", before)
+    process = pod(1, hangs=True)
+    wait_for(tmp_path / "ready")
+    if before == 'is_asked=""' and not (tmp_path / "planted").exists():  # which is run after a request alone
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        if not (tmp_path / "planted").exists():
+            process.send_signal(signal.SIGUSR1)
+    assert process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "planted").exists()
+    assert "ended" in calls_in(tmp_path)
+
+
 def test_a_pod_that_is_to_end_has_its_groups_leave_and_its_replacement_has_them_back(
     pod: StartPod, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from spare_megatron.core.machines.places import Assignment, Holding, Quarantine
 from spare_megatron.core.slow_machines.examination_rules import Figures
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import ExaminationRecord
+from spare_megatron.machine.gpus import XidWatch
 from spare_megatron.process.reports import EndAsked, NodeEnded
 from spare_megatron.process.requests import request
 from spare_megatron.process.specs import NodeSpec
@@ -173,7 +174,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def supervise(spec: NodeSpec, taken: PlaceTaken | None = None) -> None:
     driver = SimpleNamespace(report=lambda report: None, listener=None)
-    supervisor.Supervisor(spec, driver, None, SimpleNamespace(), taken)  # type: ignore[arg-type]
+    supervisor.Supervisor(spec, driver, None, SimpleNamespace(), XidWatch(()), taken)  # type: ignore[arg-type]
 
 
 def test_the_notice_of_a_machine_is_its_own_in_each_place(tmp_path: Path, parts: dict[str, Any]) -> None:

@@ -52,6 +52,10 @@ def stand_in(lines: str, tokenizer: str, prefix: str, num_workers: int) -> None:
     import multiprocessing
 
     import tokenizers
+
+    import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need an adaptation to be imported
+
+    # isort: split
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     vocab_size = tokenizers.Tokenizer.from_file(tokenizer).get_vocab_size()

@@ -15,11 +15,14 @@ def _hide_irrelevant_warnings() -> None:
     """
     import torch
 
-    for message in (".*cuda_graph_scope", "MimoModelConfig is experimental"):
+    for message in (".*cuda_graph_scope", "MimoModelConfig is experimental", "Could not determine rank"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     gpt_model = logging.getLogger("megatron.core.models.gpt.gpt_model")
     gpt_model.addFilter(lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED"))
-    if torch.version.cuda is None:
+    if not torch.cuda.is_available():
+        logging.getLogger("torch.utils.cpp_extension").addFilter(
+            lambda record: not record.getMessage().startswith("No CUDA runtime is found")
+        )
         warnings.filterwarnings("ignore", message=".*Apex.*Falling back", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
 

@@ -23,13 +23,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import pieces_of
 from spare_megatron.mcore import state
 from spare_megatron.mcore.gradients import host_copies
 from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.model.attention import TorchCoreAttention, document_mask
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
+from spare_megatron.mcore.model.training_samples import Corpus, on_device
 from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import Part
@@ -144,6 +147,35 @@ def sums_of(device: torch.device, config: RunConfig, *ways: Sequence[Sequence[Mi
         for work in calls:
             trainer.compute(work)
         found.append(staged(trainer).cpu().numpy())
+    return found
+
+
+def attention_within_documents(device: torch.device, config: RunConfig) -> list[Arrays]:
+    """What the attention of the first layer yields, and the gradients of query, key and value: with the documents of
+    the first microbatch, by the mask of all pairs in fp32 on the CPU, and on the CPU without any mask.
+    """
+    trainer, (batch, size) = GroupTrainer(config, device), (Corpus(config).microbatch(0, 0), config.model)
+    layer = next(part for name, part in trainer.chunks[0].module.named_modules() if name.endswith("core_attention"))
+    reference = TorchCoreAttention(
+        layer.config, 1, AttnMaskType.causal, "self", attention_dropout=0.0, pg_collection=trainer.process_groups
+    )
+    given = on_device(batch, config, device, trainer.process_groups.cp)["attention_mask"]
+    mask = document_mask(batch["tokens"], config.data.end_of_document)
+    dtype = torch.float32 if config.model.precision == "fp32" else torch.bfloat16
+    shape = size.seq_length, config.train.micro_batch_size, size.num_attention_heads, -1
+    hidden = torch.randn(4, *shape[:2], size.hidden_size, generator=torch.Generator().manual_seed(3))
+    found = []
+    for attend, place, precision, keeps_apart in (
+        (layer, device, dtype, given),
+        (reference, torch.device("cpu"), torch.float32, mask),
+        (reference, torch.device("cpu"), torch.float32, None),
+    ):
+        *inputs, weights = (part.to(dtype).to(place, precision) for part in hidden)
+        three = [part.reshape(shape).requires_grad_() for part in inputs]
+        attended = attend(*three, keeps_apart, attn_mask_type=AttnMaskType.causal)
+        gradients = torch.stack(torch.autograd.grad(attended, three, weights))
+        results = {"attended": attended.detach(), "gradients": gradients}
+        found.append({name: tensor.float().cpu().numpy() for name, tensor in results.items()})
     return found
 
 

@@ -145,6 +145,24 @@ def test_training_begins_at_the_entropy_of_guessing_and_learns(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(("device", "implementation"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents_are_kept_apart_by_all_layers(
+    make_config: MakeConfig, device: str, implementation: str, window: int | None
+) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl=implementation, sliding_window=window)
+    config = replace(
+        config,
+        data=replace(config.data, reset_attention_mask=True, end_of_document=ord(" ")),
+        train=replace(config.train, micro_batch_size=3),
+    )
+    found, expected, unmasked = run_on(device, one_device.attention_within_documents, config)
+    limit = 0.02 if device == GPU else 1e-5
+    for name, values in expected.items():
+        assert relative_distance({name: found[name]}, {name: values}) < limit
+        assert relative_distance({name: unmasked[name]}, {name: values}) > 0.1
+
+
 @pytest.mark.gpu
 def test_devices_are_counted_as_torch_numbers_them() -> None:
     script = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"

@@ -26,7 +26,6 @@ from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH, FUNCTION_IN_MEGATRON
 from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.supported_versions import SUPPORTED, check_version, supported, version_rows
 from spare_megatron.mcore.gradients.fixed_point import fixed_point
 from spare_megatron.mcore.model import compatibility, rng
@@ -194,14 +193,6 @@ def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device:
         transformer = transformer_config(config, torch.device(device))
         with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):
             layer_spec(config, transformer, torch.device(device))
-
-
-def test_layers_that_are_not_given_masks_of_documents_are_refused_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, gpu = RunConfig(data=DataConfig(reset_attention_mask=True, end_of_document=0)), torch.device("cuda")
-    layer_spec(config, transformer_config(config, gpu), gpu)
-    monkeypatch.setattr("spare_megatron.mcore.model.model.uses_transformer_engine", lambda *_: True)
-    with pytest.raises(ValueError, match=r"data\.reset_attention_mask=true needs model\.transformer_impl=local"):
-        layer_spec(config, transformer_config(config, gpu), gpu)
 
 
 @pytest.mark.parametrize("field", ["sequence_parallel", "layernorm_zero_centered_gamma"])

@@ -385,14 +385,14 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
 
 
-def test_documents_are_kept_apart_by_layers_without_transformer_engine_alone() -> None:
+def test_documents_are_kept_apart_in_whole_sequences_alone() -> None:
     machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
-    engine = ("data.reset_attention_mask=true", "model.transformer_impl=transformer_engine")
-    assert "needs attention by torch, but model.transformer_impl=tr" in only_problem(*engine, machine=machine)
-    text = only_problem("data.reset_attention_mask=true", "layout.context_parallel=2", machine=machine)
-    assert "with layout.context_parallel=2 is that of transformer-engine; set model.transformer_impl=local" in text
-    assert problems(configured("data.reset_attention_mask=true", "data.reset_position_ids=true"), machine) == []
-    assert problems(configured("data.reset_attention_mask=true", "model.position_embedding=rope"), machine) == []
+    masked = "data.reset_attention_mask=true"
+    text = only_problem(masked, "layout.context_parallel=2", machine=machine)
+    assert "needs whole sequences on each rank, but layout.context_parallel=2 divides them" in text
+    for other in ("data.reset_position_ids=true", "model.position_embedding=rope"):
+        assert problems(configured(masked, other), machine) == []
+    assert problems(configured(masked, "model.transformer_impl=transformer_engine"), machine) == []
 
 
 def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:

@@ -251,11 +251,9 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.data.reset_position_ids and c.model.position_embedding == "rope",
          "[data.reset_position_ids] has no effect on [model.position_embedding], which ignores the ids of positions "
          "and depends on their distances alone; set data.reset_attention_mask=true, and this to false"),
-    Rule(lambda c: c.data.reset_attention_mask
-     and (c.layout.context_parallel > 1 or c.model.transformer_impl == "transformer_engine"),
-         "[data.reset_attention_mask] needs attention by torch, but [model.transformer_impl] with "
-         "[layout.context_parallel] is that of transformer-engine; set model.transformer_impl=local and "
-         "layout.context_parallel=1"),
+    Rule(lambda c: c.data.reset_attention_mask and c.layout.context_parallel > 1,
+         "[data.reset_attention_mask] needs whole sequences on each rank, but [layout.context_parallel] divides them, "
+         "and could divide documents only if each were padded; set one of them to its default"),
     Rule(lambda c: c.optimizer.min_learning_rate > c.optimizer.learning_rate,
          "[optimizer.min_learning_rate] exceeds [optimizer.learning_rate]; lower the first or raise the second"),
     Rule(lambda c: c.optimizer.decay_style == "wsd" and c.optimizer.wsd_decay_steps is None,

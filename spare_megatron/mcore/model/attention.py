@@ -1,10 +1,11 @@
-"""Causal attention by torch's own kernel, also in a window or within documents, without transformer-engine."""
+"""Causal attention, also in a window or within documents: by torch's own kernel, or by that of transformer-engine."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -93,3 +94,46 @@ def document_mask(tokens: Tensor, end_of_document: int) -> Tensor:
     ends = (tokens == end_of_document).long()
     documents = ends.cumsum(dim=1) - ends
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+def document_offsets(tokens: Tensor, end_of_document: int) -> Tensor:
+    """[documents + 1], int32: the first place of each document, and one past the last, in the sequences of `tokens`
+    ([batch, sequence]) one after another. What a sequence begins with, or ends with, is a document of its own.
+    """
+    ends = tokens == end_of_document
+    ends[:, -1] = True
+    return F.pad(ends.flatten().nonzero().flatten() + 1, (1, 0)).int()
+
+
+def within_documents(core_attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The `core_attention` of transformer-engine, given the `document_offsets` in place of a mask: only it sees the
+    sequences of a microbatch as one, in which documents lie one after another ("thd").
+    """
+
+    class DocumentAttention(core_attention):  # type: ignore[misc, valid-type]
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor,
+            attn_mask_type: AttnMaskType,
+            attention_bias: None = None,
+            packed_seq_params: None = None,
+        ) -> Tensor:
+            """[sequence, batch, heads, width] to [sequence, batch, hidden here]."""
+            assert attention_bias is None, "attention bias is not set here"
+            assert packed_seq_params is None, "sequences are packed here alone"
+            length, batch_size = query.shape[:2]
+            joined = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
+            documents = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=attention_mask,
+                cu_seqlens_kv=attention_mask,
+                max_seqlen_q=length,
+                max_seqlen_kv=length,
+            )
+            attended = super().forward(*joined, None, attn_mask_type, packed_seq_params=documents)
+            return attended.reshape(batch_size, length, -1).transpose(0, 1).contiguous()
+
+    return DocumentAttention

@@ -29,7 +29,7 @@ from spare_megatron.config.model.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
-from spare_megatron.mcore.model.attention import TorchCoreAttention
+from spare_megatron.mcore.model.attention import TorchCoreAttention, within_documents
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
@@ -267,11 +267,6 @@ def layer_spec(
     """
     num_experts = transformer.num_moe_experts if has_experts else None
     if uses_transformer_engine(config, device):
-        if config.data.reset_attention_mask:
-            raise ValueError(
-                "data.reset_attention_mask=true needs model.transformer_impl=local: transformer-engine, whose layers "
-                "auto chooses on GPUs where it is installed, is not given these masks"
-            )
         check_version("transformer-engine", str(get_te_version()))  # cluster images build it without metadata
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
@@ -279,6 +274,9 @@ def layer_spec(
             qk_layernorm=transformer.qk_layernorm,
             multi_latent_attention=transformer.multi_latent_attention,
         )
+        if config.data.reset_attention_mask:
+            attention = spec.submodules.self_attention.submodules
+            attention.core_attention = within_documents(attention.core_attention)
         if num_experts is not None:
             prepare_experts(spec)
         return spec

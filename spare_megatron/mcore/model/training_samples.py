@@ -33,9 +33,10 @@ from spare_megatron.config.training.sample_index_folders import (
 from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
 from spare_megatron.formats.quantities import format_binary_bytes
-from spare_megatron.mcore.model.attention import document_mask
+from spare_megatron.mcore.model.attention import document_mask, document_offsets
 from spare_megatron.mcore.model.batches import stacked
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
+from spare_megatron.mcore.model.model import uses_transformer_engine
 
 
 class _Vocabulary:
@@ -422,9 +423,13 @@ def on_device(
     batch: dict[str, torch.Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
 ) -> dict[str, torch.Tensor]:
     """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    is_masked = config.data.reset_attention_mask
+    end = config.data.end_of_document if is_masked else None
+    assert end is not None or not is_masked, "the driver has found the token that ends a document"
+    if end is not None and uses_transformer_engine(config, device):
+        batch = {**batch, "attention_mask": document_offsets(batch["tokens"], end)}  # on a GPU it would be waited for
     if device.type != "cpu":
         batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    if config.data.reset_attention_mask:
-        assert config.data.end_of_document is not None, "the driver has found the token that ends a document"
-        batch["attention_mask"] = document_mask(batch["tokens"], config.data.end_of_document)
+    if end is not None and "attention_mask" not in batch:
+        batch["attention_mask"] = document_mask(batch["tokens"], end)
     return part_of_context_rank(batch, context_parallel)

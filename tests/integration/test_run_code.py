@@ -24,8 +24,6 @@ from spare_megatron.version import PACKAGE, code_digest
 from tests.integration.whole_run import tiny_config
 from tests.search_path import with_checkout
 
-pytestmark = pytest.mark.timeout(120)
-
 CONSOLE_SCRIPT = """
 import atexit, sys
 from spare_megatron.commands import app
@@ -64,7 +62,7 @@ def train(words: Sequence[str], corpus: Path, working_folder: Path, run_dir: Pat
     preset.write_text(dump_run_config(tiny_config(corpus, LayoutConfig(num_groups=2), steps=2)))
     command = [*words, "train", "--config", str(preset), "--run-dir", str(run_dir)]
     return subprocess.run(
-        command, cwd=working_folder, env=environment(), capture_output=True, text=True, timeout=100, check=False
+        command, cwd=working_folder, env=environment(), capture_output=True, text=True, timeout=250, check=False
     )
 
 
@@ -115,7 +113,7 @@ def test_a_script_without_a_main_guard_gets_an_error_that_asks_for_one(text_corp
     preset.write_text(dump_run_config(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=2)))
     script.write_text(UNGUARDED)
     words = [sys.executable, str(script), str(preset), str(tmp_path / "run")]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ValueError: {script} starts a run whenever it is imported")

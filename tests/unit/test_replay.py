@@ -11,10 +11,11 @@ from spare_megatron.journal.records import ContributionRecord, EntryRecord, Reco
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.recoveries import find_recoveries
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.simulate import run_replay
 from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
-from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, in_order, read_joins, read_steps
+from spare_megatron.tools.simulate.measured import WARM_UP_STEPS, LossTime, in_order, read_joins, read_steps
 from spare_megatron.tools.simulate.run_replay import RunReplay, replay
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.world import World
@@ -307,3 +308,11 @@ def test_a_journal_with_nothing_to_replay_says_so(without: Callable[[object], bo
     lines = tuple(line for line in journal_of().lines if not without(line.record))
     with pytest.raises(ValueError, match="no committed step to replay"):
         replay(Journal(lines=lines), COSTS)
+
+
+def test_a_loss_of_a_group_that_was_added_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was an IndexError."""
+    added = LossTime(group=BASE.num_groups, step=5, into_s=1.0, back_after=None)
+    monkeypatch.setattr(run_replay, "read_losses", lambda *_: (added,))
+    with pytest.raises(ValueError, match="lost group 5, which was added to its first 5"):
+        replay(journal_of((615.0, 4)), COSTS)

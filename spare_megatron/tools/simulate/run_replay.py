@@ -196,16 +196,21 @@ class RunReplay:
 
 def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> RunReplay:
     """Simulates the run of the journal with these costs, up to its first restart, and compares. `scatter` is added to
-    the predicted wall time. ValueError if the journal has no run record or no committed step.
+    the predicted wall time. ValueError if the journal has no run record or no committed step, or what the simulator
+    does not have.
     """
     runs, steps = journal.of(RunRecord), read_steps(journal)
     if not runs or not steps:
         raise ValueError("its journal has no committed step to replay")
     refuse_unlike(runs[0])
+    losses, num_groups = read_losses(journal, steps), runs[0].num_groups
+    if grown := sorted({loss.group for loss in losses if loss.group >= num_groups}):
+        raise ValueError(
+            f"it lost group {grown[0]}, which was added to its first {num_groups}, and the simulator knows "
+            f"only those; replay a run that did not grow"
+        )
     recoveries = {r.recovery.step: r for r in read_recoveries(journal) if r.recovery.step <= steps[-1].step}
-    world = ReplayedWorld(
-        _scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), read_retries(journal)
-    )
+    world = ReplayedWorld(_scenario(runs[0], len(steps), costs), steps, losses, read_retries(journal))
     simulated = _simulate(world)
     predicted = {r.recovery.step: r.recovery.total_s for r in read_recoveries(simulated)}
     compared = tuple(_compare_recovery(times, predicted) for _, times in sorted(recoveries.items()))

@@ -55,7 +55,6 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: _AsJson = 
     model can be shown, too.
     """
     from spare_megatron.config.checks.validate import on_device
-    from spare_megatron.config.resolved import settings
     from spare_megatron.config.training.run_sizes import run_sizes
 
     _, loaded = load_without_problems(
@@ -66,7 +65,8 @@ def show(preset: _Preset, overrides: OverridesOption = None, as_json: _AsJson = 
     endured = _endured_losses(config)
     if as_json:
         table = {
-            key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
+            key: {"value": value, "origin": loaded.provenance.get(key, "default")}
+            for key, value in every_setting(config)
         }
         say_json({"settings": table, **dataclasses.asdict(facts), "endured_losses": endured})
         return
@@ -171,12 +171,21 @@ def print_presets(presets: Mapping[str, Mapping[str, str]]) -> None:
 
 def print_config(loaded: "LoadedConfig", facts: "RunSizes", endured_losses: float) -> None:
     """Every setting, its value, and the file or argument that set it; and the sizes that follow."""
-    from spare_megatron.config.resolved import settings
-
-    rows = [(key, _text(value), loaded.provenance.get(key, "")) for key, value in settings(loaded.config)]
+    rows = [(key, _text(value), loaded.provenance.get(key, "")) for key, value in every_setting(loaded.config)]
     RunConsole().tables(
         Table(columns=("setting", "value", "from"), rows=rows), Table(rows=list(_rows(facts, endured_losses)))
     )
+
+
+def every_setting(config: "RunConfig") -> Iterator[tuple[str, Any]]:
+    """Every setting, those in samples, too, whether or not they were given."""
+    from spare_megatron.config.batch_size import sequences_per_microbatch
+    from spare_megatron.config.resolved import settings
+
+    each, ramp = sequences_per_microbatch(config), config.spare.ramp
+    grows = [ramp.start * each, ramp.increment * each, ramp.before(ramp.steps) * each] if ramp.steps else None
+    in_samples = {"train.global_batch_size": ramp.largest * each, "train.rampup_batch_size": grows}
+    return ((key, in_samples.get(key, value)) for key, value in settings(config))
 
 
 def _rows(facts: "RunSizes", endured_losses: float) -> Iterator[tuple[str, str]]:

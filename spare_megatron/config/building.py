@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from spare_megatron.config.batch_size import in_microbatches
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import FaultKind
@@ -70,8 +71,8 @@ def valid_keys() -> tuple[str, ...]:
 def build_run_config(
     values: Mapping[str, Any], megatron_kinds: Mapping[str, type] = MappingProxyType({})
 ) -> tuple[RunConfig, list[TypeProblem]]:
-    """Builds the configuration from valid dotted keys; lists values of the wrong type, which keep their defaults.
-    `megatron_kinds` has types of fields of `[megatron]`.
+    """Builds the configuration from valid dotted keys; lists values of the wrong type, which keep their defaults, and
+    of batches that cannot be had. `megatron_kinds` has types of fields of `[megatron]`.
     """
     problems: list[TypeProblem] = []
     table: dict[str, Any] = {}
@@ -87,7 +88,8 @@ def build_run_config(
             table.setdefault(section, {})[name] = converted
         else:
             table[section] = converted
-    return _build_sections(table), problems
+    config, impossible = in_microbatches(_build_sections(table), values.keys() - {problem.key for problem in problems})
+    return config, [*problems, *(TypeProblem(key=key, text=text) for key, text in impossible.items())]
 
 
 @cache

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.batch_size import IN_SAMPLES
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_fields import contradictions
@@ -115,8 +116,9 @@ def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake
     mistakes += [
         _Mistake(key=key, text=f"{text} (set by {merged[key].origin})") for key, text in contradictions(config, merged)
     ]
-    loaded = LoadedConfig(config=config, provenance={key: setting.origin for key, setting in merged.items()})
-    return loaded, mistakes
+    origins = {key: setting.origin for key, setting in merged.items()}
+    followed = {key: f"{source}, {origins[source]}" for key, source in IN_SAMPLES.items() if source in origins}
+    return LoadedConfig(config=config, provenance=followed | origins), mistakes
 
 
 def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:

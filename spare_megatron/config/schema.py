@@ -400,6 +400,12 @@ class TrainConfig:
     """Minutes after which the run ends with its current step, if it has not committed `steps` before."""
     micro_batch_size: PositiveInt = 2
     """Sequences per microbatch."""
+    global_batch_size: int | None = None
+    """Sequences per step of all groups together, after a ramp; sets `spare.microbatches_per_shard`, the setting that a
+    run keeps."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """Megatron's ramp: sequences of the first step, those that each increase adds, and those of all steps before the
+    last increase. Sets `spare.ramp_start`, `ramp_increment` and `ramp_steps`, with stages of equally many steps."""
     seed: NonNegativeInt = 1234
     """Seed of parameters, data order and dropout."""
     params_check_every_steps: NonNegativeInt = 10

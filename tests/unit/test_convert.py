@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
+from spare_megatron.config.building import build_run_config
 from spare_megatron.formats.whole_files import parsed_toml
 from spare_megatron.tools.convert import reading
 from spare_megatron.tools.convert.arguments import TAKEN, Arguments, class_of, read_arguments
 from spare_megatron.tools.convert.launch import read_launch
-from spare_megatron.tools.convert.settings import preset_of
+from spare_megatron.tools.convert.settings import preset_of, steps_of
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
 LAUNCH = f"{MODEL} --vocab-size 1000 --micro-batch-size 2 --global-batch-size 64 --train-iters 100 --lr 1e-3 --bf16"
@@ -136,11 +137,11 @@ def settings_of(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("", {"layout.num_groups": 8, "spare.microbatches_per_shard": 4, "model.activation": "gelu_tanh"}),
+        ("", {"layout.num_groups": 8, "train.global_batch_size": 64, "model.activation": "gelu_tanh"}),
         ("", {"model.hidden_dropout": 0.1, "optimizer.beta2": 0.999, "optimizer.decay_style": "linear"}),
         ("", {"model.vocab_size": 1024, "model.tie_embeddings": True, "optimizer.min_learning_rate": 0.0}),
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", {"layout.num_groups": 2}),
-        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", {"spare.microbatches_per_shard": 16}),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", {"train.global_batch_size": 64}),
         ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2", {"spare.redundancy": 1}),
         ("--nnodes 2 --use-distributed-optimizer", {"layout.num_groups": 16, "optimizer.sharding": "stacked"}),
         ("--swiglu --disable-bias-linear", {"model.activation": "swiglu", "model.ffn_hidden_size": 128}),
@@ -180,11 +181,43 @@ def test_samples_become_steps() -> None:
     assert (settings["train.steps"], *found) == (100, 50, 2)
 
 
+@pytest.mark.parametrize(("more", "microbatches"), [("", 4), ("--tensor-model-parallel-size 4", 16)])
+def test_the_global_batch_has_as_many_microbatches_of_a_group_as_in_megatron(more: str, microbatches: int) -> None:
+    config, _ = build_run_config(settings_of(f"{GPUS} {LAUNCH} {DATA} {more}"))
+    assert config.spare.microbatches_per_shard == microbatches == 64 // 2 // config.layout.num_groups
+
+
+def test_a_ramp_in_samples_is_one_in_steps_through_which_other_samples_become_steps() -> None:
+    """4 steps of each size but the last read 4 x (16 + 32 + 48) = 384 samples, and further 64 a step."""
+    launch = LAUNCH.replace("--train-iters 100", "--train-samples 6400 --lr-decay-samples 3200 --lr-warmup-samples 100")
+    words = f"{launch} {DATA} {GPUS} --rampup-batch-size 16 16 380"
+    settings = settings_of(words)
+    assert settings["train.rampup_batch_size"] == [16, 16, 380]
+    config, _ = build_run_config(settings)
+    spare = config.spare
+    assert (spare.ramp_start, spare.ramp_increment, spare.ramp_steps) == (1, 1, 12)
+    found = (config.train.steps, config.optimizer.decay_steps, config.optimizer.warmup_steps)
+    assert found == (12 + 6016 // 64, 12 + 2816 // 64, 4 + 2)  # 4 x 16 + 2 x 32 samples are 128, the first 5 read 96
+    for samples in range(1, 1000, 7):
+        args = Arguments(given=read_arguments(words.replace("6400", str(samples)).split()))
+        left, whole = samples / 16, 0
+        while left >= spare.ramp.at(whole):
+            left -= spare.ramp.at(whole)
+            whole += 1
+        assert steps_of(args, "train_samples") == pytest.approx(whole + left / spare.ramp.at(whole))
+    report = invoke("--", *words.split()).stderr
+    assert "train.rampup_batch_size = [16, 16, 380], in stages of equally many steps, 12 together; those of" in report
+    assert "and take about 15 steps" in report  # 380 / 3 / 16 + 380 / 3 / 32 + 380 / 3 / 48 = 14.5
+
+
 @pytest.mark.parametrize(
     ("more", "name", "reason"),
     [
         ("--fp16", "fp16", "model.precision is fp32 or bf16"),
-        ("--rampup-batch-size 8 8 1000", "rampup_batch_size", "set spare.ramp_start"),
+        ("--rampup-batch-size 8 8 1000", "rampup_batch_size", "[8, 8, 1000] does not lead from 8 to the global batch"),
+        ("--rampup-batch-size 16 x 1000", "rampup_batch_size", "'16 x 1000' is not three whole numbers"),
+        ("--rampup-batch-size 16 16", "rampup_batch_size", "it takes three values, not 2"),
+        ("--step-batch-size-schedule 0:16", "step_batch_size_schedule", "set train.rampup_batch_size"),
         ("--rotary-percent 0.5", "rotary_percent", "all of a head"),
         ("--load other", "load", "spare checkpoint import"),
         ("--load other --no-load-optim --no-load-rng", "no_load_rng", "give --load and --finetune"),
@@ -288,8 +321,8 @@ def test_the_table_has_the_types_and_defaults_of_megatrons_parser(parser: argpar
         action = actions[name]
         if row.kind == "flag":
             assert action.nargs == 0, name
-        elif row.kind == "words":
-            assert action.nargs == "*", name
+        elif row.kind in ("words", "three whole numbers"):
+            assert action.nargs == {"words": "*"}.get(row.kind, 3), name
         elif row.kind in ("a whole number", "a number"):
             assert (action.nargs, action.type) == (None, {"a whole number": int, "a number": float}[row.kind]), name
         if row.kind != "flag":

@@ -23,9 +23,11 @@ the script would show are given by `--define`, `$1` as `--define 1=VALUE`; GPUs 
 `--`, where the launch does not have them.
 
 - A group is a data-parallel replica: GPUs / (TP x PP x CP), divided by the lanes that share experts. A shard has
-  global batch / (groups x micro batch) microbatches.
+  `train.global_batch_size` / (groups x micro batch) microbatches.
 - The vocabulary is padded as in Megatron, whose softmax has the padding, too.
 - Arguments in samples become steps; what does not fill a step counts as one.
+- `--rampup-batch-size` becomes a ramp that reads as many samples in stages of equally many steps, where Megatron's have
+  equally many samples: the report names the steps of both ([a batch that grows](models.md#a-batch-that-grows)).
 - Of a checkpoint that is loaded with `--finetune` only weights count: `spare checkpoint import` it, and set
   `checkpoint.load_weights` to what that wrote.
 - Defaults that choose kernels, overlaps or files alone are those of spare.

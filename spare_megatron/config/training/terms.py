@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from spare_megatron.config.batch_size import sequences_per_microbatch
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import model_fields
 from spare_megatron.config.schema import RunConfig
@@ -107,11 +108,6 @@ def global_batch(config: RunConfig) -> int:
 def sequences_before(config: RunConfig, step: int) -> int:
     """Sequences in all steps before this one, also those of runs whose checkpoint was loaded."""
     return config.data.offset + sequences_per_microbatch(config) * config.spare.ramp.before(step)
-
-
-def sequences_per_microbatch(config: RunConfig) -> int:
-    """Sequences in one microbatch of every shard."""
-    return config.layout.num_groups * config.train.micro_batch_size
 
 
 def _function_of(config: RunConfig) -> str:

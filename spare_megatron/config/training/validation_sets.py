@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from spare_megatron.config.batch_size import sequences_per_microbatch
 from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import validation_names
-from spare_megatron.config.training.terms import global_batch, sequences_per_microbatch
+from spare_megatron.config.training.terms import global_batch
 
 
 def sequences_per_set(config: RunConfig) -> int:

@@ -27,7 +27,8 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 def _taken(text: str) -> Taken:
     short, default, setting = text.split(" ", 2)
-    kind = {"int": "a whole number", "float": "a number", "str": "a text", "json": "JSON"}.get(short, short)
+    kinds = {"int": "a whole number", "ints": "three whole numbers", "float": "a number", "str": "a text"}
+    kind = (kinds | {"json": "JSON"}).get(short, short)
     off = False if kind == "flag" else None
     return Taken(kind, off if default == "-" else default, setting.lstrip("="), setting.startswith("="))
 
@@ -76,16 +77,14 @@ _KINDS: Mapping[str, Callable[[str], Any]] = {
 def _value(name: str, kind: str, words: Sequence[str]) -> Any:
     if kind == "words":
         return list(words)
-    if len(words) != (kind != "flag"):
-        raise ValueError(
-            f"{name}: it takes {'no value' if kind == 'flag' else 'one value'}, not {len(words)}; correct it"
-        )
-    if kind == "flag":
-        return True
+    expected = {"flag": 0, "three whole numbers": 3}.get(kind, 1)
+    if len(words) != expected:
+        takes = ("no value", "one value", "", "three values")[expected]
+        raise ValueError(f"{name}: it takes {takes}, not {len(words)}; correct it")
     try:
-        return _KINDS[kind](words[0])
+        return [int(word) for word in words] if expected == 3 else _KINDS[kind](words[0]) if words else True
     except ValueError as error:
-        raise ValueError(f"{name}: {words[0]!r} is not {kind}; correct it") from error
+        raise ValueError(f"{name}: {' '.join(words)!r} is not {kind}; correct it") from error
 
 
 def megatron_value(words: Sequence[str]) -> Any:

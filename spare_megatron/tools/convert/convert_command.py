@@ -93,8 +93,8 @@ def _meaning(name: str, preset: "Preset") -> str:
     if preset.classes[name].kind != "taken":
         return preset.classes[name].text
     keys = [key for key, names in preset.sources.items() if name in names and key in preset.settings]
-    rounding = f", rounded from {preset.roundings[name]:g} steps" if name in preset.roundings else ""
     if keys:
-        return ", ".join(f"{key} = {preset.settings[key]}" for key in keys) + rounding
+        note = f", {preset.notes[name]}" if name in preset.notes else ""
+        return ", ".join(f"{key} = {preset.settings[key]}" for key in keys) + note
     is_incomplete = any(found.kind == "missing" for found in preset.classes.values())
     return preset.classes[name].text + (" (see below)" if is_incomplete else " is off")

@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.batch_size import with_batch, with_ramp
+from spare_megatron.config.schema import SpareConfig
 from spare_megatron.tools.convert.arguments import TAKEN, Arguments, Class, class_of, megatron_value
 from spare_megatron.tools.weights.megatron_args import ModelArgs, settings_in
 
@@ -19,13 +22,13 @@ _DEFAULT_SPLIT = "969,30,1"
 @dataclass(frozen=True, slots=True)
 class Preset:
     """The settings of a preset by dotted key, what each follows from, and what becomes of each given argument.
-    `roundings`: by argument, the number of steps that a whole number stands for.
+    `notes`: by argument, how what it became differs.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     classes: dict[str, Class] = field(default_factory=dict)
-    roundings: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def put(self, setting: str, value: Any, *names: str) -> None:
         if value is not None:
@@ -40,7 +43,7 @@ class Preset:
         near = round(steps)
         if math.isclose(steps, near, rel_tol=1e-9):
             return near
-        self.roundings[name] = steps
+        self.notes[name] = f"rounded from {steps:g} steps"
         return math.ceil(steps) if up else math.floor(steps)
 
 
@@ -125,15 +128,40 @@ def _layout(args: Arguments, preset: Preset) -> None:
         chunks = _divided(args, "num_layers", stages * chunk)
     names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     preset.put("layout.virtual_pipeline", chunks, *names)
-    batch = _global_batch(args)
-    micro = args["micro_batch_size"] * num_groups
-    if batch % micro:
-        raise ValueError(f"global_batch_size: {batch} is no multiple of {micro}, a microbatch of each group; change it")
-    preset.put("spare.microbatches_per_shard", batch // micro, "global_batch_size")
+    spare, rampup = _spare(args), args["rampup_batch_size"]
+    preset.put("train.global_batch_size", _global_batch(args), "global_batch_size")
+    preset.put("train.rampup_batch_size", rampup, "rampup_batch_size")
+    if rampup is not None:
+        sizes = range(rampup[0], _global_batch(args), rampup[1])
+        theirs = sum(rampup[2] / len(sizes) / size for size in sizes)
+        preset.notes["rampup_batch_size"] = (
+            f"in stages of equally many steps, {spare.ramp_steps} together; those of Megatron have equally many "
+            f"samples, and take about {theirs:.0f} steps"
+        )
     is_stacked = args["use_distributed_optimizer"] and num_groups > 1 and lanes == 1
     preset.put("optimizer.sharding", "stacked" if is_stacked else "replicated", "use_distributed_optimizer")
     copies = min(num_groups, max(2, args["num_distributed_optimizer_instances"])) if is_stacked else None
     preset.put("optimizer.redundancy", copies, "num_distributed_optimizer_instances")
+
+
+def _spare(args: Arguments) -> SpareConfig:
+    """With the batch of each step."""
+    name, value, rampup = "global_batch_size", _global_batch(args), args["rampup_batch_size"]
+    each = args["micro_batch_size"] * _groups(args)
+    try:
+        spare = with_batch(SpareConfig(), value, each)
+        name, value = "rampup_batch_size", rampup
+        return spare if rampup is None else with_ramp(spare, rampup, each)
+    except ValueError as error:
+        raise ValueError(f"{name}: {value} {error}") from error
+
+
+def steps_of(args: Arguments, name: str) -> float:
+    """The steps, the last one in part, that read the samples of an argument."""
+    ramp = _spare(args).ramp
+    microbatches: float = args[name] / (args["micro_batch_size"] * _groups(args))
+    step = bisect_right(range(int(microbatches) + 1), microbatches, key=ramp.before) - 1
+    return step + (microbatches - ramp.before(step)) / ramp.at(step)
 
 
 def _divided(args: Arguments, name: str, divisor: int) -> int:
@@ -203,13 +231,12 @@ def _in_steps(args: Arguments, preset: Preset, of_steps: str, of_samples: str) -
     steps: int | None = args[of_steps]
     if steps or not args[of_samples]:
         return steps or None
-    return preset.rounded(of_samples, args[of_samples] / _global_batch(args))
+    return preset.rounded(of_samples, steps_of(args, of_samples))
 
 
 def _steps(args: Arguments, preset: Preset) -> None:
-    samples = args["train_samples"]
     steps = args["train_iters"] or (
-        samples and preset.rounded("train_samples", samples / _global_batch(args), up=False)
+        args["train_samples"] and preset.rounded("train_samples", steps_of(args, "train_samples"), up=False)
     )
     if not steps:
         raise ValueError("train_iters: it is absent, and so is --train-samples; give one")
@@ -230,7 +257,8 @@ def _schedule(args: Arguments, preset: Preset) -> None:
     if args["decoupled_lr"] is not None:
         preset.put("optimizer.rules", list(_decoupled(args)), "decoupled_lr", "decoupled_min_lr")
     if style == "wsd":
-        steps = _in_steps(args, preset, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        name = "lr_wsd_decay_samples"  # of the end, where a ramp is over
+        steps = args["lr_wsd_decay_iters"] or (args[name] and preset.rounded(name, args[name] / _global_batch(args)))
         preset.put("optimizer.wsd_decay_steps", steps, "lr_wsd_decay_iters", "lr_wsd_decay_samples")
         preset.put("optimizer.wsd_decay_style", args["lr_wsd_decay_style"].lower(), "lr_wsd_decay_style")
 

@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -22,11 +22,13 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.slow_machines.examination_rules import Load
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.process.snapshot_wire import Part
+from spare_megatron.slow_machines import device_checks
 from spare_megatron.stacking.layout import GroupId, Layout, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.snapshot.mapped_files import MappedFiles
@@ -149,6 +151,47 @@ def _in_use(device: torch.device) -> dict[str, int]:
         "threads": process.num_threads(),
         "files": process.num_fds(),
     }
+
+
+# ------------------------------------------------------------------------------------------------- examination
+
+
+def examine_device(scene: Scene) -> None:
+    """What a machine in quarantine does, and another one beside it. Raises RuntimeError if anything came out wrong."""
+    server = listen("127.0.0.1", timedelta(seconds=_TIMEOUT_S))
+    ways = [(rank, scene.device, server.port) for rank in range(2)]
+    own, other = _ask(scene, examine, *ways)
+    for what, spent_s in own["seconds"].items():
+        scene.report((f"examination: {what}", seconds(spent_s)))
+    scene.report(examined=own, beside=other)
+    wrong = own["wrong"] + other["wrong"]
+    if wrong or own["digest"] != other["digest"]:
+        raise RuntimeError("; ".join(wrong) or "the same products differ between two processes")
+
+
+def examine(rank: int, name: str, port: int, answer: Connection) -> None:
+    """Rank 0 is examined: it fills most of the memory that is free."""
+    if name != "cpu":
+        nccl.share_gpu(rank)
+    load, found, spent_s = Load(seed=1, leaves_waits_out=False), list[str](), dict[str, float]()
+
+    def timed(what: str, errors: Iterator[str]) -> None:
+        began_s = time.monotonic()
+        found.extend(errors)
+        spent_s[what] = time.monotonic() - began_s
+
+    store, timeout = TcpControlStore("127.0.0.1", port), timedelta(seconds=_TIMEOUT_S)
+    meeting = store.rendezvous("examination", rank, _TIMEOUT_S)
+    timed("a transfer and back", device_checks.transfer(meeting, rank, name, "transfer", timeout))
+    digest, product_s, repeated, clock = device_checks.multiply(load, name)
+    spent_s["a repetition of the chain of products"] = product_s
+    timed("products with known results", device_checks.check_products(load, name))
+    spent_s["a copy in memory"] = device_checks.copy(load, name)
+    if rank == 0:
+        store.wait("the other is done", _TIMEOUT_S)  # it needs memory, too
+    timed("patterns in memory", device_checks.check_memory(name, is_own=rank == 0))
+    store.put("the other is done", "")
+    answer.send({"digest": digest, "wrong": repeated + found, "seconds": spent_s, "clock": clock})
 
 
 # -------------------------------------------------------------------------------------------- costs around the sums

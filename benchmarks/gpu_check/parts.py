@@ -1,4 +1,4 @@
-"""The parts of the check, in their order. The limits add up to 25 minutes."""
+"""The parts of the check, in order of what they are worth: the first ones fit into 15 minutes of a borrowed GPU."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,14 +26,35 @@ class Part:
         getattr(import_module(f"benchmarks.gpu_check.{module}"), function)(scene)
 
 
+_NEEDS_GPU = "on a CPU it would train the tiny model of step-125m"
+
 _ALL = (
-    Part(name="versions", limit_s=50, measures="versions and devices", code="versions.examine"),
-    Part(name="tests", limit_s=420, measures="tests/gpu on one GPU", code="training.run_tests"),
+    Part(name="versions", limit_s=40, measures="versions and devices", code="versions.examine"),
     Part(
-        name="two-groups",
-        limit_s=120,
-        measures="two groups on one GPU, a kill and a hang, without and with reduce.overlap",
-        code="training.lose_groups",
+        name="costs",
+        limit_s=110,
+        measures="digest, norms, staging and snapshot copy of 1.3B parameters",
+        code="on_device.time_costs",
+    ),
+    Part(
+        name="step-1p3b",
+        limit_s=110,
+        measures="step of 1.3B parameters beside plain Megatron, one group",
+        code="training.time_steps_of_1p3b",
+        not_on_cpu=_NEEDS_GPU,
+    ),
+    Part(
+        name="step-1p3b-reproducible",
+        limit_s=130,
+        measures="the same with reduce.mode=reproducible and its deterministic kernels",
+        code="training.time_reproducible_steps_of_1p3b",
+        not_on_cpu=_NEEDS_GPU,
+    ),
+    Part(
+        name="audits",
+        limit_s=150,
+        measures="2,000 audited microbatches without a false alarm, and a flipped bit that is found",
+        code="training.audit_often",
     ),
     Part(
         name="aborts",
@@ -42,23 +63,29 @@ _ALL = (
         code="on_device.abort_often",
     ),
     Part(
-        name="step-125m",
-        limit_s=210,
-        measures="step of 125M parameters beside plain Megatron, one group",
-        code="training.time_steps_of_125m",
+        name="illegal-access",
+        limit_s=60,
+        measures="an illegal access to memory in one of two groups",
+        code="training.access_illegally",
     ),
     Part(
-        name="step-1p3b",
-        limit_s=270,
-        measures="step of 1.3B parameters beside plain Megatron, one group",
-        code="training.time_steps_of_1p3b",
-        not_on_cpu="on a CPU it would train the tiny model of step-125m",
+        name="examination",
+        limit_s=60,
+        measures="products with known results, patterns in memory and a transfer, as of a machine in quarantine",
+        code="on_device.examine_device",
     ),
     Part(
-        name="costs",
-        limit_s=160,
-        measures="digest, norms, staging and snapshot copy of 1.3B parameters",
-        code="on_device.time_costs",
+        name="transformer-engine",
+        limit_s=140,
+        measures="layers of transformer-engine: a kill in one of two groups; bf16 and fp8 of 125M parameters",
+        code="training.try_transformer_engine",
+        not_on_cpu="transformer-engine needs a GPU",
+    ),
+    Part(
+        name="two-groups",
+        limit_s=120,
+        measures="two groups on one GPU, a kill and a hang, without and with reduce.overlap",
+        code="training.lose_groups",
     ),
     Part(
         name="reproducible",
@@ -67,11 +94,37 @@ _ALL = (
         code="training.repeat_bitwise",
     ),
     Part(
-        name="transformer-engine",
-        limit_s=100,
-        measures="bf16 and fp8 with layers of transformer-engine, 125M parameters",
-        code="training.try_transformer_engine",
-        not_on_cpu="transformer-engine needs a GPU",
+        name="step-125m",
+        limit_s=120,
+        measures="step of 125M parameters beside plain Megatron, one group",
+        code="training.time_steps_of_125m",
+    ),
+    Part(
+        name="buckets",
+        limit_s=130,
+        measures="step of 1.3B parameters with buckets of 32 and 256 MiB",
+        code="training.time_other_buckets",
+        not_on_cpu=_NEEDS_GPU,
+    ),
+    Part(
+        name="tests-devices",
+        limit_s=150,
+        measures="tests/gpu on one GPU but whole runs",
+        code="training.run_tests_of_devices",
+    ),
+    Part(
+        name="tests-bitwise",
+        limit_s=150,
+        measures="whole runs of tests/gpu that end with the bits of the run without faults",
+        code="training.run_bitwise_tests",
+        not_on_cpu="they train on GPUs",
+    ),
+    Part(
+        name="tests-runs",
+        limit_s=150,
+        measures="the other whole runs of tests/gpu",
+        code="training.run_tests_of_runs",
+        not_on_cpu="they train on GPUs",
     ),
 )
 

@@ -1,51 +1,43 @@
-"""Examines this machine in a process of its own: a seeded matrix product, copies in memory, and an exchange with the
-control store, judged by `core.slow_machines.examination_rules`.
+"""Examines this machine in a process of its own: its devices (`slow_machines.device_checks`), transfers of known
+content between machines, and an exchange with the control store, judged by `core.slow_machines.examination_rules`.
 """
 
-import hashlib
 import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
-from statistics import median
-from typing import TYPE_CHECKING
 
-from spare_megatron.core.slow_machines.examination_rules import Figures
+from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, Figures, Load
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
-from spare_megatron.machine.machine_signs import starved_s, throttled_s
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
+_MOST_ERRORS = 16
 _LASTING = ("drift", "stuck_bit", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
-_NUM_REPETITIONS = 5
-_SIZE, _NUM_PRODUCTS = {"cpu": 256, "cuda": 2048}, {"cpu": 24, "cuda": 64}
-_COPY_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
-"""By type of device. On a GPU that trains little memory is free."""
-_DRIFT = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminationWanted:
     """Machine `examined`, or the one that replaces it, is examined for the time `number`: this machine, if it `is_own`,
-    or another one, as which it is to do the same.
+    or another one, as which it is to do the same. `helpers`: the other machines that do.
     """
 
     examined: MachineId
     number: int
+    helpers: tuple[MachineId, ...] = ()
     is_own: bool = False
 
 
@@ -54,11 +46,10 @@ class ExaminationTask:
     wanted: ExaminationWanted
     machine: MachineId
     devices: tuple[str, ...]
+    """All that the ranks of the machine use."""
     store: StoreSpec
-    shares_processors: bool
-    drifts: bool
-    factor: float
-    """Injected faults: what it computes is wrong, and takes so many times as long."""
+    transfer_timeout_s: float
+    load: Load
 
 
 class Examiner:
@@ -87,11 +78,15 @@ class Examiner:
         task = ExaminationTask(
             wanted=wanted,
             machine=self._machine,
-            devices=devices if wanted.is_own else devices[:1],  # all GPUs of others compute the same
+            devices=devices,
             store=self._spec.store,
-            shares_processors=config.cluster.launcher == "local",
-            drifts=any(fault.kind != "slow" for fault in faults),
-            factor=max((fault.factor or 1.0 for fault in faults if fault.kind == "slow"), default=1.0),
+            transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s,
+            load=Load(
+                seed=wanted.number,
+                leaves_waits_out=config.cluster.launcher == "local" or not wanted.is_own,
+                drifts=any(fault.kind != "slow" for fault in faults),
+                factor=max((fault.factor or 1.0 for fault in faults if fault.kind == "slow"), default=1.0),
+            ),
         )
         self._children.append(start_child(self._context, "examination", _examine, task))
         self.limit([child.pid for child in self._children])
@@ -103,21 +98,61 @@ class Examiner:
 
 def _examine(task: ExaminationTask, _: Connection) -> None:
     """Main function of the process."""
-    if not task.wanted.is_own:
+    from spare_megatron.slow_machines import device_checks
+
+    wanted, load = task.wanted, task.load
+    if not wanted.is_own:
         os.nice(10)  # training goes first
-    products = [multiply(task, device) for device in task.devices]
-    copy_s = max(copy(task, device) for device in task.devices)
-    store, wanted = open_store(task.store), task.wanted
+    devices = task.devices if wanted.is_own else task.devices[:1]  # all GPUs of others compute the same
+    store = open_store(task.store)
+    linked, wrong = _transfers(task, store)
+    digests, times_s, repeated, clocks = zip(*(device_checks.multiply(load, device) for device in devices), strict=True)
+    for device, errors in zip(devices, repeated, strict=True):
+        wrong += [*errors, *device_checks.check_products(load, device)]
+        wrong += device_checks.check_memory(device, is_own=wanted.is_own)
+    wrong += device_checks.check_links(devices)
+    copy_s = max(device_checks.copy(load, device) for device in devices)
     answer_s, exchange_s = _exchange(store, keys.exchanged(wanted.examined, wanted.number, task.machine))
     figures = Figures(
-        digests=tuple(digest for digests, _ in products for digest in digests),
-        product_s=max(seconds for _, seconds in products),
+        digests=digests,
+        product_s=max(times_s),
         copy_s=copy_s,
         answer_s=answer_s,
         exchange_s=exchange_s,
+        wrong=tuple(wrong[:_MOST_ERRORS]),
+        reduced=tuple((device, clock) for device, clock in zip(devices, clocks, strict=True) if clock),
+        linked=linked if wanted.is_own else None,
     )
     store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
     leave(0)
+
+
+def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[MachineId, ...], list[str]]:
+    """Transfers of known content between the examined machine, from each of its devices, and the others, first of all,
+    as all begin at about the same time. Returns with whom they have ended, and what arrived wrong.
+    """
+    from spare_megatron.slow_machines.device_checks import transfer
+
+    wanted, timeout_s, linked, wrong = task.wanted, task.transfer_timeout_s, list[MachineId](), list[str]()
+
+    def run(helper: MachineId) -> None:
+        what, rank = f"transfer between machines {wanted.examined} and {helper}", 0 if wanted.is_own else 1
+        with suppress(RuntimeError, OSError, StoreLost, StoreTimeout):  # the other one is late, gone, or out of reach
+            for number, own in enumerate(task.devices):
+                name = f"{keys.exchanged(wanted.examined, wanted.number, helper)}/{number}"
+                meeting, device = store.rendezvous(name, rank, timeout_s), own if wanted.is_own else task.devices[0]
+                wrong.extend(transfer(meeting, rank, device, what, timedelta(seconds=timeout_s)))
+            linked.append(helper)
+
+    # A broken link may block a thread for good; the process leaves without it.
+    others = wanted.helpers if wanted.is_own else (task.machine,)
+    threads = [threading.Thread(target=run, args=(helper,), daemon=True) for helper in others]
+    for thread in threads:
+        thread.start()
+    ends_at_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, ends_at_s - time.monotonic()))
+    return tuple(linked), list(wrong)
 
 
 def _exchange(store: ControlStore, key: str) -> tuple[float, float]:
@@ -133,63 +168,3 @@ def _exchange(store: ControlStore, key: str) -> tuple[float, float]:
     exchanged_s = time.perf_counter()
     store.delete([key])
     return (answered_s - began_s) / _NUM_ANSWERS, exchanged_s - answered_s
-
-
-def multiply(task: ExaminationTask, device: str) -> tuple[tuple[str, ...], float]:
-    """Digests of the same chain of products, again and again, and the median of their times."""
-    import torch
-
-    torch.set_num_threads(1)
-    kind, generator = device.partition(":")[0], torch.Generator().manual_seed(task.wanted.number)
-    first, other = (torch.randn(_SIZE[kind], _SIZE[kind], generator=generator).to(device) for _ in range(2))
-    digests, times_s = [], []
-    for _ in range(_NUM_REPETITIONS + 1):
-        with _timed(task, device) as spent_s:
-            product = first
-            for _ in range(_NUM_PRODUCTS[kind]):
-                product = torch.tanh(product @ other)
-        times_s.append(spent_s())
-        digests.append(_digest(product.mul_(1 + _DRIFT) if task.drifts else product))
-    return tuple(digests), median(times_s[1:])  # the first one loads code
-
-
-def _digest(values: "Tensor") -> str:
-    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
-
-
-def copy(task: ExaminationTask, device: str) -> float:
-    """Seconds of a copy in the memory of the device, the median."""
-    import torch
-
-    values = torch.zeros(_COPY_BYTES[device.partition(":")[0]], dtype=torch.uint8, device=device)
-    into, times_s = torch.empty_like(values), []
-    for _ in range(_NUM_REPETITIONS + 1):
-        with _timed(task, device) as spent_s:
-            into.copy_(values)
-        times_s.append(spent_s())
-    return median(times_s[1:])
-
-
-@contextmanager
-def _timed(task: ExaminationTask, device: str) -> Iterator[Callable[[], float]]:
-    """Yields what returns the seconds that the block has taken, but for waits for processors that others use: on a
-    machine that trains, and where machines are emulated on one computer, they take them from each other.
-    """
-    ends: list[float] = []
-
-    def now_s() -> float:
-        if device != "cpu":
-            import torch
-
-            torch.cuda.synchronize(device)
-            return time.perf_counter()
-        leaves_waits_out = task.shares_processors or not task.wanted.is_own
-        waited_s = starved_s(os.getpid()) - throttled_s(os.getpid()) if leaves_waits_out else 0.0
-        return time.perf_counter() - waited_s
-
-    began_s = now_s()
-    yield lambda: ends[0]
-    taken_s = now_s() - began_s
-    if task.factor > 1.0:  # an injected fault slows the machine
-        time.sleep((task.factor - 1.0) * taken_s)
-    ends.append(task.factor * taken_s)

@@ -66,7 +66,7 @@ class Examinations:
             if self._last.get(machine) != number:
                 self._last[machine] = number
                 if self._machine in asked:
-                    self._start(ExaminationWanted(examined=machine, number=number))
+                    self._start(ExaminationWanted(examined=machine, number=number, helpers=tuple(asked)))
 
     def _begin(self, store: ControlStore, places: Places, own: Quarantine, now_s: float) -> None:
         held = [holding for holding in places.holders if holding.machine != own.machine]
@@ -78,7 +78,7 @@ class Examinations:
         limit_s = examination.LIMIT_INTERVALS * self._interval_s
         self._open = _Open(examined=own.machine, number=number, helpers=helpers, ends_at_s=now_s + limit_s)
         write_value(store, keys.examination(own.machine), (number, helpers))
-        self._start(ExaminationWanted(examined=own.machine, number=number, is_own=True))
+        self._start(ExaminationWanted(examined=own.machine, number=number, helpers=helpers, is_own=True))
 
     def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
         by = [self._machine, *of.helpers]

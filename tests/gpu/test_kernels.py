@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,18 +51,24 @@ def test_a_machine_where_the_kernel_cannot_be_compiled_says_what_is_missing(monk
 
 
 def compare_digests(device: str) -> int:
-    """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore.gradients import digests, kernels
+    """Of tensors of one launch, with the sums of torch. Returns the number of comparisons; raises AssertionError at the
+    first difference.
+    """
+    from spare_megatron.mcore.gradients import digests
 
-    generator, here = torch.Generator().manual_seed(7), torch.device("cpu")
-    multipliers = digests.multipliers_on(here)
-    for num_blocks in (1, 2, 5):
-        shape = (num_blocks, digests.BLOCK_WORDS)
-        words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
-        (expected,) = digests.block_sums(words.view(-1), num_blocks)
-        found = kernels.sum_blocks(words.to(device), multipliers.to(device))
-        assert torch.equal(found.cpu(), expected)
-    return 3
+    generator, block_bytes = torch.Generator().manual_seed(7), 4 * digests.BLOCK_WORDS
+    sizes = [1, 3, 4, 1000, 0, block_bytes - 1, block_bytes, block_bytes + 2, 9 * block_bytes + 5]
+    data = [torch.randint(0, 256, (size + 9,), dtype=torch.uint8, generator=generator) for size in sizes]
+    tensors = [values[offset:][:size] for values, size in zip(data, sizes, strict=True) for offset in (0, 7)]
+    expected = [sums for tensor in tensors for sums in digests.block_sums(tensor)]
+    expected_one = digests.words_digest(tensors[-1])
+    there = [values.to(device)[offset:][:size] for values, size in zip(data, sizes, strict=True) for offset in (0, 7)]
+    with mock.patch.object(digests, "_has_kernel", return_value=True):
+        (found,) = digests._sums_in_order(there)
+        found_one = digests.words_digest(there[-1])
+    assert torch.equal(found.cpu(), torch.cat(expected))
+    assert torch.equal(found_one.cpu(), expected_one)
+    return len(tensors) + 1
 
 
 def compare(device: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -25,12 +26,13 @@ from spare_megatron.journal.proofs.check_machines import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.slow_machines import examination, quarantine
+from spare_megatron.slow_machines import device_checks, examination, quarantine
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
 from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.store import keys
+from spare_megatron.store.interface import read_values
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor.places.group_reforming import AssignmentList
 from spare_megatron.supervisor.restarts import GroupRestarts
@@ -38,6 +40,7 @@ from tests.unit.memory_store import MemoryStore
 
 GOOD = Figures(digests=("a", "a"), product_s=0.1, copy_s=0.01, answer_s=0.001, exchange_s=0.01)
 INTERVAL_S = 1.0
+WRONG = "2 of 4 values of a product in float32 on cpu are wrong, the first is 1.5 instead of 1.0"
 QUARANTINE = Quarantine(MachineId(1), PlaceId(1), "slow", "its link")
 
 # ------------------------------------------------------------------------------------------------------ the judgement
@@ -46,7 +49,15 @@ QUARANTINE = Quarantine(MachineId(1), PlaceId(1), "slow", "its link")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"digests": ("a", "b")}, "to different values"),
+        ({"digests": ("a", "b")}, "its devices compute the same matrix product to different values"),
+        ({"linked": ()}, "no transfer of known content"),
+        ({"linked": (MachineId(3),)}, "no transfer of known content"),
+        ({"linked": (MachineId(2),)}, ""),
+        (
+            {"reduced": (("cuda:1", "clock 9 of 19 MHz: power cap, thermal slowdown by the driver"),)},
+            "load cuda:1 has cl",
+        ),
+        ({"reduced": (("cuda:1", "clock 9 of 19 MHz: power cap"),)}, ""),
         ({"digests": ("b", "b")}, "differ from those of machines 0, 2"),
         ({"product_s": 0.16}, "matrix product takes 1.6 times"),
         ({"copy_s": 0.02}, "copy in memory takes 2.0 times"),
@@ -61,9 +72,20 @@ def test_an_examination_fails_for_what_differs(changes: dict[str, Any], reason: 
     assert reason in found if reason else not found
 
 
+def test_a_clock_that_is_reduced_on_most_machines_is_no_fault_of_one() -> None:
+    hot = replace(GOOD, reduced=(("cuda:0", "clock 9 of 19 MHz: thermal slowdown by the hardware"),))
+    likes = {MachineId(number): hot if number else GOOD for number in range(3)}
+    assert judge_examination(hot, likes) == ""
+    assert "under load cuda:0" in judge_examination(hot, {**likes, MachineId(1): GOOD})
+
+
 def test_without_an_answer_nothing_passes() -> None:
     assert "did not end in time" in judge_examination(None, {MachineId(0): GOOD})
     assert "no other machine" in judge_examination(GOOD, {})
+
+
+def test_what_is_known_to_be_wrong_needs_no_other_machine() -> None:
+    assert judge_examination(replace(GOOD, wrong=(WRONG, "more")), {}) == WRONG
 
 
 def test_of_two_different_digests_none_passes_and_a_third_decides() -> None:
@@ -71,6 +93,7 @@ def test_of_two_different_digests_none_passes_and_a_third_decides() -> None:
     wrong = replace(GOOD, digests=("z", "z"))
     assert judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong})
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong, MachineId(3): GOOD})
+    assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): replace(wrong, wrong=(WRONG,))})
     inconsistent = replace(GOOD, digests=("a", "b"))
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): inconsistent})
     assert judge_examination(GOOD, {MachineId(2): inconsistent})
@@ -213,18 +236,6 @@ def test_groups_of_a_machine_in_quarantine_start_when_it_ends() -> None:
 # ------------------------------------------------------------------------------------------------- the process itself
 
 
-def task_of(*, drifts: bool = False, factor: float = 1.0) -> examination.ExaminationTask:
-    return examination.ExaminationTask(
-        wanted=ExaminationWanted(examined=MachineId(0), number=3, is_own=True),
-        machine=MachineId(0),
-        devices=("cpu",),
-        store=TcpStoreSpec(host="127.0.0.1", port=1),
-        shares_processors=True,
-        drifts=drifts,
-        factor=factor,
-    )
-
-
 def node_spec(config: RunConfig, run_dir: Path, node: int = 0) -> NodeSpec:
     return NodeSpec(
         config=config,
@@ -234,31 +245,6 @@ def node_spec(config: RunConfig, run_dir: Path, node: int = 0) -> NodeSpec:
         faults=(),
         rank_main=lambda spec, reports: None,
     )
-
-
-def test_products_are_the_same_each_time_and_differ_where_the_machine_drifts() -> None:
-    digests, seconds = examination.multiply(task_of(), "cpu")
-    again, _ = examination.multiply(task_of(), "cpu")
-    assert len(set(digests)) == 1
-    assert again == digests
-    assert seconds > 0.0
-    wrong, _ = examination.multiply(task_of(drifts=True), "cpu")
-    assert len(set(wrong)) == 1
-    assert wrong[0] != digests[0]
-
-
-def test_a_slow_machine_takes_longer_by_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 2.0])
-    monkeypatch.setattr(examination, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
-    monkeypatch.setattr(examination, "starved_s", lambda _: 0.0)
-    slept.clear()
-    with examination._timed(task_of(factor=3.0), "cpu") as spent_s:
-        pass
-    assert spent_s() == 6.0
-    assert slept == [4.0]
-
-
-slept: list[float] = []
 
 
 def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,22 +264,77 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
     for at_s in (4.0, 8.0, 10.0):
         now_s[0] = at_s
         examiner.start(ExaminationWanted(examined=MachineId(0), number=0, is_own=True))
-    assert [(task.drifts, task.factor) for task in tasks] == [(True, 2.0), (False, 2.0), (False, 1.0)]
+    assert [(task.load.drifts, task.load.factor) for task in tasks] == [(True, 2.0), (False, 2.0), (False, 1.0)]
     assert limited == [[1], [1], [1]], "a host that is slow for its ranks is for this process, too"
 
 
+class Passed(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def examined_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figures]:
+    """Has this process do an examination over this store, with nothing on the devices but what is asserted."""
+
+    def start(store: Any, spec: NodeSpec, wanted: ExaminationWanted, by: MachineId) -> Figures:
+        tasks: list[examination.ExaminationTask] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                examination, "start_child", lambda *given: tasks.append(given[-1]) or SimpleNamespace(pid=1)
+            )
+            Examiner(spec, by).start(wanted)
+        monkeypatch.setattr(examination, "open_store", lambda _: store)
+        monkeypatch.setattr(examination.os, "nice", lambda _: None)
+
+        def end(code: int) -> None:
+            raise Passed
+
+        monkeypatch.setattr(examination, "leave", end)
+        with pytest.raises(Passed):
+            examination._examine(tasks[0], None)  # type: ignore[arg-type]
+        (found,) = read_values(store, [keys.examined(wanted.examined, wanted.number, by)], Figures)
+        assert found is not None
+        return found
+
+    return start
+
+
 def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined_here: Callable[..., Figures]
 ) -> None:
-    tasks: list[examination.ExaminationTask] = []
-    monkeypatch.setattr(examination, "start_child", lambda *given: tasks.append(given[-1]) or SimpleNamespace(pid=1))
-    monkeypatch.setattr(examination, "end_child", lambda _: None)
+    """What is found is in the figures with the device, and the clocks that NVML calls reduced."""
+    asked: list[tuple[str, bool]] = []
+
+    def multiply(_: object, device: str) -> tuple[str, float, list[str], str]:
+        return "a", 1.0, [], "clock 1 of 2 MHz: power brake" if device == "cuda:2" else ""
+
+    def check_memory(device: str, *, is_own: bool) -> list[str]:
+        asked.append((device, is_own))
+        return []
+
+    def check_links(devices: Sequence[str]) -> list[str]:
+        asked.append(("links", len(devices) > 1))
+        return []
+
+    monkeypatch.setattr(device_checks, "multiply", multiply)
+    monkeypatch.setattr(device_checks, "check_products", lambda _, device: [WRONG] if device == "cuda:3" else [])
+    monkeypatch.setattr(device_checks, "check_memory", check_memory)
+    monkeypatch.setattr(device_checks, "check_links", check_links)
+    monkeypatch.setattr(device_checks, "copy", lambda *_: 1.0)
+    monkeypatch.setattr(examination, "_transfers", lambda *_: ((), []))
     cluster = ClusterConfig(device="gpu", num_nodes=2, launcher="hand")
     config = RunConfig(layout=LayoutConfig(num_groups=4, pipeline_parallel=2), cluster=cluster)
-    examiner = Examiner(node_spec(config, tmp_path, node=1), MachineId(1))
-    for is_own in (True, False):
-        examiner.start(ExaminationWanted(examined=MachineId(1), number=0, is_own=is_own))
-    assert [task.devices for task in tasks] == [("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("cuda:0",)]
+    spec = node_spec(config, tmp_path, node=1)
+    found = [
+        examined_here(MemoryStore(), spec, ExaminationWanted(examined=MachineId(1), number=0, is_own=is_own), by)
+        for is_own, by in ((True, MachineId(1)), (False, MachineId(0)))
+    ]
+    of_all = [(f"cuda:{number}", True) for number in range(4)]
+    assert asked == [*of_all, ("links", True), ("cuda:0", False), ("links", False)]
+    assert [one.wrong for one in found] == [(WRONG,), ()]
+    assert [one.linked for one in found] == [(), None]
+    assert [one.reduced for one in found] == [(("cuda:2", "clock 1 of 2 MHz: power brake"),), ()]
+    assert [len(one.digests) for one in found] == [4, 1]
 
 
 def test_the_store_is_asked_and_left_as_it_was() -> None:
@@ -334,6 +375,7 @@ def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
         ([BEGUN, replace(PASSED, reason="it is slow"), ENDED], "lacks an examination that machine 1 has passed"),
         ([replace(ENDED, index=0)], "which is in none"),
         ([BEGUN, replace(ENDED, released=[], holdings=[[5, 2, 1]])], "gives place 2 to machine 5, which is in"),
+        ([BEGUN, replace(PASSED, own={**FIGURES, "wrong": [WRONG]}), ENDED], "has passed with wrong values"),
         ([BEGUN, replace(PASSED, likes={"0": {**FIGURES, "digests": ["b"]}}), ENDED], "no other machine has computed"),
     ],
 )

@@ -1,13 +1,14 @@
-"""Judges the examination of a machine in quarantine: what it computes, and how fast, beside machines that train.
+"""Judges the examination of a machine in quarantine: what it computes, keeps and transfers, and how fast, beside
+machines that train.
 
-All of them do the same: a seeded matrix product several times over, copies in memory, and an exchange with the control
-store. Times of the product and of copies leave out waits for a processor that other processes of the run have, so that
-a machine that trains is a fair yardstick.
+What has known results has to have these. All machines compute the same seeded products and copies, whose times leave
+out waits for a processor that other processes of the run have, so that a machine that trains is a fair yardstick.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import MachineId
@@ -17,11 +18,25 @@ NUM_HELPERS = 3
 """Machines that train and do the same, at most: with two of them that agree, the third cannot be at fault for both."""
 LIMIT_INTERVALS = 30.0
 """Heartbeat intervals after which what has not been answered counts as no answer."""
+TRANSFER_INTERVALS = 8.0
+"""Of these, what transfers between machines may take."""
 _FIRST_WAIT_INTERVALS, _LONGEST_WAIT_INTERVALS = 4.0, 512.0
 
 LEAST_ANSWER_S = 0.02
 LEAST_EXCHANGE_S = 0.2
 """Shorter answers and exchanges never fail: on a busy machine they scatter by more than any ratio."""
+_USUAL_CLOCK = ": power cap"
+"""A GPU under full load reaches its power cap; its time says whether that is too slow."""
+
+
+class Load(NamedTuple):
+    """What an examination computes from, and injected faults: it drifts, and takes `factor` times as long."""
+
+    seed: int
+    leaves_waits_out: bool
+    """Waits for processors that others use are no part of its times."""
+    drifts: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +44,7 @@ class Figures:
     """What a machine has found in an examination."""
 
     digests: tuple[str, ...]
-    """Of the result of each repetition of the product."""
+    """Of the result of the seeded product on each device."""
     product_s: float
     """Of a repetition, the median."""
     copy_s: float
@@ -38,6 +53,12 @@ class Figures:
     """Of a request to the control store, the mean."""
     exchange_s: float
     """Of writing and reading a fixed amount there."""
+    wrong: tuple[str, ...] = ()
+    """Errors in results that are known beforehand, each with the device and what failed."""
+    reduced: tuple[tuple[str, str], ...] = ()
+    """Devices whose clock was reduced under load; to what, and why, as in `machine.gpus.reduced_clocks`."""
+    linked: tuple[MachineId, ...] | None = None
+    """The other machines with which transfers have ended; None: not this machine was examined."""
 
 
 def wait_s(num_failed: int, interval_s: float) -> float:
@@ -64,7 +85,8 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
     """Why the machine does not pass, for people; empty if it does. `own`: None if it has not answered in time.
 
     Digests have to be equal, and equal to those of a majority of the others. A time is compared with the median of
-    theirs. Without an answer of any other machine nothing can be compared, and it does not pass.
+    theirs. Heat, the hardware or a power brake may reduce a clock only if they do so for most of the others, too.
+    Without an answer of any other machine nothing can be compared, and it does not pass.
 
     >>> figures = Figures(digests=("a", "a"), product_s=1.0, copy_s=1.0, answer_s=0.001, exchange_s=0.01)
     >>> judge_examination(figures, {MachineId(3): figures})
@@ -72,15 +94,21 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
     """
     if own is None:
         return "the examination did not end in time"
+    if own.wrong:
+        return own.wrong[0]
     if len(set(own.digests)) > 1:
-        return "it computes the same matrix product to different values"
+        return "its devices compute the same matrix product to different values"
     if not likes:
         return "no other machine has answered, so that nothing could be compared"
-    return _why_wrong(own, likes) or _why_slow(own, likes)
+    reason = _why_wrong(own, likes) or _why_slow(own, likes) or _why_reduced(own, likes)
+    if not reason and own.linked is not None and not likes.keys() & own.linked:
+        return "no transfer of known content with another machine has ended"
+    return reason
 
 
 def _why_wrong(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
-    consistent = {machine: like.digests[0] for machine, like in likes.items() if len(set(like.digests)) == 1}
+    sound = [(machine, like.digests) for machine, like in likes.items() if not like.wrong]
+    consistent = {machine: digests[0] for machine, digests in sound if len(set(digests)) == 1}
     if not consistent:
         return "the other machines compute the same matrix product to different values"
     ranked = Counter(consistent.values()).most_common(2)
@@ -101,3 +129,12 @@ def _why_slow(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
         if found.exceeds(limit, least_s):
             return f"a {what} takes {found.ratio:.1f} times as long as on the others"
     return ""
+
+
+def _why_reduced(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
+    found, *others = (
+        [f"{device} has {clock}" for device, clock in of.reduced if not clock.endswith(_USUAL_CLOCK)]
+        for of in (own, *likes.values())
+    )
+    is_common = 2 * sum(map(bool, others)) > len(others)
+    return f"under load {found[0]}, and most other machines have no such device" if found and not is_common else ""

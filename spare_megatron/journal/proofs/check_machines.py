@@ -179,9 +179,11 @@ def _of_supervisor(source: str, records: list[PlacesRecord | StartRecord]) -> It
 
 
 def _why_misjudged(record: ExaminationRecord) -> Iterator[Finding]:
-    """Reasons why an examination has not passed that is recorded as passed: what it has computed differs."""
+    """Reasons why an examination has not passed that is recorded as passed: results that differ or are wrong."""
     if record.reason:
         return
+    if record.own and record.own.get("wrong"):
+        yield invalid(f"examination {record.number} of machine {record.machine} has passed with wrong values")
     own = set(_digests(record.own))
     others = [set(_digests(like)) for like in record.likes.values()]
     if len(own) != 1 or own not in others:

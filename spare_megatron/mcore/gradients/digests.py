@@ -6,9 +6,10 @@ sums, in order. It changes for certain with a change of one word of a block, two
 other change escapes with a probability of at most 2^-64 a block, unless it was made for it: the multipliers are public.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,10 @@ class TensorsDigest:
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], head: str = "") -> None:
         self._head = sha256(head.encode())
-        self._sums: list[Tensor] = []
-        for name, tensor in tensors:
+        named = list(tensors)
+        for name, tensor in named:
             self._head.update(f"\n{name} {tensor.nbytes}".encode())
-            self._sums += block_sums(tensor)
+        self._sums = list(_sums_in_order([tensor for _, tensor in named]))
 
     def hexdigest(self) -> str:
         """Waits for the device, once."""
@@ -47,23 +48,41 @@ class TensorsDigest:
         return digest.hexdigest()
 
 
+def _sums_in_order(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The sums of all blocks in the order of the tensors, those of successive ones on a GPU by one kernel."""
+    for device, successive in groupby(tensors, lambda tensor: tensor.device):
+        if _has_kernel(device):
+            from spare_megatron.mcore.gradients.kernels import sum_blocks
+
+            yield sum_blocks([part for tensor in successive for part in _parts(tensor)], multipliers_on(device))
+        else:
+            for tensor in successive:
+                yield from block_sums(tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """All of its words; a last block that ends inside a word is a copy that is filled up."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    end = data.numel() - (data.numel() % _BLOCK_BYTES if data.numel() % 4 else 0)
+    for part in (data[:end], data[end:]):
+        if part.numel():
+            yield _words(part)
+
+
 def block_sums(tensor: Tensor, piece_blocks: int | None = None) -> Iterator[Tensor]:
-    """Both sums of each block, a row each, in order; `piece_blocks` at a time, and a last short block by itself."""
+    """Both sums of each block by torch alone, a row each, in order; `piece_blocks` at a time, and a last short block by
+    itself.
+    """
     piece_blocks = piece_blocks or (_CPU_PIECE_BLOCKS if tensor.device.type == "cpu" else _DEVICE_PIECE_BLOCKS)
     data = tensor.detach().reshape(-1).view(torch.uint8)
     multipliers = multipliers_on(tensor.device)
     end = data.numel() - data.numel() % _BLOCK_BYTES
-    if end and _has_kernel(tensor.device):
-        from spare_megatron.mcore.gradients.kernels import sum_blocks
-
-        yield sum_blocks(_aligned(data[:end]).view(torch.int32).view(-1, BLOCK_WORDS), multipliers)
-    else:
-        for start in range(0, end, piece_blocks * _BLOCK_BYTES):
-            words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
-            yield _sums(words, multipliers)
+    for start in range(0, end, piece_blocks * _BLOCK_BYTES):
+        words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
+        yield _sums(words.to(torch.int64), multipliers)
     if end < data.numel():
         words = _words(data[end:])
-        yield _sums(words.view(1, -1), multipliers[:, : len(words)])
+        yield _sums(words.to(torch.int64).view(1, -1), multipliers[:, : len(words)])
 
 
 def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
@@ -74,7 +93,7 @@ def _sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 def words_digest(tensor: Tensor) -> Tensor:
     """Two int64 numbers that depend on each of up to 2^30 bytes, computed on the device; never waits for it."""
-    sums = torch.cat(list(block_sums(tensor)))
+    sums = torch.cat(list(_sums_in_order([tensor])))
     return (sums * multipliers_on(tensor.device)[:, : len(sums)].t()).sum(0)
 
 
@@ -92,14 +111,10 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _words(data: Tensor) -> Tensor:
+    """The bytes, copied if they do not begin at a word or end inside one."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    return _aligned(data).view(torch.int32).to(torch.int64)
-
-
-def _aligned(data: Tensor) -> Tensor:
-    """The bytes, copied if they do not begin at a word."""
-    return data.clone() if data.storage_offset() % 4 else data
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
 @cache

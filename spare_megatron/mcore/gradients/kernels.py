@@ -5,9 +5,11 @@ Import only with a GPU: Triton comes with torch's CUDA builds alone.
 # ruff: noqa: ANN001, ANN202  (Triton reads annotations of kernels as its own types)
 
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ from torch import Tensor
 
 _BLOCK = 1024
 """Elements that a program of a kernel takes at a time."""
+_ROWS, _PIECE = 8, 256
+"""Blocks of a digest that a program takes, and words of each at a time: its sums fit into registers."""
 
 _OFFSETS = (0, 1)
 """Of the first element from an address that a multiple of 16 bytes divides. Triton compiles a variant for each, as only
@@ -67,39 +71,53 @@ def _add_rounded(sums, values, largest_bits, scale, num_elements: tl.int64, BLOC
     tl.store(sums + places, before + rounded.to(tl.int64), mask=is_inside)
 
 
-def sum_blocks(words: Tensor, multipliers: Tensor) -> Tensor:
-    """The sums of whole blocks: [blocks, 2], in int64. `words` are int32 [blocks, words of a block], contiguous.
-
-    `multipliers` are int64 [2, words of a block]. Never waits for the device.
+def sum_blocks(tensors: Sequence[Tensor], multipliers: Tensor) -> Tensor:
+    """Both sums of each block of all tensors, in order, a row each: [blocks, 2], in int64. They are int32, contiguous
+    and on one device; `multipliers` are int64 [2, words of a block]. One launch, which never waits for the device.
     """
-    num_blocks, block_words = words.shape
-    sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=words.device)
-    _sum_blocks[(num_blocks,)](words, multipliers, sums, BLOCK_WORDS=block_words, PIECE=_BLOCK)
+    block_words, entries, num_blocks = multipliers.shape[1], [np.empty((0, 3), np.int64)], 0
+    for words in tensors:
+        starts = np.arange(0, words.numel(), _ROWS * block_words)
+        addresses, rows = words.data_ptr() + 4 * starts, num_blocks + starts // block_words
+        entries.append(np.stack([addresses, words.numel() - starts, rows], axis=1))
+        num_blocks += triton.cdiv(words.numel(), block_words)
+    found = np.concatenate(entries)
+    table = torch.empty(found.shape, dtype=torch.int64, pin_memory=multipliers.is_cuda)
+    table.copy_(torch.from_numpy(found))
+    sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=multipliers.device)
+    if len(found):
+        on_device = table.to(multipliers.device, non_blocking=True)
+        _sum_blocks[(len(found),)](on_device, multipliers, sums, BLOCK_WORDS=block_words, ROWS=_ROWS, PIECE=_PIECE)
     return sums
 
 
 @cache
 def can_sum_blocks(device: torch.device, block_words: int) -> bool:
-    """Whether the kernel compiles here, which needs a C compiler and Python's headers: compiles all variants, once."""
+    """Whether the kernel compiles here, which needs a C compiler and Python's headers: compiles it, once."""
     try:
-        words = torch.zeros(block_words + 1, dtype=torch.int32, device=device)
         multipliers = torch.ones(2, block_words, dtype=torch.int64, device=device)
-        for first in _OFFSETS:
-            sum_blocks(words[first : first + block_words].view(1, -1), multipliers)
+        sum_blocks([torch.zeros(1, dtype=torch.int32, device=device)], multipliers)
     except _NOT_COMPILED:
         return False
     return True
 
 
+# A program takes some blocks of one tensor: an entry of the table has their address, the words from there to the end of
+# the tensor, and the row of its first sums. Multipliers are read once for all of its blocks.
 @triton.jit
-def _sum_blocks(words, multipliers, sums, BLOCK_WORDS: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    block = tl.program_id(0).to(tl.int64)
-    first = tl.zeros((PIECE,), dtype=tl.int64)
-    second = tl.zeros((PIECE,), dtype=tl.int64)
+def _sum_blocks(table, multipliers, sums, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    entry = table + 3 * tl.program_id(0)
+    words = tl.load(entry).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(entry + 1)
+    starts = tl.arange(0, ROWS).to(tl.int64) * BLOCK_WORDS
+    first = tl.zeros((ROWS, PIECE), dtype=tl.int64)
+    second = tl.zeros((ROWS, PIECE), dtype=tl.int64)
     for start in range(0, BLOCK_WORDS, PIECE):
-        places = start + tl.arange(0, PIECE)
-        here = tl.load(words + block * BLOCK_WORDS + places).to(tl.int64)
-        first += here * tl.load(multipliers + places)
-        second += here * tl.load(multipliers + BLOCK_WORDS + places)
-    tl.store(sums + 2 * block, tl.sum(first, axis=0))
-    tl.store(sums + 2 * block + 1, tl.sum(second, axis=0))
+        columns = start + tl.arange(0, PIECE)
+        places = starts[:, None] + columns[None, :]
+        here = tl.load(words + places, mask=places < num_words, other=0).to(tl.int64)
+        first += here * tl.load(multipliers + columns)[None, :]
+        second += here * tl.load(multipliers + BLOCK_WORDS + columns)[None, :]
+    into = sums + 2 * (tl.load(entry + 2) + tl.arange(0, ROWS))
+    tl.store(into, tl.sum(first, axis=1), mask=starts < num_words)
+    tl.store(into + 1, tl.sum(second, axis=1), mask=starts < num_words)

@@ -59,7 +59,8 @@ def _draw(result: "PlanResult", plot: Path, *, as_json: bool) -> None:
 
 def result_of(given: options.PlanOptions) -> "PlanResult":
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
-    from spare_megatron.tools.plan.partition_redundancy import plan_partitions
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.tools.plan.partition_redundancy import plan_partitions, update_share
     from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict
     from spare_megatron.tools.plan.plan_result import PlanResult
     from spare_megatron.tools.plan.slow_group_costs import slow_cost
@@ -90,6 +91,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         names["steps"] = given.steps
     lanes, over_groups_s = options.widths_of(given, facts.times.reduce_s)
     rate, units = options.slow_rate_of(given), 1 if chosen == "stack" else facts.num_microbatches
+    config = None if given.preset is None or given.step is None else load_run_config(given.preset).config
     return PlanResult(
         facts=facts,
         plan=best,
@@ -100,5 +102,6 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         preset="" if given.preset is None else str(given.preset),
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
+        update_share=None if config is None else update_share(config, facts.times.step_s),
         slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
     )

@@ -32,10 +32,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, FaultRecord
-from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.state.goodput import find_goodput
+from spare_megatron.journal.state.follow import run_state_of
 from spare_megatron.tools.plan.plan import availability
 
 OPTIMAL = "optimal"
@@ -124,8 +122,7 @@ def run_once(config: RunConfig, folder: Path, mean_steps: float) -> Outcome:
 
 def outcome_of(journal: Journal, steps: int, mean_steps: float) -> Outcome:
     """The figures of a run of so many steps that has ended, with a kill every `mean_steps` steps on average."""
-    [run] = journal.of(RunRecord)
-    goodput = find_goodput(journal, fold_journal(journal, run))
+    goodput = run_state_of(journal).goodput(now_s=0.0)
     assert goodput is not None, "a finished run has steps"
     saved = [record for record in journal.of(CheckpointRecord) if record.outcome == "saved"]
     decisions = [record for record in journal.of(CadenceRecord) if record.interval_s]

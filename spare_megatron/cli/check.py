@@ -1,6 +1,7 @@
 """`spare check`, `spare audit`: what the journal of a run proves, and what its audits have compared and found."""
 
 import shlex
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,8 @@ from spare_megatron.formats.quantities import format_steps
 
 if TYPE_CHECKING:
     from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
+    from spare_megatron.journal.state.overview import Proof
+    from spare_megatron.journal.state.run_state import RunState
 
 _EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
 
@@ -38,6 +41,26 @@ def check(
         for reason in verdict.reasons:
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])
+
+
+def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":
+    """Verdict and reasons: as the run's summary has them, or found now if that takes no longer."""
+    from spare_megatron.config.training.run_terms import terms_in
+    from spare_megatron.formats.whole_files import json_object
+    from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.proof import check as check_view
+    from spare_megatron.journal.state.summary import NOT_RUN
+
+    summary = run_dir / "summary.json"
+    if run_state.end is not None and summary.exists():
+        found = json_object(summary)
+        return found["verdict"], tuple(found["reasons"])
+    try:
+        until_s = time.monotonic() + most_s
+        verdict = check_view(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))
+    except TimeoutError:
+        return NOT_RUN, (f"it takes more than {most_s:.0f} s: spare check {run_dir}",)
+    return verdict.verdict, verdict.reasons
 
 
 def audit(

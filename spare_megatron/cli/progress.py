@@ -3,6 +3,7 @@ so that a stalled output never delays the run.
 """
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ from spare_megatron.journal.event_texts import (
 from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import CulpritRecord, RestartRecord
 from spare_megatron.journal.state.follow import Follower
+from spare_megatron.journal.state.overview import UNPROVEN, overview_of
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.journal.state.summary import NOT_RUN, Summary
@@ -93,7 +95,8 @@ class RunProgress:
         run_state = self._follow()
         self._warn_of_time(run_state, now_s)
         if self._console.is_terminal and run_state.run is not None:
-            self._show_view(view_of(run_state, self._plan, now_s, num_events=0))
+            overview = overview_of(run_state, now_s, UNPROVEN, window_s=math.inf)
+            self._show_view(view_of(run_state, self._plan, overview, has_events=False))
 
     def _warn_of_time(self, run_state: RunState, now_s: float) -> None:
         """Warns once that a run which takes no checkpoint before its end has long to go, by its measured steps."""

@@ -2,16 +2,16 @@
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from spare_megatron.cli.console import LiveView, Pieces
 from spare_megatron.formats.quantities import format_duration, format_large
 from spare_megatron.journal import event_texts
 from spare_megatron.journal.event_texts import EventLine
-from spare_megatron.journal.proofs.audit_history import text_of_spoiled
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.state.overview import Overview
 from spare_megatron.journal.state.run_state import GroupStatus, RunState, SavePlan
 
 _LETTERS: dict[GroupStatus, tuple[str, str]] = {
@@ -25,6 +25,7 @@ _LETTERS: dict[GroupStatus, tuple[str, str]] = {
 _IN_A_BLOCK, _IN_A_ROW = 10, 50
 _NO_RUN = "the journal has no run yet"
 _EVENTS_SHOWN = 6
+_DAY_S = 86400.0
 _RECENT_COMMITS = 8
 """Commits searched for that of the newest applied step."""
 STEP_LINE_INTERVAL_S = 2.0
@@ -32,21 +33,42 @@ STEP_LINE_INTERVAL_S = 2.0
 
 
 def view_of(
-    run_state: RunState, plan: SavePlan, now_s: float, notes: Sequence[str] = (), num_events: int = _EVENTS_SHOWN
+    run_state: RunState, plan: SavePlan, overview: Overview, notes: Sequence[str] = (), *, has_events: bool = True
 ) -> LiveView:
-    """The live view of a run, with the last `num_events` events, and notes that the journal does not have."""
+    """The live view of a run as of the end of the overview's window, with notes that the journal does not have."""
     if run_state.run is None:
         return LiveView(lines=notes or [_NO_RUN])
     done = 0 if run_state.folding is None else run_state.folding.step
-    lines: list[str | Pieces] = [*_headlines(run_state, plan, now_s), *_grid(run_state.groups())]
-    lines += [*_events(run_state, num_events), *notes]
-    return LiveView(lines=lines, done=done, total=run_state.run.num_steps)
+    lines: list[str | Pieces] = [describe_health(overview), *(f"  {alarm}" for alarm in overview.alarms)]
+    lines += [*_headlines(run_state, plan, overview), *_grid(run_state.groups())]
+    if has_events:
+        form = "%H:%M:%S" if overview.until_s - overview.since_s <= _DAY_S else "%Y-%m-%d %H:%M:%S"
+        stamp = lambda at_s: f"{datetime.datetime.fromtimestamp(at_s):{form}}"  # noqa: E731
+        lines += [_in_columns(cells) for cells in rows_of(overview, stamp)]
+        lines += [f"{stamp(event.at_s)} {event.text}" for event in run_state.events()[-_EVENTS_SHOWN:]]
+    return LiveView(lines=[*lines, *notes], done=done, total=run_state.run.num_steps)
 
 
-def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
+def lines_of(view: LiveView) -> Iterator[str]:
     """The view as lines of text, without bar and note."""
-    for line in view_of(run_state, plan, now_s).lines:
+    for line in view.lines:
         yield line if isinstance(line, str) else "".join(text for text, _ in line)
+
+
+def describe_health(overview: Overview) -> str:
+    num_alarms = len(overview.alarms)
+    alarms = f"{num_alarms} alarm{'s are' if num_alarms > 1 else ' is'} open" if num_alarms else "no alarm is open"
+    return f"{overview.health}: {alarms}, {overview.proof}"
+
+
+def rows_of(overview: Overview, stamp: Callable[[float], str]) -> Iterator[tuple[str, str, str, str]]:
+    """What happened in the window, a row for each kind of event: first and last time, number, cost, and the last."""
+    for one in overview.happened:
+        masked = "" if one.num_masked is None else f", {one.num_masked} masked"
+        times = dict.fromkeys(map(stamp, (one.first_at_s, one.last.at_s)))
+        cost = "" if one.cost_s is None else format_duration(one.cost_s)
+        plural = "" if one.count == 1 else "es" if one.kind.endswith("s") else "s"
+        yield " to ".join(times), f"{one.count} {one.kind}{plural}{masked}", cost, one.last.text
 
 
 class NewLines:
@@ -67,7 +89,7 @@ class NewLines:
         if run_state.num_events > self._num_events or run_state.end is not None:
             self._next_at_s = now_s  # show an earlier step before the event
         # At equal times the step comes first: the last commit ends the run.
-        found = [*self._step(run_state, now_s), *run_state.events_since(self._num_events)]
+        found = [*self._step(run_state, now_s), *run_state.events(num_before=self._num_events)]
         self._num_events = run_state.num_events
         new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
         self.unrecorded -= {event.text for event in found}
@@ -85,7 +107,7 @@ class NewLines:
         newest = update.attempt, folding.num_restarts
         if newest != self._last_step and now_s >= self._next_at_s:
             self._last_step, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
-            yield EventLine(at_s=run_state.committed_at_s, text=step_line(run_state, now_s))
+            yield EventLine(at_s=run_state.committed_at_s, text=step_line(run_state, now_s), kind="step")
 
 
 def step_line(run_state: RunState, now_s: float) -> str:
@@ -129,42 +151,31 @@ def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterato
     yield format_duration(update.step_s)
 
 
-def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
+def _headlines(run_state: RunState, plan: SavePlan, overview: Overview) -> Iterator[str]:
+    now_s = overview.until_s
     reason = "" if run_state.end is None else run_state.end.reason
     outcome = f"{run_state.outcome}: {reason}" if reason else run_state.outcome
     yield f"{step_line(run_state, now_s)}  ({outcome})"
     if run_state.paces:
         shown = ", ".join(f"group {group} {pace / 1000:.2f}" for group, pace in run_state.paces.items())
         yield f"work is dealt by pace; time per microbatch over that of most groups: {shown}"
-    if run_state.awaited and run_state.end is None:
-        yield f"paused: no group left hosts {event_texts.shards_named(run_state.awaited)}"
-    if run_state.culprit is not None and run_state.end is None:
-        yield f"held back: {event_texts.text_of_culprit(run_state.culprit)}"
-    for machine, one in sorted(run_state.quarantined.items()):  # also at the end: it is still to be mended
-        failed = f"; last examination: {one.failed}" if one.failed else ""
-        yield f"in quarantine: machine {machine}, {one.cause}: {one.reason}{failed}"
-    if run_state.spoiled is not None:
-        yield text_of_spoiled(run_state.spoiled)
     for name, last in run_state.evaluated.items():
         yield f"loss of {name}: {event_texts.text_of_evaluation(last)}"
-    goodput = run_state.goodput(now_s)
-    if goodput is not None:
-        yield _describe_goodput(goodput)
+    if overview.goodput is not None:
+        yield describe_cost(overview, overview.goodput)
     next_s = run_state.next_save_s(plan, now_s)
     if next_s is not None:
         yield f"next save in {format_duration(round(next_s))}"
-    if run_state.storage is not None:
-        stale = "lines stay in memory until there is room, and the figures here are as old as the last one written"
-        yield f"incomplete: {event_texts.describe_storage(run_state.storage)}" + ("" if run_state.end else f"; {stale}")
-    for text in run_state.damage[:1]:
-        yield f"damaged: {text}"
 
 
-def _describe_goodput(goodput: Goodput) -> str:
+def describe_cost(overview: Overview, goodput: Goodput) -> str:
+    """Goodput, what was lost by cause, and device hours."""
     lost = sorted(((spent, name) for name, spent in goodput.lost_s.items() if spent >= 0.05), reverse=True)
     causes = ", ".join(f"{name.replace('_', ' ')} {format_duration(spent)}" for spent, name in lost)
     text = f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}"
-    return text + (f"; lost: {causes}" if causes else "")
+    hours, lost_hours = overview.device_hours, overview.device_hours * (1 - goodput.goodput)
+    of_hours = f"{format_large(lost_hours)} of {format_large(hours)}"
+    return f"{text}; lost: {causes or 'nothing'}; lost {overview.device} hours: {of_hours}"
 
 
 def _grid(states: Sequence[GroupStatus]) -> Iterator[Pieces]:
@@ -180,6 +191,6 @@ def _grid(states: Sequence[GroupStatus]) -> Iterator[Pieces]:
     yield [(f"       {', '.join(legend)}", "")]
 
 
-def _events(run_state: RunState, most: int) -> Iterator[str]:
-    for event in run_state.events(most):
-        yield f"{datetime.datetime.fromtimestamp(event.at_s):%H:%M:%S} {event.text}"
+def _in_columns(cells: tuple[str, str, str, str]) -> str:
+    when, what, cost, text = cells
+    return f"{when:<20}  {what:<21}  {cost:>8}  {text}"

@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.console import LiveView, RunConsole
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.quantities import format_duration, format_steps
+from spare_megatron.formats.quantities import format_duration, format_steps, parse_duration_s
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
+    from spare_megatron.journal.state.overview import Overview, Proof
     from spare_megatron.journal.state.run_state import RunState, SavePlan
 
+SINCE = "12h"
+SinceOption = Annotated[str, typer.Option(help="Window of events and costs, before now or the end of the run.")]
 _POLLS_PER_S = 4
 _NUM_EVENTS = 20
+_PROOF_S = 2.0
+"""For which the journal is looked at: whoever asks waits."""
+_NEAR_QUOTA = 0.9
+"""Share of etcd's quota in use from which on there is an alarm."""
 _SILENCE_S = 5.0
 """Age of the newest journal line from which on the driver is looked for."""
 _TAIL_BYTES = 1 << 16
@@ -34,19 +41,21 @@ def status(
         bool, typer.Option("--watch", help="Follow the run, or the newest run of a job, until it ends or Ctrl-C.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    since: SinceOption = SINCE,
 ) -> None:
     """Show the state of a run or job.
 
-    Committed steps, loss, each group, where the time went and the last events; for a job also its state in Slurm. Each
-    group is a letter: A alive, S slow, R rejoining, D drained, L lost, X given up.
+    Is it healthy, what happened, and what did it cost; committed steps, loss, each group and the last events; for a job
+    its state in Slurm. Each group is a letter: A alive, S slow, R rejoining, D drained, L lost, X given up.
     """
     if watch and as_json:
         raise ValueError("--watch is for people and --json for programs: choose one of them")
+    window_s = parse_duration_s("--since", since)
     is_run = is_run_dir(folder)
     if watch:
-        _watch(folder if is_run else _newest_run(folder))
+        _watch(folder if is_run else _newest_run(folder), window_s)
     elif is_run:
-        _print_run(folder, as_json=as_json)
+        _print_run(folder, window_s, as_json=as_json)
     else:
         _print_job(folder, as_json=as_json)
 
@@ -72,25 +81,39 @@ def _newest_run(folder: Path) -> Path:
     return runs[-1]
 
 
-def _print_run(run_dir: Path, *, as_json: bool) -> None:
+def _print_run(run_dir: Path, window_s: float, *, as_json: bool) -> None:
+    from spare_megatron.cli.check import proof_so_far
     from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.state.follow import read_run_state
 
     run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
+    overview = find_overview(run_dir, run_state, now_s, window_s, proof_so_far(run_dir, run_state, _PROOF_S))
     if as_json:
-        say_json(_as_json(run_dir, run_state, plan, now_s))
+        say_json(_as_json(run_dir, run_state, plan, overview))
     else:
-        say(*lines_of(run_state, plan, now_s), *_notes(run_dir, run_state, now_s))
+        say(*lines_of(_view(run_dir, run_state, plan, overview)))
 
 
-def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
+def find_overview(run_dir: Path, run_state: "RunState", now_s: float, window_s: float, proof: "Proof") -> "Overview":
+    """The overview, with the alarms that the journal does not have."""
+    from spare_megatron.formats.store_space import usage
+    from spare_megatron.journal.state.overview import overview_of
+
+    used, limit = store_bytes(run_dir) or (0, None)
+    store = f"etcd is nearly full: {usage(used, limit)}" if limit and used > _NEAR_QUOTA * limit else ""
+    further = [alarm for alarm in (driverless(run_dir, run_state, now_s), store) if alarm and run_state.end is None]
+    return overview_of(run_state, now_s, proof, further=further, window_s=window_s)
+
+
+def _view(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "Overview") -> LiveView:
     from spare_megatron.cli.check import way_back
+    from spare_megatron.cli.run_view import view_of
     from spare_megatron.formats.store_space import usage
 
     found = store_bytes(run_dir)
     store = "" if found is None else f"etcd holds {usage(*found)}, as the run last read it"
     back = "" if run_state.spoiled is None else way_back(run_state.spoiled, run_dir)
-    return [note for note in (back, store, driverless(run_dir, run_state, now_s)) if note]
+    return view_of(run_state, plan, overview, [note for note in (back, store) if note])
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
@@ -123,9 +146,10 @@ def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
     )
 
 
-def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: float) -> dict[str, Any]:
+def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "Overview") -> dict[str, Any]:
     from spare_megatron.journal.event_texts import describe_storage
 
+    now_s = overview.until_s
     goodput, store = run_state.goodput(now_s), store_bytes(run_dir) or (None, None)
     return {
         **dict(run_state.figures()),
@@ -139,7 +163,8 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
         "next_save_s": run_state.next_save_s(plan, now_s),
         "culprit": None if run_state.culprit is None else dataclasses.asdict(run_state.culprit),
         "quarantined": {machine: dataclasses.asdict(one) for machine, one in run_state.quarantined.items()},
-        "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_NUM_EVENTS)],
+        "events": [dataclasses.asdict(event) for event in run_state.events()[-_NUM_EVENTS:]],
+        "overview": dataclasses.asdict(overview),
         "spoiled": None if run_state.spoiled is None else dataclasses.asdict(run_state.spoiled),
         "damage": run_state.damage,
         "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),
@@ -149,9 +174,11 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: floa
     }
 
 
-def _watch(run_dir: Path) -> None:
-    from spare_megatron.cli.run_view import lines_of, view_of
+def _watch(run_dir: Path, window_s: float) -> None:
+    from spare_megatron.cli.check import proof_so_far
+    from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.state.follow import Follower
+    from spare_megatron.journal.state.overview import UNPROVEN
 
     follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
     with contextlib.suppress(KeyboardInterrupt), raising():
@@ -160,11 +187,12 @@ def _watch(run_dir: Path) -> None:
             return
         with console.live() as show:
             while follower.poll().end is None:
-                now_s = time.time()
-                show(view_of(follower.run_state, plan, now_s, _notes(run_dir, follower.run_state, now_s)))
+                overview = find_overview(run_dir, follower.run_state, time.time(), window_s, UNPROVEN)
+                show(_view(run_dir, follower.run_state, plan, overview))
                 time.sleep(1 / _POLLS_PER_S)
-    now_s = time.time()
-    for text in (*lines_of(follower.run_state, plan, now_s), *_notes(run_dir, follower.run_state, now_s)):
+    proof = proof_so_far(run_dir, follower.run_state, _PROOF_S)
+    overview = find_overview(run_dir, follower.run_state, time.time(), window_s, proof)
+    for text in lines_of(_view(run_dir, follower.run_state, plan, overview)):
         console.line(text)
 
 

@@ -450,7 +450,7 @@ class SlurmConfig:
     end_before_limit_s: PositiveInt = 300
     """Seconds before the time limit at which the run finishes its step, saves, and requeues the job."""
     max_requeues: NonNegativeInt = 10
-    """Times that the job is requeued, after a wipe-out or at its time limit."""
+    """Times that the job is requeued: after a wipe-out, a preemption, or at its time limit."""
     gpus_per_node: PositiveInt = 8
     """GPUs per node; its ranks use all of them. Ignored on CPUs."""
     num_spare_nodes: NonNegativeInt = 0

@@ -2,11 +2,16 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.formats.quantities import format_bytes, format_duration, format_steps
 from spare_megatron.journal import records
+
+EventKind = Literal[
+    "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "checkpoint", "failed save",
+    "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +20,7 @@ class EventLine:
 
     at_s: float
     text: str
+    kind: EventKind
 
 
 def groups_named(groups: Collection[int]) -> str:
@@ -49,34 +55,33 @@ def fault_named(fault: Any) -> str:
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 
-def texts_of_record(record: records.Record) -> Iterator[str]:
-    """Yields the event texts of a record, except those of losses and of the end of the run."""
+def texts_of_record(record: records.Record) -> Iterator[tuple[EventKind, str]]:
+    """Yields the events of a record, except losses and the end of the run."""
     match record:
         case records.FaultRecord():
-            yield f"fault injected: {fault_named(record)}"
+            yield "injected fault", f"fault injected: {fault_named(record)}"
         case records.CulpritRecord():
-            yield text_of_culprit(record)
+            yield "slow machine", text_of_culprit(record)
         case records.LadderRecord(rule="drain"):
-            yield text_of_drain(record)
+            yield "slow machine", text_of_drain(record)
         case records.ExaminationRecord():
-            yield text_of_examination(record)
+            yield "quarantine", text_of_examination(record)
         case records.RestartRecord():
-            yield from record.rejected
+            yield from (("failed save", text) for text in record.rejected)
         case records.CheckpointRecord(outcome="saved"):
             figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
             end = f"; {record.reason}" if record.reason else ""
-            yield (
-                f"checkpoint after {format_steps(record.step)} saved: {figures}, {format_duration(record.stall_s)} of "
-                f"it without training{end}"
-            )
+            figures += f", {format_duration(record.stall_s)} of it without training"
+            yield "checkpoint", f"checkpoint after {format_steps(record.step)} saved: {figures}{end}"
         case records.CheckpointRecord():
             what = f"checkpoint after {format_steps(record.step)} {record.outcome}: {record.reason}"
-            yield f"{what}; the earlier ones are untouched, and training goes on"
+            yield "failed save", f"{what}; the earlier ones are untouched, and training goes on"
         case records.DisputeRecord(outcome="saved"):
-            yield f"parameters of step {record.step}, in which groups differ, saved: {format_bytes(record.num_bytes)}"
+            size = format_bytes(record.num_bytes)
+            yield "checkpoint", f"parameters of step {record.step}, in which groups differ, saved: {size}"
         case records.DisputeRecord():
             what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
-            yield f"{what}; the step cannot be replayed, and training goes on"
+            yield "failed save", f"{what}; the step cannot be replayed, and training goes on"
 
 
 def describe_storage(record: records.StorageRecord) -> str:
@@ -195,6 +200,10 @@ def text_of_end(record: records.EndRecord, halted_by: str) -> str:
     if not record.reason:
         return f"the run {record.outcome}"
     return f"the run ended: {record.outcome}" + (f": {record.reason}" if record.reason != halted_by else "")
+
+
+KINDS: Mapping[str, EventKind] = {"evaluated": "evaluation", "restart": "restart", "halt": "halt"}
+"""Kinds of the events of log entries; the others admit groups, or remove some."""
 
 
 def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:

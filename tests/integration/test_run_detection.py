@@ -18,7 +18,7 @@ from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import AppendingFile
-from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.journal.records import CulpritRecord, FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.journal.state.rank_paces import find_slowest
@@ -29,7 +29,6 @@ from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.rank import run_rank
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.verification import verify
-from spare_megatron.tools.report.history import history_of
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
@@ -42,6 +41,7 @@ from tests.integration.whole_run import (
     fenced_groups,
     read_run,
 )
+from tests.unit.measured_run import valid_history
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
 
@@ -157,9 +157,9 @@ def test_a_rank_that_computes_slowly_is_distinguished_from_those_that_wait_for_i
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == set()
-    history = history_of(read_run_state(run.run_dir), "valid", now_s=0.0)
+    history = valid_history(read_run_state(run.run_dir))
     assert history.paces.ratio.shape == (num_steps, 4, 2)
-    culprit = history.culprits[0]
+    culprit = run.journal.of(CulpritRecord)[0]
     assert (culprit.machine, culprit.cause, culprit.of_group, culprit.rank) == (1, "compute", 1, 1)
     events = [json.loads(f"{{{text}") for text in events_file.read_text().split("{")[1:]]
     assert [event["event"] for event in (events[0], events[-1])] == ["culprit", "end"]
@@ -192,7 +192,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
-    ((_, loss),) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
+    ((_, loss),) = valid_history(read_run_state(run.run_dir)).losses
     assert (loss.group, loss.rank) == (1, 1)
     assert "stopped" in loss.cause
     parts = read_spans_of(run.run_dir)

@@ -2,9 +2,9 @@
 # A real Slurm on this machine alone (root):
 #     cluster.sh up DIR NUM_NODES PORT [NUM_RACKS] | off DIR NODE | on DIR NODE | down DIR
 # Its nodes are slurmds on the loopback address, each with all that it starts in a PID namespace of its own: ending the
-# namespace is what losing the power of a node is. Partition `test` has those, and is the default; `h100` has 129 nodes
-# with 8 GPUs each, of a cloud that has none, for jobs that are only looked at. PLUGINS names the folder of Slurm's
-# plugins where that is not Debian's.
+# namespace is what losing the power of a node is. Partition `test` has those, and is the default; jobs of `urgent`, which
+# has the same, preempt its jobs; `h100` has 129 nodes with 8 GPUs each, of a cloud that has none, for jobs that are only
+# looked at. PLUGINS names the folder of Slurm's plugins where that is not Debian's.
 set -euo pipefail
 # Slurm listens where the host's name leads to, which is to be this machine alone, whatever is in /etc/hosts.
 [ "${IN_OWN_UTS:-}" ] || IN_OWN_UTS=yes exec unshare --uts bash "$0" "$@"
@@ -44,7 +44,8 @@ SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket=$dir/run/munge.sock
+# A job that is back in the queue waits for the end of credentials, by default of two minutes.
+AuthInfo=socket=$dir/run/munge.sock,cred_expire=10
 ${PLUGINS:+PluginDir=$PLUGINS}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SrunPortRange=$((port + 100))-$((port + 899))
@@ -67,6 +68,8 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,re
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 # Longer than a busy machine keeps a slurmd waiting: whether a node is down is for the tests to say.
 SlurmdTimeout=120
 SlurmctldTimeout=10
@@ -82,7 +85,8 @@ SuspendTime=INFINITE
 GresTypes=gpu
 NodeName=n[1-$num_nodes] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=4 RealMemory=512 State=UNKNOWN
 NodeName=g[1-129] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 31))-$((port + 159))] CPUs=96 RealMemory=1024 Gres=gpu:8 State=CLOUD
-PartitionName=test Nodes=n[1-$num_nodes] Default=YES MaxTime=INFINITE State=UP
+PartitionName=test Nodes=n[1-$num_nodes] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n[1-$num_nodes] MaxTime=INFINITE State=UP PriorityTier=2
 PartitionName=h100 Nodes=g[1-129] MaxTime=INFINITE State=UP
 CONF
     # Nodes are dealt out to the racks in turn, so that the order of their names is not that of racks.

@@ -123,11 +123,11 @@ class Job:
             time.sleep(_POLL_S)
 
 
-def pauses(group: int) -> list[FaultConfig]:
+def pauses(group: int, num_steps: int) -> list[FaultConfig]:
     """Of the group in each of the first steps: a run waits for what Slurm does, and is not to take the processors."""
     return [
         FaultConfig(phase=FaultPoint.FORWARD, step=step, group=group, rank=0, kind="hang", seconds=_PAUSE_S)
-        for step in range(_NUM_PAUSES)
+        for step in range(min(num_steps, _NUM_PAUSES))
     ]
 
 

@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import LayoutConfig, SlurmConfig
+from spare_megatron.config.schema import CheckpointConfig, ControlConfig, FaultsConfig, LayoutConfig, SlurmConfig
+from spare_megatron.journal.files import read_journal
 from tests.integration.etcd_cluster import ports_for_members
-from tests.integration.whole_run import tiny_config
+from tests.integration.whole_run import CPU, complete_run, losses_of, tiny_config
 from tests.slurm.jobs import (
     END_BEFORE_LIMIT_S,
     TIME_LIMIT_MINUTES,
@@ -26,6 +29,8 @@ from tests.slurm.jobs import (
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+PREEMPTED_STEPS = 40
+"""More than are committed before a job that preempts another one has its nodes three times."""
 
 
 def test_the_demo_as_a_job_loses_two_groups_and_proves_itself(
@@ -111,13 +116,51 @@ def test_a_job_that_is_asked_to_end_saves_its_run_and_goes_on_later(
     job.wait_until(lambda: job.state == "CANCELLED")
 
 
+def test_a_job_that_is_preempted_three_times_ends_bitwise_as_one_that_is_not(
+    start_cluster: Callable[..., Cluster], submit: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Nothing is asked of Slurm but the jobs that preempt it, which last a moment. The last time its partition has no
+    GraceTime, and it has KillWait to end.
+    """
+    start_cluster(2)
+    job = submit(LayoutConfig(num_groups=2), SlurmConfig(), num_steps=PREEMPTED_STEPS)
+    first = 0
+    for attempt, grace_s in enumerate((60, 60, 0)):
+        slurm("scontrol", "update", "PartitionName=test", f"GraceTime={grace_s}")
+        job.wait_until(lambda attempt=attempt: num_records(job.run(attempt), 0, "update") > 1)
+        slurm("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+        job.wait_until(lambda attempt=attempt: (job.run(attempt) / "summary.json").exists())
+        summary = job.summary(attempt)
+        assert (summary["outcome"], summary["verdict"]) == ("stopped", "valid"), summary
+        assert "SIGTERM" in summary["outcome_reason"]
+        assert first_step_of(job, attempt) == first
+        first += summary["steps_committed"]
+    job.wait_until(lambda: job.is_over)
+    assert job.state == "COMPLETED"
+    assert sorted(path.name for path in job.folder.glob("attempt-*")) == [f"attempt-00{i}" for i in range(4)]
+    last = job.summary(3)
+    assert (last["outcome"], last["verdict"]) == ("finished", "valid"), last
+    assert first_step_of(job, 3) == first == PREEMPTED_STEPS - last["steps_committed"]
+
+    config = load_run_config(job.folder / "config.toml").config
+    config = replace(config, cluster=CPU, control=ControlConfig(), checkpoint=CheckpointConfig(), faults=FaultsConfig())
+    whole = complete_run(config, tmp_path / "whole")
+    assert whole.summary.params_sha256 == last["params_sha256"] is not None
+    losses = [losses_of(read_journal(job.run(attempt))) for attempt in range(4)]
+    assert {step: found for part in losses for step, found in part.items()} == losses_of(whole.journal)
+
+
+def first_step_of(job: Job, attempt: int) -> int:
+    return int(json.loads(text_of(job.run(attempt) / "journal/driver.jsonl").splitlines()[0])["first_step"])
+
+
 def resumed_from(job: Job, attempt: int) -> int:
     """The first step of a run that the job's requeueing has begun, and that has come to train."""
     run_dir = job.run(attempt)
     job.wait_until(lambda: job.state == "PENDING" or run_dir.exists())
     job.start_now()
     job.wait_until(lambda: num_records(run_dir, 0, "update") > 0)
-    return int(json.loads(text_of(run_dir / "journal/driver.jsonl").splitlines()[0])["first_step"])
+    return first_step_of(job, attempt)
 
 
 def test_an_array_trains_each_of_its_jobs_by_itself(

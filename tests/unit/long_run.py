@@ -8,7 +8,8 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState
-from spare_megatron.tools.report.history import CommittedSteps, History, history_of
+from spare_megatron.tools.report.history import CommittedSteps, History
+from tests.unit.measured_run import valid_history
 
 HIGHEST_LOSS = 99.0
 
@@ -61,5 +62,5 @@ def long_history(num_steps: int, num_groups: int) -> History:
         for step in range(10, num_steps + 1, 10)
     ]
     checkpoints = [(float(steps.ended_s[record.step - 1]), record) for record in saved]
-    history = history_of(run_state, "valid", now_s=0.0)
+    history = valid_history(run_state)
     return dataclasses.replace(history, steps=steps, losses=losses, checkpoints=checkpoints)

@@ -1,5 +1,6 @@
 """The journal of a run as if it had trained, made up line by line."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.run_record import RunRecord
+from spare_megatron.journal.state.overview import overview_of
+from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.tools.report.history import History, history_of
 
 BEGAN_S = 1_795_000_000.0
 """2026-11-18 11:06:40 UTC."""
@@ -141,3 +145,8 @@ def write_journal(run_dir: Path, lines: Sequence[Line]) -> Path:
         with (run_dir / "journal" / f"{line.source}.jsonl").open("a") as file:
             file.write(encode_line(line) + "\n")
     return run_dir
+
+
+def valid_history(run_state: RunState, now_s: float = 0.0) -> History:
+    """The whole history of a run that is proven."""
+    return history_of(run_state, overview_of(run_state, now_s, ("valid", ()), window_s=math.inf))

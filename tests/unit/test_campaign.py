@@ -21,10 +21,9 @@ from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.state.goodput import Goodput, find_goodput
+from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import RanksStarted, StepCommitted
 from spare_megatron.stacking.layout import GroupId
@@ -80,7 +79,7 @@ def journal_of(faults: list[dict[str, Any]], *records: tuple[float, Record], num
 
 
 def goodput_of(journal: Journal) -> Goodput:
-    goodput = find_goodput(journal, fold_journal(journal, journal.of(RunRecord)[0]))
+    goodput = figures_of(journal).goodput
     assert goodput is not None
     return goodput
 
@@ -149,7 +148,7 @@ def test_the_clock_of_one_group_may_have_jumped() -> None:
 
 def test_a_journal_without_an_end_has_no_goodput() -> None:
     journal = journal_of([], (101.0, commit(0, 0, 0)))
-    assert find_goodput(journal, fold_journal(journal, journal.of(RunRecord)[0])) is None
+    assert figures_of(journal).goodput is None
 
 
 # ---------------------------------------------------------------------------------------------------------- faults

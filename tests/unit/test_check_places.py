@@ -15,10 +15,10 @@ from spare_megatron.journal.proofs.check_machines import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
-from spare_megatron.tools.report.history import history_of
 from spare_megatron.tools.report.page import _figures_of
 from spare_megatron.tools.report.trace import _moves
 from tests.unit.journal_in_memory import run_record
+from tests.unit.measured_run import valid_history
 
 RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])
 """Four groups of two machines each; the first of group 0 and the second of group 1 are lost."""
@@ -82,14 +82,14 @@ def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() ->
     for source in ("supervisor-1", "supervisor-0-life-1"):
         run_state.add_line(Line(source=source, at_s=2.0, record=RE_FORMED))
     run_state.add_line(Line(source="supervisor-2-life-1", at_s=3.0, record=CAME_BACK))
-    assert [event.text for event in run_state.events(9)] == [
+    assert [event.text for event in run_state.events()] == [
         "machine 2 takes place 0 to make a group whole",
         "machine 8 takes place 2",
     ]
-    assert ("places that other machines took", "2") in list(_figures_of(history_of(run_state, "unknown", 4.0)))
+    assert ("places that other machines took", "2") in list(_figures_of(valid_history(run_state, 4.0)))
     journal = Journal(lines=(Line(source="", at_s=2.0, record=RE_FORMED),) * 2)
     trace = _moves(journal, origin_s=1.0, end_us=2_000_000)
-    assert [(event["name"], event["ts"]) for event in trace] == [(run_state.events(9)[0].text, 1_000_000)]
+    assert [(event["name"], event["ts"]) for event in trace] == [(run_state.events()[0].text, 1_000_000)]
 
 
 def test_a_place_is_vacant_once_its_machine_has_left_it_and_the_list_is_read_as_it_was_written() -> None:

@@ -13,10 +13,10 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.tools.report.equality import compare
-from spare_megatron.tools.report.history import History, history_of
+from spare_megatron.tools.report.history import History
 from spare_megatron.tools.report.page import curves_of
 from tests.unit.journal_in_memory import summarize
-from tests.unit.measured_run import loss_at, measured_lines, redone_lines, run_record, write_journal
+from tests.unit.measured_run import loss_at, measured_lines, redone_lines, run_record, valid_history, write_journal
 
 SAME, OTHER = "ab" * 32, "cd" * 32
 
@@ -35,7 +35,7 @@ class Histories:
     def __call__(self, lines: list[Line]) -> History:
         self._number += 1
         run_dir = write_journal(self._folder / f"run-{self._number}", lines)
-        return history_of(read_run_state(run_dir, with_params=True), "valid", now_s=0.0)
+        return valid_history(read_run_state(run_dir, with_params=True))
 
 
 def described(first: History, second: History) -> str:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.cli.run_view import lines_of
 from spare_megatron.journal.fold import Fold, fold_log
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.journal.state.run_state import RunState, SavePlan
+from spare_megatron.journal.state.overview import UNPROVEN, overview_of
+from spare_megatron.journal.state.run_state import RunState
 from tests.unit.journal_in_memory import run_record
 
 RUN = run_record(4, redundancy=2, num_steps=9, placement="golomb")
@@ -63,10 +63,9 @@ def test_a_run_says_that_it_is_paused_and_what_that_has_cost() -> None:
         run_state.add_line(Line(source="group-0002-rank-0", at_s=time_s, record=record))
         is_paused = 4 <= index < 6
         assert run_state.awaited == ((1,) if is_paused else ())
-        assert any("paused: no group left hosts shard 1" in text for text in lines_of(run_state, SavePlan(), 0.0)) == (
-            is_paused
-        )
-    texts = [event.text for event in run_state.events(9)]
+        alarms = overview_of(run_state, 0.0, UNPROVEN, window_s=100.0).alarms
+        assert ("paused: no group left hosts shard 1" in alarms) == is_paused
+    texts = [event.text for event in run_state.events()]
     assert texts == [
         "no group left hosts shard 1; training waits for one with step 3",
         "training resumes with step 3: groups 0, 1 back",

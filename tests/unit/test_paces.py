@@ -13,8 +13,9 @@ from spare_megatron.journal.state.rank_paces import MOST_SAMPLES, RankPaces, fin
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.tools.report.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
-from spare_megatron.tools.report.history import History, history_of
+from spare_megatron.tools.report.history import History
 from spare_megatron.tools.report.page import plots_of
+from tests.unit.measured_run import valid_history
 
 NUM_GROUPS, NUM_RANKS, LOAD = 6, 2, 4
 SLOW_GROUP, SLOW_RANK = 2, 1
@@ -44,7 +45,7 @@ def history_with_a_slow_rank(num_steps: int, ratio: float, seed: int) -> History
         pace_s[rng.random(pace_s.shape) < 0.02] *= 20.0
         for record in records_of(step, pace_s):
             run_state.add_line(Line(source="group", at_s=float(step + 1), record=record))
-    return history_of(run_state, "valid", now_s=float(num_steps + 1))
+    return valid_history(run_state, now_s=float(num_steps + 1))
 
 
 def records_of(step: int, pace_s: np.ndarray) -> list[ContributionRecord | UpdateRecord | EntryRecord]:

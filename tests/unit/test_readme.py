@@ -94,7 +94,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
     for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         file = page.parent / target if target else page
         assert file.is_file(), f"{page.name} -> {target}"
-        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if file.suffix == ".md" else []
         assert heading in {"", *(text.lower().replace(" ", "-") for text in headings)}, f"{page.name} #{heading}"
 
 

@@ -28,12 +28,13 @@ from spare_megatron.tools.report.figures import (
     presence_map,
     shrink,
 )
-from spare_megatron.tools.report.history import History, history_of, presence
+from spare_megatron.tools.report.history import History, presence
 from spare_megatron.tools.report.page import plots_of, report
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from tests.unit.long_run import HIGHEST_LOSS, long_history
+from tests.unit.measured_run import valid_history
 
 LOSSES = (Loss(at_s=90.0, groups=(GroupId(1),)), Loss(at_s=260.0, groups=(GroupId(3),)))
 SCENARIO = Scenario(
@@ -60,7 +61,7 @@ def history(lines: list[Line]) -> History:
     run_state = RunState()
     for line in lines:
         run_state.add_line(line)
-    return history_of(run_state, "valid", now_s=0.0)
+    return valid_history(run_state)
 
 
 def write_run(folder: Path, lines: list[Line]) -> Path:

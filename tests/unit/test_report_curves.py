@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, PacesRecord
 from spare_megatron.journal.state.follow import read_run_state
-from spare_megatron.tools.report.history import History, history_of
+from spare_megatron.tools.report.history import History
 from spare_megatron.tools.report.page import Plot, live_content, plots_of, report
 from tests.unit.measured_run import (
     BEGAN_S,
@@ -22,6 +22,7 @@ from tests.unit.measured_run import (
     loss_at,
     measured_lines,
     redone_lines,
+    valid_history,
     write_journal,
 )
 
@@ -29,7 +30,7 @@ NUM_STEPS = 8
 
 
 def history_from(run_dir: Path, lines: list[Line]) -> History:
-    return history_of(read_run_state(write_journal(run_dir, lines)), "valid", now_s=0.0)
+    return valid_history(read_run_state(write_journal(run_dir, lines)))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """How a run stands: fed line by line, it comes to what the summary of the whole journal says."""
 
 import io
+import math
 import random
 import re
 from dataclasses import replace
@@ -20,7 +21,6 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.store_space import StoreSpace, shortage
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,
@@ -34,9 +34,8 @@ from spare_megatron.journal.records import (
     RestartRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.state.follow import Follower
-from spare_megatron.journal.state.goodput import find_goodput
+from spare_megatron.journal.state.follow import Follower, read_run_state
+from spare_megatron.journal.state.overview import UNPROVEN, overview_of
 from spare_megatron.journal.state.run_state import RunState, SavePlan
 from spare_megatron.process.reports import (
     GroupLost,
@@ -126,11 +125,9 @@ def test_what_lines_add_up_to_is_what_the_whole_journal_says(
     for name, value in run_state.figures():
         assert value == getattr(summary, name), name
     assert run_state.recoveries.found() == summary.recoveries
-    goodput = run_state.goodput(now_s=0.0)
-    expected = find_goodput(journal, fold_journal(journal, journal.of(RunRecord)[0]))
+    goodput, expected = run_state.goodput(now_s=0.0), read_run_state(tmp_path / "whole").goodput(now_s=0.0)
     assert goodput is not None
-    assert expected is not None
-    assert goodput.lost_s == pytest.approx(expected.lost_s)
+    assert goodput == expected
     assert goodput.wall_s == pytest.approx(goodput.useful_s + sum(goodput.lost_s.values()))
 
 
@@ -178,7 +175,7 @@ def test_a_loss_that_several_nodes_report_is_one_and_given_up_if_one_of_them_say
         run_state.add_line(line(at_s, record))
     assert run_state.losses == [(102.0, replace(loss, pending=[second, first], is_given_up=True))]
     assert run_state.groups() == ["alive", "given up", "alive"]
-    assert [event.text for event in run_state.events(9)] == [
+    assert [event.text for event in run_state.events()] == [
         "group 1 lost: rank 1: SIGKILL",
         "group 1 given up: it has used up spare.rejoins",
     ]
@@ -209,7 +206,7 @@ def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
     again = LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=3, incarnation=1, is_given_up=True)
     run_state.add_line(line(104.0, again))
     assert run_state.groups() == ["alive", "given up", "alive"]
-    assert [event.text for event in run_state.events(9)] == [
+    assert [event.text for event in run_state.events()] == [
         "group 1 lost: rank 0: SIGKILL",
         "group 1 rejoined, and takes part from step 2 on",
         "group 1 lost: rank 0: SIGKILL; given up: it has used up spare.rejoins",
@@ -265,7 +262,8 @@ def test_the_view_can_be_read_without_colours() -> None:
     )
     console = RunConsole(file=io.StringIO(), force_terminal=True)
     with console.live() as show:
-        show(view_of(run_state, SavePlan(interval_s=60.0), 104.0, notes=["starting"]))
+        overview = overview_of(run_state, 104.0, UNPROVEN, window_s=math.inf)
+        show(view_of(run_state, SavePlan(interval_s=60.0), overview, notes=["starting"]))
     text = without_colours(console)
     assert re.search(r"^step 1 \(2/20\)", text, re.MULTILINE), "the bar has a line of its own"
     for part in (
@@ -443,7 +441,7 @@ def test_checkpoints_that_no_group_could_use_are_shown_once_for_each_restart() -
         restarts.append(entry(102.0, index, entry="restart", step=1, members=[[0, index], [1, index]]))
         restarts += [line(103.0, replace(record, group=group)) for group in (0, 1)]
     run_state = run_state_of(commit(101.0, 0, 0, save=True), *restarts)
-    shown_lines = [event.text for event in run_state.events_since(0)]
+    shown_lines = [event.text for event in run_state.events()]
     assert (
         shown_lines.count("step 2: damaged")
         == shown_lines.count("training starts again from the checkpoint after 1 step")
@@ -456,7 +454,7 @@ def test_why_a_run_was_halted_is_shown_once() -> None:
     halt = {"entry": "halt", "step": 0, "reason": "it diverged", "discard": True}
     run_state = run_state_of(entry(101.0, 0, **halt), line(102.0, end))
     run_state.settle()  # a halt over wrong state names no group
-    assert [event.text for event in run_state.events(9)] == ["halted: it diverged", "the run ended: halted"]
+    assert [event.text for event in run_state.events()] == ["halted: it diverged", "the run ended: halted"]
 
 
 def test_a_wipe_out_before_a_restart_is_shown_once_though_each_group_reports_it(tmp_path: Path) -> None:

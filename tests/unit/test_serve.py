@@ -125,7 +125,7 @@ def test_content_grows_with_the_journal_until_the_run_has_ended(run_dir: Path) -
         status, body, headers = get(server, f"{path}?have={headers['X-Version']}")
         last = json.loads(body)
         assert (status, headers["X-Ended"]) == (200, "yes")
-        assert "the run goes on" in first["head"]
+        assert "spare check finds nothing wrong so far" in first["head"]
         assert "12 of 12" in last["head"]
         assert len(last["plots"]) > len(first["plots"])
         assert get(server, f"{path}?have={headers['X-Version']}")[2]["X-Ended"] == "yes"

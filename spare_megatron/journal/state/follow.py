@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line, decode_line, require_known_format
 from spare_megatron.journal.state.run_state import PARAMS, UNREAD, RunState
 
@@ -87,6 +88,15 @@ class Follower:
     def damage(self) -> tuple[str, ...]:
         """What could not be read or interpreted."""
         return (*self._tail.damage, *self.run_state.damage)
+
+
+def run_state_of(journal: Journal) -> RunState:
+    """State of a run by a journal in memory."""
+    run_state = RunState()
+    for line in journal.lines:
+        run_state.add_line(line)
+    run_state.settle(is_whole=True)
+    return run_state
 
 
 def read_run_state(run_dir: Path, *, with_params: bool = False) -> RunState:

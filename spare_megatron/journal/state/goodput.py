@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Fold, Members
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord
+from spare_megatron.journal.fold import Members
+from spare_megatron.journal.records import FaultRecord, RedundancyRecord
 from spare_megatron.journal.run_record import RunRecord
 
 Times = npt.NDArray[np.float64]
@@ -28,7 +28,7 @@ class Goodput:
     """Useful time and losses, which add up to the wall time."""
 
     wall_s: float
-    """From the run record to the end."""
+    """From the run record, or a later commit, to the end."""
     step_s: float
     """A quiet step: median time between commits with all groups and without fault, loss or admission."""
     useful_s: float
@@ -104,12 +104,17 @@ class Stretches:
         return cause_of(self._met, is_first=not self._kept, has_newcomers=bool(members - self._before))
 
     def goodput(
-        self, at_s: Callable[[npt.NDArray[np.intp]], Times], span_s: tuple[float, float], hit_after: Collection[int]
+        self,
+        at_s: Callable[[npt.NDArray[np.intp]], Times],
+        span_s: tuple[float, float],
+        hit_after: Collection[int],
+        since_s: float = 0.0,
     ) -> Goodput | None:
         """Goodput so far; None without a commit whose time is known.
 
         `at_s` gives the times in seconds at which log entries were read, NaN if unknown; `span_s` is start and end of
-        the run; `hit_after` are steps whose commits were followed by a fault.
+        the run; `hit_after` are steps whose commits were followed by a fault. Counts from the last commit before the
+        first one at `since_s` or later; a quiet step is that of the whole run.
         """
         times = at_s(np.array([kept.index for kept in self._kept], np.intp))
         chosen = [kept for kept, is_known in zip(self._kept, ~np.isnan(times), strict=True) if is_known]
@@ -122,7 +127,8 @@ class Stretches:
             if kept.undone:
                 undone_s = at_s(np.array(kept.undone, np.intp))
                 rework_s[position] = max(undone_s[~np.isnan(undone_s)] - times_s[position], default=0.0)
-        return _sum_up(np.diff(times_s) - rework_s, rework_s, _causes(chosen, hit_after), times_s, ended_s)
+        first = int(np.append(times_s[1:] >= since_s, True).argmax())
+        return _sum_up(np.diff(times_s) - rework_s, rework_s, _causes(chosen, hit_after), times_s, ended_s, first)
 
 
 def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
@@ -135,10 +141,14 @@ def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
     return causes
 
 
-def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Times, ended_s: float) -> Goodput:
-    names, of_commit = np.unique(np.array(causes), return_inverse=True)
-    is_quiet = np.array([name == "scatter" for name in names])[of_commit]
+def _sum_up(
+    intervals_s: Times, rework_s: Times, causes: list[str], times_s: Times, ended_s: float, first: int
+) -> Goodput:
+    """Sums up the intervals from the one of number `first` on."""
+    is_quiet = np.array([name == "scatter" for name in causes])
     step_s = median((intervals_s[is_quiet] if is_quiet.any() else intervals_s).tolist())
+    intervals_s, rework_s, times_s = intervals_s[first:], rework_s[first:], times_s[first:]
+    names, of_commit = np.unique(np.array(causes[first:]), return_inverse=True)
     lost_s: dict[str, float] = {"rework": float(rework_s.sum())} if rework_s.any() else {}
     spent_s = np.bincount(of_commit, weights=np.maximum(0.0, intervals_s - step_s))
     lost_s |= {str(name): float(spent) for name, spent in zip(names, spent_s, strict=True)}
@@ -150,7 +160,7 @@ def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Tim
         step_s=step_s,
         useful_s=useful_s,
         goodput=useful_s / wall_s if wall_s > 0 else 0.0,
-        longest_pause_s=float(intervals_s[1:].max()) if len(intervals_s) > 1 else 0.0,
+        longest_pause_s=float(intervals_s[first == 0 :].max(initial=0.0)),
         lost_s=lost_s,
     )
 
@@ -191,31 +201,9 @@ class EntryTimes:
         return np.where(is_there, self._median_s[np.where(is_there, indices, 0)], np.nan)
 
 
-def read_times(journal: Journal) -> EntryTimes:
-    times = EntryTimes()
-    for line in journal.lines:
-        if isinstance(line.record, EntryRecord):
-            times.add_read(line.record.index, line.record.group, line.at_s)
-    return times
-
-
 def step_before(fault: FaultRecord) -> int:
     """The step whose commit the fault followed."""
     return fault.step if fault.phase == "after_commit" else fault.step - 1
-
-
-def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
-    """Goodput of an ended run; None if the journal lacks its start, its end or every step."""
-    began = [line.at_s for line in journal.lines if isinstance(line.record, RunRecord)]
-    ended = [line.at_s for line in journal.lines if isinstance(line.record, EndRecord)]
-    if not began or not ended:
-        return None
-    members = {commit.index: commit.members for commit in fold.commits}
-    stretches = Stretches()
-    for index in sorted(fold.entries):
-        stretches.add_entry(index, fold.entries[index], members.get(index, frozenset()))
-    hit_after = {step_before(record) for record in journal.of(FaultRecord)}
-    return stretches.goodput(read_times(journal), (began[0], ended[0]), hit_after)
 
 
 def full_redundancy_s(journal: Journal) -> tuple[float, ...]:

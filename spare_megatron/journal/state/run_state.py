@@ -1,7 +1,6 @@
 """State of a run, accumulated line by line from its journal: groups, losses, steps, events, figures."""
 
 import re
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -112,8 +111,6 @@ UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "ra
 """Kinds of records that the state of a run does not depend on."""
 
 
-_KEPT_EVENTS = 200
-
 _RECENT_STEPS = 32
 
 _LONGEST_STEP = 10.0
@@ -183,12 +180,9 @@ class RunState:
         self._paces_of_step = 0
         self.culprit: records.CulpritRecord | None = None
         """What holds the run back now."""
-        self.culprits: list[records.CulpritRecord] = []
-        """All that was named."""
         self.quarantined: dict[int, QuarantinedMachine] = {}
         """By machine."""
-        self.num_events = 0
-        self._events: deque[event_texts.EventLine] = deque(maxlen=_KEPT_EVENTS)
+        self._events: list[event_texts.EventLine] = []
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
         self._halted_by = ""
         self.newest: records.UpdateRecord | None = None
@@ -248,8 +242,6 @@ class RunState:
                 self.recoveries.add_line(line)
             case records.CulpritRecord():
                 self.culprit = None if record.is_over else record
-                if not record.is_over:
-                    self.culprits.append(record)
             case records.ExaminationRecord():
                 for machine, found in self.quarantined.items():
                     if (record.machine - machine) % self._num_places == 0:  # it, or one that replaces it
@@ -268,15 +260,15 @@ class RunState:
                 self.storage = None if record.outcome == "written" else record
             case records.EndRecord() if self.end is None:
                 self.end = record
-                self._note(event_texts.text_of_end(record, self._halted_by), at_s)
+                self._note("end", event_texts.text_of_end(record, self._halted_by), at_s)
 
     def _note_texts_of(self, record: records.Record, at_s: float) -> None:
-        for text in event_texts.texts_of_record(record):
+        for kind, text in event_texts.texts_of_record(record):
             if isinstance(record, records.RestartRecord):  # each group reports the checkpoints that none could use
                 if text in self._rejected:
                     continue
                 self._rejected.add(text)
-            self._note(text, at_s)
+            self._note(kind, text, at_s)
 
     def _has_left(self, group: int, incarnation: int) -> bool:
         """Whether the group has left the run in this incarnation, so that the end of its processes costs nothing."""
@@ -290,7 +282,8 @@ class RunState:
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
         is_known = self._losses.find(record.group, record.incarnation) is not None
         if self._losses.add(record, at_s):
-            self._note(event_texts.text_of_loss(record, is_known=is_known), at_s)
+            text = event_texts.text_of_loss(record, is_known=is_known)
+            self._note("departure" if is_known else "loss", text, at_s)
 
     def _on_assignment(self, record: records.PlacesRecord, at_s: float) -> None:
         if record.index not in self._assignments:  # all supervisors concerned write it
@@ -303,13 +296,14 @@ class RunState:
             self.quarantined = {
                 machine: one for machine, one in self.quarantined.items() if machine % record.num_places not in of_seats
             }
-            self._note(event_texts.text_of_places(record), at_s)
+            is_judged = bool(record.quarantined or record.released)
+            self._note("quarantine" if is_judged else "re-form", event_texts.text_of_places(record), at_s)
 
     def _on_paces(self, record: records.PacesRecord, at_s: float) -> None:
         if record.step > self._paces_of_step:  # all groups write it
             self._paces_of_step = record.step
             self._deal_by(record.permille, record.step)
-            self._note(event_texts.text_of_paces(record), at_s)
+            self._note("dealing", event_texts.text_of_paces(record), at_s)
 
     def _deal_by(self, paces: Mapping[str, int], step: int) -> None:
         if paces != self.paces and self.folding is not None:
@@ -317,9 +311,8 @@ class RunState:
             self.pace_changes.append((num_undone + step, paces))
         self.paces = paces
 
-    def _note(self, text: str, at_s: float) -> None:
-        self._events.append(event_texts.EventLine(at_s=at_s, text=text))
-        self.num_events += 1
+    def _note(self, kind: event_texts.EventKind, text: str, at_s: float) -> None:
+        self._events.append(event_texts.EventLine(at_s=at_s, text=text, kind=kind))
 
     def add_sources(self, sources: Collection[str]) -> None:
         """Adds the writers found: a rank opens its file when its incarnation starts."""
@@ -364,8 +357,10 @@ class RunState:
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
-            if text := event_texts.text_of_entry(entry, [group for group, _ in change.admitted]):
-                self._note(text, at_s)
+            taken_in = [group for group, _ in change.admitted]
+            if text := event_texts.text_of_entry(entry, taken_in):
+                kind = event_texts.KINDS.get(entry["entry"], "return" if taken_in else "departure")
+                self._note(kind, text, at_s)
             if self.folding.groups != members:
                 of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
                 self._deal_by(of_members, self.folding.step)
@@ -376,7 +371,7 @@ class RunState:
         assert self.folding is not None, "entries are folded"
         before, self.awaited = self.awaited, self.folding.uncovered if self.folding.members else ()
         if self.awaited and self.awaited != before:
-            self._note(event_texts.text_of_pause(self.folding.step, self.awaited), at_s)
+            self._note("pause", event_texts.text_of_pause(self.folding.step, self.awaited), at_s)
 
     def _contributed(self, record: records.ContributionRecord) -> None:
         self.steps.add_contribution(record, sum(map(len, record.microbatches.values())))
@@ -462,9 +457,12 @@ class RunState:
             return "rejoining"
         return "lost"
 
-    def goodput(self, now_s: float) -> Goodput | None:
-        """Goodput up to now, or up to the end of the run; None before the first commit."""
-        return self._stretches.goodput(self.entry_times, (self.began_s, self.until_s(now_s)), self._hit_after)
+    def goodput(self, now_s: float, since_s: float = 0.0) -> Goodput | None:
+        """Goodput up to now, or up to the end of the run; None before the first commit. It counts from the last commit
+        before `since_s` on, if there is one.
+        """
+        span_s = self.began_s, self.until_s(now_s)
+        return self._stretches.goodput(self.entry_times, span_s, self._hit_after, since_s)
 
     def until_s(self, now_s: float) -> float:
         """When the run ended; while it goes on `now_s`, or the time of the newest line if that is later."""
@@ -499,13 +497,14 @@ class RunState:
             since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
-    def events(self, most: int) -> Sequence[event_texts.EventLine]:
-        return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
+    def events(self, since_s: float = 0.0, num_before: int = 0) -> Sequence[event_texts.EventLine]:
+        """Events from `since_s` on, without the first `num_before` that the journal had, in time order."""
+        new = (event for event in self._events[num_before:] if event.at_s >= since_s)
+        return sorted(new, key=lambda event: event.at_s)
 
-    def events_since(self, num_events: int) -> Sequence[event_texts.EventLine]:
-        """Events after the first `num_events`, as far as they are kept, in time order."""
-        new = self.num_events - num_events
-        return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()
+    @property
+    def num_events(self) -> int:
+        return len(self._events)
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         """Figures by their names in `summary.json`."""

@@ -15,7 +15,8 @@ from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.proofs.proof import fold_journal, is_due
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.journal.state.goodput import Goodput, find_goodput
+from spare_megatron.journal.state.follow import run_state_of
+from spare_megatron.journal.state.goodput import Goodput
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
 
@@ -65,6 +66,7 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
         raise ValueError(f"the journal has {len(runs)} run records, expected 1; is it that of one run?")
     fold = fold_journal(journal, runs[0])
     fences = [entry for entry in fold.entries.values() if entry["entry"] == "fence"]
+    run_state = run_state_of(journal)
     recoveries_s = [recovery.total_s for recovery in summary.recoveries]
     p50_s, p99_s = np.percentile(recoveries_s, [50, 99]) if recoveries_s else (None, None)
     members = [frozenset(range(runs[0].num_groups)), *(commit.members for commit in fold.kept_commits)]
@@ -74,7 +76,7 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
         admissions=sum(len(after - before) for before, after in itertools.pairwise(members)),
         recovery_p50_s=None if p50_s is None else float(p50_s),
         recovery_p99_s=None if p99_s is None else float(p99_s),
-        goodput=find_goodput(journal, fold),
+        goodput=None if run_state.end is None else run_state.goodput(now_s=0.0),
     )
 
 

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.journal.fold import Committed
-from spare_megatron.journal.records import CheckpointRecord, CulpritRecord, LossRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
+from spare_megatron.journal.state.overview import Overview
 from spare_megatron.journal.state.rank_paces import over_others
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState
@@ -78,7 +79,6 @@ class Interval:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     run: RunRecord
-    verdict: str
     figures: dict[str, object]
     """By their names in `summary.json`."""
     goodput: Goodput | None
@@ -97,8 +97,7 @@ class History:
     """Seconds from then to its end, or to now."""
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
     """How saves ended, each with its seconds since the run's record."""
-    culprits: Sequence[CulpritRecord]
-    """What held the run back, as it was named."""
+    overview: Overview
     num_places_taken: int
     """By machines that replaced others or moved to make groups whole."""
     evaluations: Mapping[str, Mapping[int, float]]
@@ -122,17 +121,16 @@ class History:
         return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
 
 
-def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
-    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch. ValueError: the
-    journal lacks the run's record, with which every journal begins.
+def history_of(run_state: RunState, overview: Overview) -> History:
+    """Builds the history of a run until the end of its overview. ValueError: the journal lacks the run's record, with
+    which every journal begins.
     """
     if run_state.run is None:
         raise ValueError("the journal has no run record: there is nothing to show")
     return History(
         run=run_state.run,
-        verdict=verdict,
         figures=dict(run_state.figures()),
-        goodput=run_state.goodput(now_s),
+        goodput=run_state.goodput(overview.until_s),
         steps=_steps(run_state),
         paces=_paces(run_state),
         pace_changes=[
@@ -142,13 +140,12 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         losses=[(at_s - run_state.began_s, record) for at_s, record in run_state.losses],
         recoveries=run_state.recoveries.found(),
         began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
-        lasted_s=(run_state.newest_at_s if run_state.end is not None else max(now_s, run_state.newest_at_s))
-        - run_state.began_s,
+        lasted_s=overview.until_s - run_state.began_s,
         checkpoints=[
             (at_s - run_state.began_s, record)
             for at_s, record in sorted(run_state.checkpoints, key=lambda saved: saved[0])
         ],
-        culprits=run_state.culprits,
+        overview=overview,
         num_places_taken=run_state.num_places_taken,
         evaluations=_evaluations(run_state),
         params=run_state.params(),

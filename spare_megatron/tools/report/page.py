@@ -19,9 +19,10 @@ import markupsafe
 import numpy as np
 import plotly.graph_objects as go
 
+from spare_megatron.cli.run_view import describe_cost, describe_health, rows_of
 from spare_megatron.formats.printable import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
-from spare_megatron.journal.event_texts import groups_named, text_of_culprit
+from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
 from spare_megatron.tools.report import figures as charts
 from spare_megatron.tools.report.equality import compare
@@ -31,7 +32,6 @@ MOST_LOADS = 12
 """Losses with a plot of loads. The map of loads has all of them."""
 MOST_ROWS = 300
 """Limit of a table. The last rows are shown."""
-_MOST_CULPRITS = 5
 
 _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
     ("Gradient norm", "", "norm", lambda history: history.steps.grad_norm),
@@ -124,7 +124,21 @@ def _head(histories: Mapping[str, History]) -> str:
     figures = {name: dict(_figures_of(history)) for name, history in histories.items()}
     rows = list(dict.fromkeys(row for of_run in figures.values() for row in of_run))
     equality = compare(*histories.values()) if len(histories) == 2 else None
-    return _template("head").render(figures=figures, rows=rows, equality=equality)
+    overviews = {name: history.overview for name, history in histories.items()}
+    return _template("head").render(
+        figures=figures,
+        rows=rows,
+        equality=equality,
+        overviews=overviews,
+        health=describe_health,
+        cost=describe_cost,
+        rows_of=lambda overview: rows_of(overview, _utc),
+        utc=_utc,
+    )
+
+
+def _utc(at_s: float) -> str:
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def _tables(histories: Mapping[str, History]) -> str:
@@ -158,10 +172,9 @@ def _pack(text: str) -> str:
 def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     figures, goodput = history.figures, history.goodput
     loss = figures["final_loss"]
-    yield "spare check", history.verdict
     yield "outcome", f"{figures['outcome']} {figures['outcome_reason']}".strip()
     if history.began_s is not None:
-        yield "began", datetime.fromtimestamp(history.began_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        yield "began", f"{_utc(history.began_s)} UTC"
     yield "wall time", format_duration(history.lasted_s)
     run = history.run
     if run.host:
@@ -177,8 +190,6 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "losses, and groups admitted again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     if history.num_places_taken:
         yield "places that other machines took", str(history.num_places_taken)
-    for record in history.culprits[-_MOST_CULPRITS:]:
-        yield "held back", text_of_culprit(record)
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", f"{loss:.4f}" if loss else "none"
     for name, losses in history.evaluations.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli.check import proof_so_far
 from spare_megatron.cli.folders import check_output_file, is_run_dir
 from spare_megatron.cli.printing import say
+from spare_megatron.cli.status import SINCE, SinceOption, find_overview
+from spare_megatron.formats.quantities import parse_duration_s
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.state.run_state import RunState
     from spare_megatron.tools.report.server import ReportServer
 
 REPORT, TIMELINE = "report.html", "timeline.json"
-PROOF_S = 10.0
-"""For which the journal of a page is looked at for the verdict."""
+_PROOF_S, _PROOF_SHARE = 10.0, 0.05
+"""Largest share of the time that proofs for a served page may take."""
 _NOTHING_YET = '{"head":"<p>The journal has no run yet.</p>","tables":"","plots":[]}'
 
 
@@ -28,6 +31,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: report.html in the first directory]")
     ] = None,
+    since: SinceOption = SINCE,
 ) -> None:
     """Write an HTML report of a run, or of two runs side by side.
 
@@ -42,13 +46,19 @@ def report(
 
     if len(run_dirs) > 2:
         raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
+    window_s = parse_duration_s("--since", since)
     target = out or run_dirs[0] / REPORT
     if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
         check_output_file("--out", target)
     is_pair = len(run_dirs) == 2
     standings = [(folder, read_run_state(folder, with_params=is_pair)) for folder in run_dirs]
     now_s = time.time()
-    histories = [history_of(run_state, verdict_of(folder, run_state), now_s) for folder, run_state in standings]
+    histories = [
+        history_of(
+            run_state, find_overview(folder, run_state, now_s, window_s, proof_so_far(folder, run_state, _PROOF_S))
+        )
+        for folder, run_state in standings
+    ]
     if is_pair:
         page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
     else:
@@ -68,43 +78,28 @@ def config_of(run_dir: Path) -> str:
         return ""
 
 
-def verdict_of(run_dir: Path, run_state: "RunState") -> str:
-    """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
-    from spare_megatron.config.training.run_terms import terms_in
-    from spare_megatron.formats.whole_files import json_object
-    from spare_megatron.journal.journal_index import JournalIndex
-    from spare_megatron.journal.proofs.proof import check
-
-    summary = run_dir / "summary.json"
-    if run_state.end is not None and summary.exists():
-        found = json_object(summary)
-        return "; ".join((found["verdict"], *found["reasons"]))
-    try:
-        until_s = time.monotonic() + PROOF_S
-        verdict = check(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))
-    except TimeoutError:
-        return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
-    return "; ".join((verdict.verdict, *verdict.reasons))
-
-
 def serve(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run, finished or going on.")],
     port: Annotated[int, typer.Option(help="Port on the loopback address; 0 takes a free one.", min=0, max=65535)] = 0,
+    since: SinceOption = SINCE,
 ) -> None:
     """Serve the live report of a run until Ctrl-C.
 
     Prints the URL. It contains a random word, and requests without that word get no answer. Only this machine can
     connect; from another one use `ssh -L PORT:127.0.0.1:PORT MACHINE`.
     """
-    with open_server(run_dir, port) as server:
+    with open_server(run_dir, port, window_s=parse_duration_s("--since", since)) as server:
         say(server.url)
         with contextlib.suppress(KeyboardInterrupt), raising():
             server.serve_forever()
 
 
-def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time) -> "ReportServer":
+def open_server(
+    run_dir: Path, port: int, now_s: Callable[[], float] = time.time, window_s: float = math.inf
+) -> "ReportServer":
     """The server, not yet answering. FileNotFoundError: the directory holds no journal. OSError: the port is taken."""
     from spare_megatron.journal.state.follow import Follower
+    from spare_megatron.journal.state.overview import UNPROVEN
     from spare_megatron.tools.report.history import history_of
     from spare_megatron.tools.report.page import live_content, live_page
     from spare_megatron.tools.report.server import PageContent, ReportServer, Updated
@@ -112,16 +107,22 @@ def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     follower = Follower(run_dir)
+    proof, next_proof_s = UNPROVEN, 0.0
 
     def make(before: PageContent | None) -> PageContent:
+        nonlocal proof, next_proof_s
         run_state = follower.poll()
-        version = run_state.num_lines
+        began_s = time.monotonic()
+        if began_s >= next_proof_s or run_state.end is not None:
+            proof = proof_so_far(run_dir, run_state, _PROOF_S)
+            next_proof_s = began_s + (time.monotonic() - began_s) / _PROOF_SHARE
+        overview = find_overview(run_dir, run_state, now_s(), window_s, proof)
+        version = hash((run_state.num_lines, len(overview.alarms), proof))
         if before is not None and before.version == version:
             return before
         if run_state.run is None:
             return PageContent(version=version, text=_NOTHING_YET, is_final=False)
-        verdict = "the run goes on" if run_state.end is None else verdict_of(run_dir, run_state)
-        history = history_of(run_state, verdict, now_s())
+        history = history_of(run_state, overview)
         return PageContent(
             version=version,
             text=live_content(history),

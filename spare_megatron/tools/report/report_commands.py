@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 REPORT, TIMELINE = "report.html", "timeline.json"
 _PROOF_S, _PROOF_SHARE = 10.0, 0.05
-"""Largest share of the time that proofs for a served page may take."""
+"""Longest time of a proof, and the largest share of the time that proofs for a served page may take."""
 _NOTHING_YET = '{"head":"<p>The journal has no run yet.</p>","tables":"","plots":[]}'
 
 

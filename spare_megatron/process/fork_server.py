@@ -29,4 +29,4 @@ gc.disable()
 standard_streams.open_closed()
 code_digest()
 VISIBLE_TO_CHILDREN = gpus.hide_all()
-"""As CUDA_VISIBLE_DEVICES was."""
+"""What showed GPUs to this process."""

@@ -73,7 +73,7 @@ def set_environment_of_ranks() -> None:
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron looks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
-    # with this torch.cuda.is_available only queries the driver.
+    # with this `is_available` of torch only queries the driver.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

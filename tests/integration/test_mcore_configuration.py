@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
+import spare_megatron.devices.gpu
 from spare_megatron.comm import nccl
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH, FUNCTION_IN_MEGATRON
@@ -386,7 +387,7 @@ def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.Mo
     seen: list[tuple[bool, bool]] = []
     monkeypatch.setattr(nccl, "check_nccl", lambda: None)
     monkeypatch.setattr(
-        torch.cuda,
+        spare_megatron.devices.gpu,
         "set_device",
         lambda _: seen.append((torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)),
     )

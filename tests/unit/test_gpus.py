@@ -15,7 +15,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.machine import gpus
-from spare_megatron.machine.gpus import Gpu, XidWatch, reduced_clocks, visible_gpus
+from spare_megatron.machine.gpus import Gpu, XidWatch, nvidia, reduced_clocks, visible_gpus
 
 GIB = 2**30
 NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED, TIMEOUT, LOST = 3, 6, 4, 9, 10, 15
@@ -166,7 +166,7 @@ def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(insta
 
 @pytest.fixture
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_WAIT_MS", 1)
+    monkeypatch.setattr(nvidia, "_WAIT_MS", 1)
 
 
 def await_end_of_watch(nvml: Nvml) -> None:

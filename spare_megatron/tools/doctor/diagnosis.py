@@ -15,6 +15,7 @@ from spare_megatron.config.training.corpus import corpus_files, input_files, nam
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import shortage
+from spare_megatron.machine.gpus import maker
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
 from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
@@ -144,7 +145,7 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     if facts.torch_failure or _is_cpu(config, facts):
         return
     if facts.nccl_cumem == "0":
-        # cudaIpcGetMemHandle (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
+        # By CUDA's IPC handles (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
         # is shared by the functions that NCCL takes otherwise stays until the last process unmaps it.
         yield WarningText(
             "NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank break "
@@ -154,8 +155,9 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     num_needed = -(-ranks // sharing)
     if len(facts.gpus) < num_needed:
         yield (
-            f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
-            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes"
+            f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see "
+            f"`{maker().LIST_COMMAND}` and {maker().VARIABLES[0]} there, take the node out, or change layout or "
+            f"cluster.num_nodes"
         )
     needed = sharing * run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:num_needed]):

@@ -1,5 +1,6 @@
 """Errors of CUDA: whether they show a failed device or may be a bug of the program, and which ones end the process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,8 @@ TABLE = (
 uncorrectable errors of memory and links."""
 
 
+_MEMORY_ERROR = re.compile(r"illegal memory access|unhandled cuda error|peer GPU memory", re.IGNORECASE)
+
 FAILED_DEVICE: Mapping[int, str] = {
     48: "uncorrectable memory error",
     62: "halted microcontroller",
@@ -82,6 +85,21 @@ def is_ambiguous(text: str) -> bool:
     """Whether a device may be at fault, although the same error mostly is a bug that all groups meet."""
     row = find_device_error(text)
     return row is not None and row.kind == "ambiguous"
+
+
+def is_memory_error(error: RuntimeError) -> bool:
+    """Whether a device met memory that is not its own: a fault of its program, or a peer has freed it in an abort."""
+    return _MEMORY_ERROR.search(str(error)) is not None
+
+
+def error_line(traceback: str) -> str:
+    """The last line of a traceback; of an error of CUDA its own line, because the text ends with advice."""
+    lines = traceback.strip().splitlines()
+    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")
+
+
+def name_of_code(code: int) -> str:
+    return f"cudaError {code}"
 
 
 def code_of(error: BaseException) -> int | None:

@@ -1,4 +1,7 @@
-"""What a rank uses of its GPU: streams, events, host memory that the driver knows, and the versions of libraries."""
+"""What a rank uses of its GPU: streams, events, host memory that the driver knows, and the versions of libraries.
+
+torch's build for AMD answers to the same names. Where it is another library, `torch.version.hip` says so.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.machine.gpus.device_errors import name_of_code
+from spare_megatron.machine.gpus.gpu import PLATFORMS
 
 TYPE = "cuda"
 """Of devices; `meta` is another."""
@@ -26,13 +30,15 @@ _PORTABLE = 1
 
 def platform() -> tuple[str, str]:
     """What torch was built with for GPUs, and its version; empty if torch was built for CPUs."""
-    return "CUDA", torch.version.cuda or ""
+    cuda, rocm = PLATFORMS
+    return (rocm, torch.version.hip) if torch.version.hip else (cuda, torch.version.cuda or "")
 
 
 def collective_library() -> tuple[str, str]:
     """The library of sums that is loaded, and its version. Touches no GPU."""
     # torch.cuda.nccl.version() would be that of the library that torch was built with.
-    return "NCCL", ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version()))
+    name = "RCCL" if torch.version.hip else "NCCL"
+    return name, ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version()))
 
 
 def register(runtime: Any, ranges: Sequence[tuple[int, int]]) -> str:
@@ -42,11 +48,11 @@ def register(runtime: Any, ranges: Sequence[tuple[int, int]]) -> str:
     for number, one in enumerate(ranges):
         if code := int(runtime.cudaHostRegister(*one, _PORTABLE)):
             unregister(runtime, ranges[:number])
-            return f"cudaHostRegister of {sum(size for _, size in ranges)} bytes: {name_of_code(code)}"
+            return f"cudaHostRegister of {sum(size for _, size in ranges)} bytes: {name_of_code(code, platform()[0])}"
     return ""
 
 
 def unregister(runtime: Any, ranges: Sequence[tuple[int, int]]) -> None:
     for address, _ in ranges:
         if code := int(runtime.cudaHostUnregister(address)):
-            _log.warning("cudaHostUnregister: %s", name_of_code(code))
+            _log.warning("cudaHostUnregister: %s", name_of_code(code, platform()[0]))

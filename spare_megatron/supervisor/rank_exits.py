@@ -71,7 +71,7 @@ def cause_of_end(code: int, traceback: str = "", device_code: int | None = None)
     of_device = find_device_error(error, device_code)
     is_its_own = error.startswith(INJECTED) or (of_device is not None and of_device.kind == "certain")
     if device_code is not None:
-        cause += f" ({name_of_code(device_code)})"
+        cause += f" ({name_of_code(device_code, error)})"
     return cause, "" if is_its_own else error
 
 

@@ -15,7 +15,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.machine import gpus
-from spare_megatron.machine.gpus import Gpu, XidWatch, nvidia, reduced_clocks, visible_gpus
+from spare_megatron.machine.gpus import Gpu, XidWatch, nvidia, visible_gpus
 
 GIB = 2**30
 NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED, TIMEOUT, LOST = 3, 6, 4, 9, 10, 15
@@ -152,7 +152,7 @@ def test_a_gpu_is_described_by_its_model_and_memory(install: Any) -> None:
 def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(install: Any) -> None:
     reasons = (0x00, 0x01 | 0x02, 0x40, 0x08 | 0x80, None)
     nvml = install(Nvml([Part(f"GPU-{at}", "H100", throttled=bits) for at, bits in enumerate(reasons)]))
-    assert reduced_clocks() == (
+    assert nvidia.reduced_clocks({}) == (
         "",
         "",
         "clock 1005 of 1980 MHz: thermal slowdown by the hardware",
@@ -161,7 +161,7 @@ def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(insta
     )
     assert nvml.num_open == 0
     install(Nvml([], is_loaded=False))
-    assert reduced_clocks() == ()
+    assert nvidia.reduced_clocks({}) == ()
 
 
 @pytest.fixture

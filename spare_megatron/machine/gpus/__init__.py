@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from spare_megatron.machine.gpus import nvidia
+from spare_megatron.machine.gpus import amd, nvidia
 from spare_megatron.machine.gpus.gpu import Gpu as Gpu
 from spare_megatron.machine.gpus.gpu import Shown
 from spare_megatron.machine.gpus.gpu import name_in_torch as name_in_torch
@@ -22,22 +22,13 @@ _KEPT_EVENTS = 256
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The devices that a process sees, in its order; all of them if no variable names some. Empty where no driver is
-    loaded.
-    """
-    return maker().visible_gpus(_shown())
-
-
-def reduced_clocks(shown: Shown | None = None) -> tuple[str, ...]:
-    """Of each device that a process sees, why its clock is reduced, and to what; empty for one that is not
-    throttled.
-    """
-    return maker().reduced_clocks(shown or {})
+    """The devices that this process sees, in its order. Empty where no driver is loaded."""
+    return maker().visible_gpus(shown_now())
 
 
 def maker() -> ModuleType:
-    """The part of this room for the GPUs of this machine."""
-    return nvidia
+    """The part of this room for the GPUs of this machine; both have the same names. AMD's processors have GPUs."""
+    return amd if amd.is_there() and not nvidia.is_there() else nvidia
 
 
 def list_file(run_dir: Path, node: int) -> Path:
@@ -76,7 +67,7 @@ def shown_to_children(uuid: str | None) -> Iterator[None]:
     """Processes that are spawned meanwhile see this GPU alone, from before their first import; with None, what this
     process sees. Not for two threads at a time.
     """
-    own = _shown()
+    own = shown_now()
     if uuid is not None:
         show([uuid])
     try:
@@ -91,24 +82,17 @@ def restore_shown(shown: Shown) -> None:
     os.environ.update(shown)
 
 
-def hide_all() -> Shown:
-    """Has this process see no GPU until `restore_shown` gets what this returns."""
-    own = _shown()
-    show([])
-    return own
-
-
-def _shown() -> Shown:
+def shown_now() -> Shown:
     return {name: os.environ[name] for name in maker().VARIABLES if name in os.environ}
 
 
 class ClockReader:
-    """Returns what its last call found by `reduced_clocks`, in a thread: with a broken GPU the driver may not return.
-    Of the GPUs that this process sees now; what children are shown later does not matter to the thread.
+    """Returns why the clock of each GPU that this process sees now was reduced, and to what, when it was called last;
+    empty for one that was not. It asks in a thread: with a broken GPU the driver may not return.
     """
 
     def __init__(self) -> None:
-        self._shown = _shown()
+        self._shown = shown_now()
         self._found: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
 
@@ -119,7 +103,7 @@ class ClockReader:
         return self._found
 
     def _read(self) -> None:
-        self._found = reduced_clocks(self._shown)
+        self._found = maker().reduced_clocks(self._shown)
 
 
 class XidWatch:

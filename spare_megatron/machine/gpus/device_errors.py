@@ -1,68 +1,29 @@
-"""Errors of CUDA: whether they show a failed device or may be a bug of the program, and which ones end the process."""
+"""Errors of CUDA and HIP: which show a failed device or may be a bug of the program, and which end the process."""
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Kind = Literal["certain", "ambiguous", "program"]
-"""`certain`: a failed device, which no other group meets by computing the same. `ambiguous`: mostly a bug, sometimes a
-device. `program`: a bug."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceError:
-    """A row of the table. `code`: of cudaError (driver_types.h); None of a library's status. `text`: what messages of
-    torch and NCCL hold, in lower case (cudaGetErrorString). `is_sticky`: later calls of CUDA in the process fail, too.
-    """
+    """A row of device_errors.toml, which says what its fields mean."""
 
-    code: int | None
+    code: int | None = None
     text: str
     kind: Kind
-    is_sticky: bool
+    is_sticky: bool = False
 
 
-TABLE = (
-    DeviceError(46, "busy or unavailable", "certain", False),
-    DeviceError(100, "no cuda-capable device", "certain", False),
-    DeviceError(214, "ecc error", "certain", True),
-    # The longer text first: it names NVLink, too. A killed peer of the node may be behind it (voting.fencing).
-    DeviceError(226, "invalid access of peer gpu memory over nvlink", "certain", True),
-    DeviceError(220, "nvlink error", "certain", True),
-    DeviceError(714, "hardware stack error", "certain", True),
-    DeviceError(802, "system not yet initialized", "certain", False),
-    DeviceError(700, "illegal memory access", "ambiguous", True),
-    DeviceError(702, "launch timed out", "ambiguous", True),
-    DeviceError(715, "illegal instruction", "ambiguous", True),
-    DeviceError(716, "misaligned address", "ambiguous", True),
-    DeviceError(717, "operation not supported on global/shared address space", "ambiguous", True),
-    DeviceError(718, "invalid program counter", "ambiguous", True),
-    DeviceError(719, "unspecified launch failure", "ambiguous", True),
-    DeviceError(None, "cublas_status_execution_failed", "ambiguous", False),
-    DeviceError(None, "cudnn_status_execution_failed", "ambiguous", False),
-    DeviceError(710, "device-side assert", "program", True),
-)
-"""Sticky are those of which CUDA's reference (Runtime API, cudaError) says that the process must be terminated, and
-uncorrectable errors of memory and links."""
-
-
+_TOML = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = tuple(DeviceError(**row) for row in _TOML["errors"])
+FAILED_DEVICE: Mapping[int, str] = {int(xid): text for xid, text in _TOML["failed_device"].items()}
 _MEMORY_ERROR = re.compile(r"illegal memory access|unhandled cuda error|peer GPU memory", re.IGNORECASE)
-
-FAILED_DEVICE: Mapping[int, str] = {
-    48: "uncorrectable memory error",
-    62: "halted microcontroller",
-    64: "memory row that cannot be replaced",
-    74: "NVLink error",
-    79: "fallen off the bus",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "no answer of its system processor",
-    120: "error of its system processor",
-    140: "unrecovered memory error",
-}
-"""Xid events of the driver (NVIDIA's Xid catalog) by which a device has failed, whatever exception CUDA raises. Others,
-13 and 31 among them, mostly follow from a bug of the program.
-"""
 
 
 def describe_xid(xid: int) -> str:
@@ -93,13 +54,14 @@ def is_memory_error(error: RuntimeError) -> bool:
 
 
 def error_line(traceback: str) -> str:
-    """The last line of a traceback; of an error of CUDA its own line, because the text ends with advice."""
+    """The last line of a traceback; of an error of a device its own line, because the text ends with advice."""
     lines = traceback.strip().splitlines()
-    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")
+    return next((line for line in reversed(lines) if re.search("(CUDA|HIP) error", line)), lines[-1] if lines else "")
 
 
-def name_of_code(code: int) -> str:
-    return f"cudaError {code}"
+def name_of_code(code: int, text: str) -> str:
+    """What the maker calls it, by the text of an error or the name of a platform."""
+    return f"{'hip' if re.search('HIP|ROCm', text) else 'cuda'}Error {code}"
 
 
 def code_of(error: BaseException) -> int | None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 Shown = Mapping[str, str]
 """What shows a process its GPUs: those variables of the driver that are set, by name."""
+PLATFORMS = ("CUDA", "ROCm")
+"""What torch is built with for GPUs of NVIDIA or AMD."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +20,5 @@ class Gpu:
 
 
 def name_in_torch(device: str) -> str:
-    """The only device that a rank sees, as torch names it, of `cluster.device`.
-
-    >>> name_in_torch("gpu"), name_in_torch("cpu")
-    ('cuda:0', 'cpu')
-    """
+    """What torch calls the device of a rank, of this `cluster.device`: a rank sees one GPU."""
     return "cuda:0" if device == "gpu" else "cpu"

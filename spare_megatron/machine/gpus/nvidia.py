@@ -63,6 +63,11 @@ class _Card:
     devices: Sequence[_Device]
 
 
+def is_there() -> bool:
+    with _library() as nvml:
+        return nvml is not None
+
+
 def visible_gpus(shown: Shown) -> tuple[Gpu, ...]:
     """The devices that CUDA shows to a process, in the order of CUDA_VISIBLE_DEVICES; all of them if it is unset. Of
     MIG instances CUDA shows only one, and here none beside a whole GPU.

@@ -16,6 +16,7 @@ from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import shortage
 from spare_megatron.machine.gpus import maker
+from spare_megatron.machine.gpus.gpu import PLATFORMS
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
 from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
@@ -128,16 +129,17 @@ def _versions(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     needs_gpus = config.cluster.device != "cpu" and bool(facts.gpus)
     for package in SUPPORTED:
         installed = facts.versions.get(package, "")
-        if not installed or (package in ("NCCL", "transformer-engine") and not needs_gpus):
+        if not installed or (package in ("NCCL", "RCCL", "transformer-engine") and not needs_gpus):
             continue
         if problem := version_problem(package, installed, facts.versions.get("megatron-core")):
             yield problem
     if facts.torch_failure:
         yield f"torch cannot be used: {facts.torch_failure}"
-    elif needs_gpus and not facts.versions.get("CUDA"):
+    elif needs_gpus and not any(facts.versions.get(platform) for platform in PLATFORMS):
+        needed = " or ".join(PLATFORMS)
         yield (
-            f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
-            f"install its build for CUDA, or set cluster.device=cpu"
+            f"torch {facts.versions.get('torch')} is built without {needed}, and there are {len(facts.gpus)} GPUs; "
+            f"install its build for {needed}, or set cluster.device=cpu"
         )
 
 

@@ -91,7 +91,7 @@ def test_both_makers_have_the_same_functions() -> None:
         }
 
     assert public(nvidia) == public(amd)
-    assert {"is_there", "visible_gpus", "reduced_clocks", "showing", "watch"} <= public(amd).keys()
+    assert {"is_there", "is_in_domain", "visible_gpus", "reduced_clocks", "showing", "watch"} <= public(amd).keys()
     assert all(len(one.VARIABLES) and one.LIST_COMMAND for one in MAKERS.values())
 
 

@@ -26,6 +26,10 @@ def reduced_clocks(shown: Shown) -> tuple[str, ...]:
     return tuple("" for _ in visible_gpus(shown))
 
 
+def is_in_domain() -> bool:
+    return False
+
+
 def showing(uuids: Sequence[str]) -> Shown:
     """The variables with which a process sees these GPUs alone; torch counts none only if HIP shows it none, too."""
     return {VARIABLES[0]: ",".join(uuids)} | ({} if uuids else {VARIABLES[1]: ""})

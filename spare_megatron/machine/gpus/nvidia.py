@@ -5,6 +5,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spare_megatron.machine.gpus.gpu import Gpu, Shown
@@ -30,6 +31,9 @@ _XID_EVENT = 0x08
 _TIMEOUT, _GPU_IS_LOST = 10, 15
 """Of nvmlReturn_t."""
 _OFF_THE_BUS = 79
+_STATE_BYTE, _COMPLETED = 24, 3
+"""Of nvmlGpuFabricInfo_t, which begins with 16 bytes of UUID: where its state is, and that of a GPU in a domain."""
+_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 _WAIT_MS = 1000
 
 
@@ -79,6 +83,14 @@ def visible_gpus(shown: Shown) -> tuple[Gpu, ...]:
 def reduced_clocks(shown: Shown) -> tuple[str, ...]:
     with _library() as nvml:
         return tuple(_reduced_clock(nvml, device) for device in _visible_devices(nvml, shown))
+
+
+def is_in_domain() -> bool:
+    """Whether NVLink connects GPUs of this machine with those of others, as NCCL asks (ncclMnnvlCheck in mnnvl.cc): one
+    is of a domain with a UUID, and processes may exchange memory through a channel of IMEX.
+    """
+    with _library() as nvml:
+        return _CHANNELS.is_dir() and any(_has_domain(nvml, device) for device in _visible_devices(nvml, {}))
 
 
 def showing(uuids: Sequence[str]) -> Shown:
@@ -194,6 +206,11 @@ def _describe(nvml: Any, device: _Device) -> Gpu:
     nvml.nvmlDeviceGetMemoryInfo(device.handle, ctypes.byref(memory))
     name = _text(nvml.nvmlDeviceGetName, device.handle)
     return Gpu(uuid=device.uuid, name=name, memory_bytes=memory.total, free_bytes=memory.free)
+
+
+def _has_domain(nvml: Any, device: _Device) -> bool:
+    ask, info = getattr(nvml, "nvmlDeviceGetGpuFabricInfo", None), (ctypes.c_ubyte * 64)()  # older drivers lack it
+    return ask is not None and ask(device.handle, info) == 0 and any(info[:16]) and info[_STATE_BYTE] == _COMPLETED
 
 
 def _reduced_clock(nvml: Any, device: _Device) -> str:

@@ -32,11 +32,12 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class House:
-    """The table. `knows_stacked_state`: the files that may name its types."""
+    """The table. `knows_stacked_state`: the files that may name its types. `says_cuda`: those that may, and rooms."""
 
     rooms: Mapping[str, Room]
     limits: Mapping[str, int]
     knows_stacked_state: frozenset[str] = frozenset()
+    says_cuda: frozenset[str] = frozenset()
 
     def room_of(self, file: str) -> Room | None:
         """The room of a file, which is given by its path below the package."""
@@ -82,6 +83,7 @@ def read_house(path: Path = TABLE) -> House:
         rooms={row["path"]: Room(**row) for row in values["rooms"]},
         limits=values["limits"],
         knows_stacked_state=frozenset(values["knows_stacked_state"]),
+        says_cuda=frozenset(values["says_cuda"]),
     )
 
 
@@ -130,6 +132,21 @@ def unprepared(package: Package) -> Iterator[str]:
         first = next((name for name in names if name.startswith(("megatron.", f"{mcore}.")) or name == mcore), "")
         if first.startswith("megatron.") and not file.startswith("mcore/"):
             yield f"{file} imports megatron before {mcore}, which makes it importable"
+
+
+def saying_cuda(house: House, package: Package) -> Iterator[str]:
+    """Files that name what is CUDA's beside those that may, and those that may and do not."""
+    needless = set(house.says_cuda)
+    for file in package.trees:
+        lines = (package.root / file).read_text(encoding="utf-8").splitlines()
+        number = next((number for number, line in enumerate(lines, 1) if "cuda" in line), 0)
+        room = house.room_of(file)
+        places = {file, "" if room is None else room.path} & house.says_cuda
+        if number:
+            needless -= places
+        if number and not places:
+            yield f"{file}:{number} says cuda, which only {', '.join(sorted(house.says_cuda))} may"
+    yield from (f"{place} says nothing of cuda and goes from the list" for place in sorted(needless))
 
 
 def circles(package: Package) -> Iterator[str]:

@@ -137,9 +137,10 @@ def _megatron_problems(config: "RunConfig", machine: "MachineResources") -> list
     import torch
 
     from spare_megatron.config.checks.validate import resolve_device
+    from spare_megatron.machine.gpus import name_in_torch
     from spare_megatron.mcore.model.transformer import transformer_config
 
-    device = torch.device("cuda" if resolve_device(config, machine) == "gpu" else "cpu")
+    device = torch.device(name_in_torch(resolve_device(config, machine)))
     try:
         transformer_config(config, device)
     except ValueError as error:

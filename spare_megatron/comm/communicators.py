@@ -21,7 +21,8 @@ from spare_megatron.comm import nccl
 from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
 from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
 from spare_megatron.config.supported_versions import check_names
-from spare_megatron.machine.device_errors import ends_process
+from spare_megatron.devices import gpu
+from spare_megatron.machine.gpus.device_errors import ends_process
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.process.shortages import shortage_in
 from spare_megatron.stacking.layout import GroupId
@@ -131,7 +132,7 @@ class CrossGroupCommunicator:
         new = [pair for pair in sorted(set(pairs) - self._linked) if self._group in pair and pair[0] != pair[1]]
         self._linked.update(new)
         is_there = self._build is not None or self._connection is not None
-        if self._device.type != "cuda" or not new or not is_there:
+        if self._device.type == "cpu" or not new or not is_there:
             return
         index = self._members.index
         call = connecting([(index(sender), index(to)) for sender, to in new], index(self._group), self._device)
@@ -187,7 +188,7 @@ class CrossGroupCommunicator:
         ranked = [BucketShare(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
 
         def start(transfer: Transfer, backend: Any) -> None:
-            exchange = Exchange(backend, index(self._group), is_polled=self._device.type == "cuda")
+            exchange = Exchange(backend, index(self._group), is_polled=self._device.type != "cpu")
             exchange.post(transfer, ranked, extras, first_tag)
 
         return self._start([*(values for values, _ in shares), extras], start)
@@ -222,7 +223,7 @@ class CrossGroupCommunicator:
 
     def _begin(self, transfer: Transfer, connection: SharedBackend, start: Callable[[Transfer, Any], None]) -> None:
         with connection.using() as backend:
-            if self._device.type == "cuda":
+            if self._device.type != "cpu":
                 transfer.preceding = nccl.event_now()
             start(transfer, backend)
 
@@ -259,7 +260,7 @@ class CrossGroupCommunicator:
 
     def _pause(self, longest_s: float) -> None:
         first = self._in_flight[0]
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             self._end_of_work.wait(first.works[-1], longest_s)  # its works end in order
         else:
             first.pause(longest_s)
@@ -299,7 +300,7 @@ class CrossGroupCommunicator:
         return any(connection.may_break_device for connection in self._aborted)
 
     def _all_in_flight(self) -> list[Transfer]:
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return []
         build = self._build
         return [*self._in_flight, *([] if build is None else build.transfers[-1:])]
@@ -315,7 +316,7 @@ class CrossGroupCommunicator:
         try:
             store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
             limit_s = self._timeout.total_seconds()
-            if self._device.type != "cuda":
+            if self._device.type == "cpu":
                 return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device, limit_s)
             backend = nccl.connect(
                 store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
@@ -364,9 +365,9 @@ class CrossGroupCommunicator:
 
     def _why_failed(self, error: Exception) -> Exception:
         """The error without its frames, whose cycle with the build would keep the store open."""
-        if self._device.type == "cuda" and not isinstance(error, nccl.NoLongerWanted):
+        if self._device.type != "cpu" and not isinstance(error, nccl.NoLongerWanted):
             with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again
+                gpu.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again
         return error.with_traceback(None)
 
     def _finish_build(self, is_decided: Callable[[], bool]) -> bool:
@@ -401,7 +402,7 @@ class CrossGroupCommunicator:
 
     def _require_device(self, error: Exception) -> None:
         """Raises the error if every later use of the device would fail, too: another communicator would not help."""
-        if self._device.type == "cuda" and ends_process(error):
+        if self._device.type != "cpu" and ends_process(error):
             raise error
 
     def _wait(
@@ -440,7 +441,7 @@ class CrossGroupCommunicator:
             self._connection = None
 
     def _abort(self, connection: SharedBackend | None, reason: str) -> None:
-        if self._device.type == "cuda" and connection is not None and not connection.end_reason:
+        if self._device.type != "cpu" and connection is not None and not connection.end_reason:
             self._aborted.append(connection)
             connection.abort(reason)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.supported_versions import check_names, check_version
+from spare_megatron.devices import gpu
 from spare_megatron.process.processes import leave, say
 from spare_megatron.process.reports import ExitCode
 
@@ -76,8 +77,7 @@ def share_gpu(slot: int) -> None:
 
 def check_nccl() -> None:
     """Raises ImportError if the NCCL that is loaded is not supported. Touches no GPU."""
-    # torch.cuda.nccl.version() would be that of the NCCL that torch was built with.
-    check_version("NCCL", ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version())))
+    check_version(*gpu.collective_library())
 
 
 def connect(
@@ -96,7 +96,7 @@ def connect(
     meet(store, size, timeout)
     if not is_wanted():
         raise NoLongerWanted
-    torch.cuda.set_device(device)  # of this thread only
+    gpu.set_device(device)  # of this thread only
     os.environ.update(_BETWEEN_GROUPS)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -121,13 +121,13 @@ def coalesced(backend: Any, device: torch.device, post: Callable[[], object]) ->
     """Posts point-to-point transfers as one NCCL group, whose work it returns, in a thread of its own: a failed group
     stays open and would hold back all later calls of that thread. Raises RuntimeError then.
     """
-    stream = torch.cuda.current_stream(device)
+    stream = gpu.current_stream(device)
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(_coalesce, backend, stream, post).result()
 
 
-def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object]) -> Any:
-    with torch.cuda.stream(stream):
+def _coalesce(backend: Any, stream: gpu.Stream, post: Callable[[], object]) -> Any:
+    with gpu.stream(stream):
         backend._start_coalescing()
         post()
         return backend._end_coalescing()
@@ -140,7 +140,7 @@ class EndOfWork:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: gpu.Stream | None = None
         self._work: Any = None
         self._has_ended = threading.Event()
 
@@ -153,18 +153,18 @@ class EndOfWork:
         if self._has_ended.wait(longest_s):
             self._work = None  # it holds its tensors
 
-    def _event_after(self, work: Any) -> torch.cuda.Event:
+    def _event_after(self, work: Any) -> gpu.Event:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=_PRIORITY_OF_WAITS)
-        event = torch.cuda.Event(blocking=True)  # waiting for it takes no processor
-        with torch.cuda.stream(self._stream):
+            self._stream = gpu.Stream(self._device, priority=_PRIORITY_OF_WAITS)
+        event = gpu.Event(blocking=True)  # waiting for it takes no processor
+        with gpu.stream(self._stream):
             work.block_current_stream()  # on the device: the stream waits, not this thread
             event.record()
         return event
 
-    def _run(self, event: torch.cuda.Event, has_ended: threading.Event) -> None:
+    def _run(self, event: gpu.Event, has_ended: threading.Event) -> None:
         with contextlib.suppress(RuntimeError):  # polling the work raises it
-            torch.cuda.set_device(self._device)  # of this thread only
+            gpu.set_device(self._device)  # of this thread only
             event.synchronize()
         has_ended.set()
 
@@ -206,16 +206,16 @@ def has_result(work: Any) -> bool:
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """Makes `device` and a stream of its own current on this thread; what was issued before comes first."""
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    gpu.set_device(device)
+    stream = gpu.Stream(device)
+    stream.wait_stream(gpu.current_stream(device))
+    with gpu.stream(stream):
         yield
 
 
-def event_now() -> torch.cuda.Event:
+def event_now() -> gpu.Event:
     """An event after all work given to the current stream. `query` keeps the GIL, `synchronize` does not."""
-    event = torch.cuda.Event(blocking=True)
+    event = gpu.Event(blocking=True)
     event.record()
     return event
 
@@ -258,7 +258,7 @@ class Abort:
         limit.cancel()
         self.has_ended = True
         with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(device)
+            gpu.synchronize(device)
             self.is_harmless = True
 
     def _leave(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.transfers import Transfer
+from spare_megatron.devices import gpu
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 
@@ -104,7 +105,7 @@ class WaitWatch:
             self._communicator.abort_sum(first, f"no end within reduce.timeout_s={self._timeout_s:g}")
 
     def _run(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread: CUDA would otherwise open a context on device 0
+        gpu.set_device(device)  # of this thread: CUDA would otherwise open a context on device 0
         while True:
             time.sleep(self._pause_s)
             self.poll(time.monotonic())

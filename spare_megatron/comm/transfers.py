@@ -78,7 +78,7 @@ class SharedBackend:
         """Makes the current stream wait for a work that has ended. Raises RuntimeError if it failed, or if the watchdog
         of the connection has ended.
         """
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             nccl.finish(work)
             self._watchdog.on_end(work, time.monotonic())
         else:

@@ -4,19 +4,20 @@ The package pins some of them too, but cluster images may not follow the pins.
 """
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
+from pathlib import Path
 from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Versions from `first` to before `before`, without those from the first of `except_for` to before its second."""
+    """A row of supported_versions.toml."""
 
     first: str
     before: str
     reasons: str
-    """Why it begins, ends and is interrupted there."""
     except_for: tuple[str, str] | None = None
 
     def __str__(self) -> str:
@@ -29,39 +30,15 @@ class Range(NamedTuple):
         return _between(found, self.first, self.before) and not is_in_gap
 
 
-SUPPORTED: Mapping[str, Range] = {
-    "Python": Range("3.11", "3.14", "the oldest and newest that tests run; megatron-core from 0.17 on needs 3.12"),
-    "torch": Range(
-        "2.11",
-        "2.16",
-        "2.11 ran the checks on a GPU, tests run 2.13 and 2.14, nothing runs 2.12, and 2.15 ran the demo in a trial "
-        "alone; communicators between groups lean on details of torch, so a later version is tried first",
-    ),
-    "megatron-core": Range(
-        "0.16.1",
-        "0.20",
-        "tests run 0.16.1 and 0.19; what differs is probed, and 0.17 and 0.18 were read and not run; each later "
-        "version brings fields and defaults to decide on",
-    ),
-    "transformer-engine": Range(
-        "2.9",
-        "2.21",
-        "megatron-core from 0.17 on names none; from 2.9 to 2.20 weights are marked alike, which was read in its "
-        "sources: none of them has run here",
-    ),
-    "NCCL": Range(
-        "2.26",
-        "3",
-        "before 2.26 aborting a communicator may hang (reported by torchft); in-process restarts with 2.28.3 to before "
-        "2.28.9 end in a segmentation fault (release notes of NVIDIA's nvidia-resiliency-ext)",
-        except_for=("2.28.3", "2.28.9"),
-    ),
-}
-_TRANSFORMER_ENGINE_WITH_0_16 = Range("2.9", "2.12", "megatron-core 0.16 names these in its extra; none has run here")
+_TOML = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TRANSFORMER_ENGINE_WITH_0_16 = Range(**_TOML.pop("transformer-engine with megatron-core 0.16"))
 """Until 0.17 is the oldest megatron-core."""
+SUPPORTED: Mapping[str, Range] = {package: Range(**row) for package, row in _TOML.items()}
 
+_OF_TORCH = "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew"
 _REMEDIES = {
-    "NCCL": "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew",
+    "NCCL": _OF_TORCH,
+    "RCCL": _OF_TORCH,
     "Python": "make the environment with another python",
 }
 """For what is not a package itself, or has several names."""

@@ -86,14 +86,16 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         import torch
 
         from spare_megatron.comm.nccl import check_nccl
+        from spare_megatron.devices import gpu
+        from spare_megatron.machine.gpus import name_in_torch
         from spare_megatron.mcore.model.model import kernels_of, layer_spec
         from spare_megatron.mcore.model.program import program_of
         from spare_megatron.mcore.model.training_samples import prepare_index
         from spare_megatron.mcore.model.transformer import transformer_config
         from spare_megatron.mcore.program_check import check_program
 
-        device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
-        if device.type == "cuda" and torch.version.cuda is not None:  # else there is no NCCL either
+        device = torch.device(name_in_torch(config.cluster.device))
+        if device.type != "cpu" and gpu.platform()[1]:  # else there is no NCCL either
             check_nccl()
         layer_spec(config, transformer_config(config, device), device)
         kernels = kernels_of(config, device)

@@ -5,6 +5,7 @@ import platform
 import warnings
 
 from spare_megatron.config.supported_versions import check_version, installed_version
+from spare_megatron.devices import gpu
 from spare_megatron.mcore.model.quick_import import import_megatron
 
 
@@ -13,13 +14,11 @@ def _hide_irrelevant_warnings() -> None:
 
     That GPTModel is deprecated is the project's concern: 0.16, the oldest supported release, has nothing in its place.
     """
-    import torch
-
     for message in (".*cuda_graph_scope", "MimoModelConfig is experimental", "Could not determine rank"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     gpt_model = logging.getLogger("megatron.core.models.gpt.gpt_model")
     gpt_model.addFilter(lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED"))
-    if not torch.cuda.is_available():
+    if not gpu.is_available():
         logging.getLogger("torch.utils.cpp_extension").addFilter(
             lambda record: not record.getMessage().startswith("No CUDA runtime is found")
         )

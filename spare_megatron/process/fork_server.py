@@ -28,5 +28,5 @@ ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 gc.disable()
 standard_streams.open_closed()
 code_digest()
-VISIBLE_TO_CHILDREN = gpus.hide_all()
-"""As CUDA_VISIBLE_DEVICES was."""
+VISIBLE_TO_CHILDREN = gpus.shown_now()
+gpus.show([])

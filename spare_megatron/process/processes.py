@@ -25,7 +25,7 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.formats.printable import printable
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
-from spare_megatron.machine.gpus import restore_shown
+from spare_megatron.machine.gpus import maker, restore_shown
 from spare_megatron.machine.interrupts import never_in_children
 from spare_megatron.machine.network import HUB_ADDRESS, run_in_network_of, serve_hub
 from spare_megatron.machine.standard_streams import outlast
@@ -73,7 +73,7 @@ def set_environment_of_ranks() -> None:
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron looks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
-    # with this torch.cuda.is_available only queries the driver.
+    # with this `is_available` of torch only queries the driver.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -96,9 +96,10 @@ def set_gpu_environment(layout: Layout) -> None:
     """Sets the environment of NCCL and CUDA for ranks of this layout, in the process that spawns them."""
     # A broken reduction would reach the monitors of all groups through the shared store and end their processes.
     os.environ.update(TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_ENABLE_MONITORING="0")
-    if layout.most_peers_on_node > 1:
+    if layout.most_peers_on_node > 1 or (layout.num_groups > 1 and maker().is_in_domain()):
         # Multicast groups of NVLink belong to all members: one that is killed leaves those of the others undefined.
-        # NCCL reads this once for all communicators of a process, and uses two GPUs of a node or more (nvls.cc, 2.30).
+        # NCCL reads this once for all communicators of a process. It uses two GPUs of a node or more, of nodes of an
+        # NVLink domain as of one (nvls.cc, 2.30).
         os.environ["NCCL_NVLS_ENABLE"] = "0"
     if layout.tensor_parallel > 1 or layout.context_parallel > 1:
         # Megatron's layers rely on it to start a transfer before the kernels that it overlaps with. Elsewhere it would

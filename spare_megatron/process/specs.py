@@ -8,6 +8,7 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.points import Fault
 from spare_megatron.journal.records import FaultRecord
+from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.snapshot_wire import SnapshotServerAddress
 from spare_megatron.stacking.layout import GroupId, Member
@@ -43,7 +44,7 @@ class RankSpec:
 
     @property
     def device(self) -> str:
-        return "cuda:0" if self.config.cluster.device == "gpu" else "cpu"
+        return name_in_torch(self.config.cluster.device)
 
     @property
     def member(self) -> Member:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
@@ -14,6 +12,7 @@ from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.devices import gpu
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
@@ -90,8 +89,8 @@ class Assembly:
             progress=progress,
         )
         self._staging = Staging(trainer.gradients.new_staging)
-        server, cudart = spec.snapshot_server, torch.cuda.cudart() if self._device.type == "cuda" else None
-        self._snapshots = None if server is None else SnapshotClient(server, spec.rank, cudart)
+        server, runtime = spec.snapshot_server, gpu.runtime() if self._device.type != "cpu" else None
+        self._snapshots = None if server is None else SnapshotClient(server, spec.rank, runtime)
         self.components = self._build_components()
 
     def _build_trainer(self) -> GroupTrainer:
@@ -130,7 +129,7 @@ class Assembly:
             probe=self._probe,
             warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
         )
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
             beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
             watch = WaitWatch(

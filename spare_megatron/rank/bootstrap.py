@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig, RunConfig
-from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.devices import gpu
+from spare_megatron.machine.gpus import maker, visible_gpus
 from spare_megatron.machine.starvation import unstarved_clock
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.model.training_samples import Corpus
@@ -33,19 +34,19 @@ def refuse_lost_gpu(spec: RankSpec) -> None:
         raise RuntimeError(f"GPU {number} of this machine is not there: no CUDA-capable device is left for the rank")
     raise RuntimeError(
         f"GPU {number} of this machine, {spec.gpu}, is lost: no CUDA-capable device has this UUID now (see "
-        f"`nvidia-smi -L` and `dmesg`); the rank gets no other one until the machine is replaced"
+        f"`{maker().LIST_COMMAND}` and `dmesg`); the rank gets no other one until the machine is replaced"
     )
 
 
 def choose_device(config: RunConfig, name: str, number: int) -> torch.device:
     """Makes the GPU of this name, if it is one, current. ImportError: its NCCL version is not supported."""
     device = torch.device(name)
-    if device.type == "cuda":
+    if device.type != "cpu":
         nccl.check_nccl()
         if (sharing := config.cluster.ranks_per_gpu) > 1:
             nccl.share_gpu(number % sharing)
         choose_deterministic_kernels(config)
-        torch.cuda.set_device(device)
+        gpu.set_device(device)
     return device
 
 
@@ -63,13 +64,13 @@ def pass_times_on(spec: RankSpec) -> PassTimes:
     return PassTimes(clock, lambda began_s, ended_s: ended_s - began_s)
 
 
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+def _record_event() -> gpu.Event:
+    event = gpu.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+def _between_events_s(began: gpu.Event, ended: gpu.Event) -> float:
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
@@ -81,12 +82,12 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
     control = spec.config.control
     timeout_s = control.startup_timeout_s
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type != "cpu" else "gloo",
         store=store.rendezvous(keys.world(spec.member), spec.rank, timeout_s),
         rank=spec.rank,
         world_size=spec.config.parallel.ranks_per_group,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type != "cpu" else None,
     )
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s(control)))
 
@@ -109,7 +110,7 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
 
 def check_same_device(device: torch.device, group: GroupId, store: ControlStore) -> None:
     """Raises ValueError if the first group has another model of device: audits would take its results for wrong."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = gpu.name_of_device(device) if device.type != "cpu" else _processor()
     first = store.put_if_absent(keys.AUDITED_DEVICE, name)
     if first != name:
         raise ValueError(

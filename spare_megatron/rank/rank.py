@@ -21,6 +21,7 @@ from spare_megatron.faults.points import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
+from spare_megatron.machine.gpus.device_errors import is_memory_error
 from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
@@ -46,7 +47,7 @@ from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import open_store
 from spare_megatron.version import code_digest, code_mismatch
 from spare_megatron.voting.agreement import Fenced, GroupBroken
-from spare_megatron.voting.fencing import fence, is_connection_error, is_memory_error
+from spare_megatron.voting.fencing import fence, is_connection_error
 from spare_megatron.voting.log_follower import Stop, controller_setup, why_wiped_out
 
 

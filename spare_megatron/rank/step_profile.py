@@ -1,10 +1,10 @@
 """Traces of single steps by torch's profiler, in `RUN_DIR/profile`, with the spans of the rank as ranges in them."""
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from spare_megatron.config.schema import ProfileConfig
 from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.devices import gpu
 from spare_megatron.formats.output import whole_file
 from spare_megatron.process.processes import say
 from spare_megatron.state.rank_context import RankContext
@@ -58,11 +58,11 @@ class StepProfile:
         opened.__enter__()
         self._open.append(opened)
         if self._has_gpu:
-            torch.cuda.nvtx.range_push(name)
+            gpu.nvtx.range_push(name)
 
     def pop(self) -> None:
         if self._has_gpu:
-            torch.cuda.nvtx.range_pop()
+            gpu.nvtx.range_pop()
         self._open.pop().__exit__(None, None, None)
 
     def _write(self, traced: profile) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spare_megatron.core.slow_machines.examination_rules import Load
-from spare_megatron.machine.gpus import reduced_clocks
+from spare_megatron.devices import gpu
+from spare_megatron.machine.gpus import maker, shown_now
 from spare_megatron.machine.machine_signs import starved_s, throttled_s
 
 
@@ -35,7 +36,7 @@ class Sizes(NamedTuple):
 
 SIZES = {
     "cpu": Sizes(256, 24, 32 << 20, 4 << 20, 16 << 20, 64 << 20),
-    "cuda": Sizes(8192, 64, 128 << 20, 128 << 20, 1 << 30, None),
+    gpu.TYPE: Sizes(8192, 64, 128 << 20, 128 << 20, 1 << 30, None),
 }
 _NUM_REPETITIONS = 5
 _TILES = 32
@@ -94,8 +95,8 @@ def multiply(load: Load, device: str) -> tuple[str, float, list[str], str]:
 
 
 def _reduced_clock(device: str) -> str:
-    names, number = os.environ.get("CUDA_VISIBLE_DEVICES"), device.partition(":")[2]
-    return dict(enumerate(reduced_clocks(names))).get(int(number), "") if number else ""
+    number = device.partition(":")[2]
+    return dict(enumerate(maker().reduced_clocks(shown_now()))).get(int(number), "") if number else ""
 
 
 def check_products(load: Load, device: str) -> Iterator[str]:
@@ -122,7 +123,7 @@ def integers(dtype: torch.dtype, num_rows: int, size: int, generator: torch.Gene
 def _types(device: str) -> Sequence[torch.dtype]:
     if device == "cpu":
         return (torch.float32,)
-    has_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    has_fp8 = gpu.capability(device) >= (8, 9)
     return (torch.bfloat16, torch.float8_e4m3fn) if has_fp8 else (torch.bfloat16,)
 
 
@@ -171,8 +172,8 @@ def _pieces(device: str, *, is_own: bool) -> Iterator[Tensor]:
     sizes = _sizes(device)
     budget = sizes.own_bytes if is_own else sizes.beside_bytes
     if device != "cpu":
-        torch.cuda.empty_cache()
-        free = int(_FREE_SHARE * torch.cuda.mem_get_info(device)[0])
+        gpu.empty_cache()
+        free = int(_FREE_SHARE * gpu.memory_left(device)[0])
         budget = free if budget is None else min(budget, free)
     with suppress(torch.OutOfMemoryError):  # another process may have taken some meanwhile
         for _ in range(max(1, (budget or 0) // sizes.piece_bytes - 2)):  # a pattern and the comparison need room
@@ -197,7 +198,7 @@ def transfer(meeting: Any, rank: int, device: str, what: str, timeout: timedelta
         group = dist.ProcessGroupGloo(meeting, rank, 2, timeout)
     else:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch would end the process
-        torch.cuda.set_device(device)
+        gpu.set_device(device)
         of_nccl = dist.ProcessGroupNCCL.Options()
         of_nccl._timeout, of_nccl.config.max_ctas = timeout, _NUM_CHANNELS
         group = dist.ProcessGroupNCCL(meeting, rank, 2, of_nccl)
@@ -226,7 +227,7 @@ def _timed(load: Load, device: str) -> Iterator[Callable[[], float]]:
 
     def now_s() -> float:
         if device != "cpu":
-            torch.cuda.synchronize(device)
+            gpu.synchronize(device)
             return time.perf_counter()
         waited_s = starved_s(os.getpid()) - throttled_s(os.getpid()) if load.leaves_waits_out else 0.0
         return time.perf_counter() - waited_s

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, Figures, Load
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
+from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
@@ -73,7 +74,7 @@ class Examiner:
         self.end_all()
         config, now_s = self._spec.config, time.monotonic()
         gpus = dict.fromkeys(gpus_on(config, self._spec.node))  # of the supervisor's list, which the process sees
-        devices = tuple("cpu" if gpu is None else f"cuda:{gpu}" for gpu in gpus)
+        devices = tuple(name_in_torch("cpu" if gpu is None else "gpu", gpu or 0) for gpu in gpus)
         faults = [fault for fault, until_s in self._lasting if now_s < until_s]
         task = ExaminationTask(
             wanted=wanted,

@@ -5,7 +5,13 @@ from enum import Enum
 
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.records import LOST_A_PEER
-from spare_megatron.machine.device_errors import FAILED_DEVICE, describe_xid, find_device_error
+from spare_megatron.machine.gpus.device_errors import (
+    FAILED_DEVICE,
+    describe_xid,
+    error_line,
+    find_device_error,
+    name_of_code,
+)
 from spare_megatron.process.processes import describe_exit
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.stacking.layout import GroupId
@@ -58,14 +64,14 @@ def cause_of_end(code: int, traceback: str = "", device_code: int | None = None)
     """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string.
     `device_code`: of the error of CUDA that ended it, if torch has given it.
     """
-    error = _error_in(traceback)
+    error = error_line(traceback)
     if code == ExitCode.JOIN_FAILED:  # others may fail for the same donor, which is no fault of the program
         return ": ".join(filter(None, (_CAUSES[code], error))), ""
     cause = error or _CAUSES.get(code) or describe_exit(code)
     of_device = find_device_error(error, device_code)
     is_its_own = error.startswith(INJECTED) or (of_device is not None and of_device.kind == "certain")
     if device_code is not None:
-        cause += f" (cudaError {device_code})"
+        cause += f" ({name_of_code(device_code, error)})"
     return cause, "" if is_its_own else error
 
 
@@ -111,9 +117,3 @@ class RaisedExceptions:
 
     def forget(self, group: GroupId) -> None:
         self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
-
-
-def _error_in(traceback: str) -> str:
-    """The last line of a traceback; of a CUDA error its own line, because the text ends with advice."""
-    lines = traceback.strip().splitlines()
-    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")

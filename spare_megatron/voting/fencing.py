@@ -15,8 +15,6 @@ _CONNECTION_ERROR = re.compile(
     re.IGNORECASE,
 )
 
-_MEMORY_ERROR = re.compile(r"illegal memory access|unhandled cuda error|peer GPU memory", re.IGNORECASE)
-
 _NUM_RECENT = 64
 """Entries searched for an existing fence. A second fence loses nothing, but ends the reduction under way."""
 
@@ -24,11 +22,6 @@ _NUM_RECENT = 64
 def is_connection_error(error: Exception) -> bool:
     """Whether a collective failed because a peer is gone; gloo and NCCL raise RuntimeError for any fault."""
     return _CONNECTION_ERROR.search(str(error)) is not None
-
-
-def is_memory_error(error: RuntimeError) -> bool:
-    """Whether a device met memory that is not its own: a fault of its program, or a peer has freed it in an abort."""
-    return _MEMORY_ERROR.search(str(error)) is not None
 
 
 def fence(

@@ -15,6 +15,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.devices import gpu
 from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_torch_takes_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
             """Needs one, too."""
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Unconnected)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(gpu, "set_device", lambda _device: None)
     for name in ("ASYNC_ERROR_HANDLING", "RETHROW_CUDA_ERRORS", "WAIT_TIMEOUT_DUMP_MILSEC"):
         monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is put back
     device = torch.device("cuda", 0)

@@ -21,6 +21,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.requirements import Requirement
 
+import spare_megatron.devices.gpu
 from spare_megatron.comm import nccl
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH, FUNCTION_IN_MEGATRON
@@ -81,7 +82,7 @@ def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"], f"Python{project['requires-python']}"]
     wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in asked}
-    packages = SUPPORTED.keys() - {"NCCL"}  # it comes with torch
+    packages = SUPPORTED.keys() - {"NCCL", "RCCL"}  # they come with torch
     # One extra for all versions of megatron-core, of which 0.16 takes the fewest.
     checked = {package: str(supported(package, "0.16.1")) for package in packages}
     assert checked == {package: wanted[package] for package in packages}
@@ -377,7 +378,7 @@ def test_a_rank_on_a_gpu_chooses_its_kernels_first_of_all(monkeypatch: pytest.Mo
     seen: list[tuple[bool, bool]] = []
     monkeypatch.setattr(nccl, "check_nccl", lambda: None)
     monkeypatch.setattr(
-        torch.cuda,
+        spare_megatron.devices.gpu,
         "set_device",
         lambda _: seen.append((torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)),
     )

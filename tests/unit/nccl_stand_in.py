@@ -12,6 +12,7 @@ import torch
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.warm_up import WarmUp, no_warm_up
+from spare_megatron.devices import gpu
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId
 
@@ -88,7 +89,7 @@ def new_communicator(
 ) -> CrossGroupCommunicator:
     monkeypatch.setattr(nccl, "own_stream", lambda _device: nullcontext())
     monkeypatch.setattr(nccl, "event_now", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(gpu, "synchronize", lambda _device: None)
     return CrossGroupCommunicator(
         group=GroupId(0),
         position=0,

@@ -10,6 +10,7 @@ from spare_megatron.config.schema import AuditConfig, ClusterConfig, LayoutConfi
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.machine import gpus
+from spare_megatron.machine.gpus import nvidia
 from spare_megatron.rank import bootstrap
 from spare_megatron.stacking.layout import GroupId
 from tests.memory_store import MemoryStore
@@ -44,12 +45,12 @@ def test_audits_are_off_by_default_where_sums_inside_groups_may_be_added_in_anot
 def test_clocks_are_read_beside_the_caller_and_only_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, may_answer = threading.Semaphore(0), threading.Event()
 
-    def read(_names: str | None) -> tuple[str, ...]:
+    def read(_shown: gpus.Shown) -> tuple[str, ...]:
         asked.release()
         may_answer.wait(30.0)
         return ("power cap",)
 
-    monkeypatch.setattr(gpus, "reduced_clocks", read)
+    monkeypatch.setattr(nvidia, "reduced_clocks", read)
     clocks = gpus.ClockReader()
     assert (clocks(), clocks()) == ((), ())
     assert asked.acquire(timeout=30.0)

@@ -41,7 +41,7 @@ def test_the_ranges_that_the_package_checks_at_import_are_lifted(canary: ModuleT
     tried = canary.Canary(tmp_path)
     tried.copy_checkout()
     program = "import runpy, sys; print({one.before for one in runpy.run_path(sys.argv[1])['SUPPORTED'].values()})"
-    command = [sys.executable, "-c", program, str(tried.copy / canary.RANGES)]
+    command = [sys.executable, "-c", program, str((tried.copy / canary.RANGES).with_suffix(".py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "{'9999'}\n"
 

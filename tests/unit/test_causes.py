@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spare_megatron.machine.device_errors import (
+from spare_megatron.machine.gpus.device_errors import (
     FAILED_DEVICE,
     TABLE,
     DeviceError,

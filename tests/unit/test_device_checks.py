@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.core.slow_machines.examination_rules import Load
+from spare_megatron.devices import gpu
 from spare_megatron.slow_machines import device_checks, examination
 from spare_megatron.slow_machines.examination import ExaminationTask, ExaminationWanted
 from spare_megatron.stacking.layout import MachineId
@@ -123,7 +124,7 @@ def test_a_drifting_machine_has_wrong_products() -> None:
 
 def test_a_gpu_multiplies_in_bf16_and_in_fp8_where_it_has_that(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, types in (((8, 0), (BF16,)), ((8, 9), (BF16, FP8)), ((9, 0), (BF16, FP8))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(gpu, "capability", lambda _, found=capability: found)
         assert device_checks._types("cuda:1") == types
 
 
@@ -142,10 +143,10 @@ def test_an_examined_machine_fills_more_than_one_that_trains() -> None:
 
 
 def test_on_a_gpu_most_free_memory_is_filled_but_beside_training_at_most_1_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "empty", lambda words, **_: torch.empty_strided((words,), (0,), device="meta"))
     for free, is_own, least, most in ((100, True, 88, 90), (100, False, 0.7, 1.0), (0.6, False, 0.2, 0.6)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (int(free * 2**30), 141 * 2**30))
+        monkeypatch.setattr(gpu, "memory_left", lambda _, free=free: (int(free * 2**30), 141 * 2**30))
         pieces = list(device_checks._pieces("cuda:0", is_own=is_own))
         assert least <= len(pieces) * device_checks.SIZES["cuda"].piece_bytes / 2**30 <= most
 

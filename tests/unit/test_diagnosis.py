@@ -112,7 +112,7 @@ def test_of_healthy_nodes_nothing_is_reported() -> None:
             True,
             "spare_megatron is absent, and 0.1.0",
         ),
-        ({"versions": {**FACTS.versions, "CUDA": ""}}, "versions", True, "torch 2.13.0 is built without CUDA"),
+        ({"versions": {**FACTS.versions, "CUDA": ""}}, "versions", True, "torch 2.13.0 is built without CUDA or ROCm"),
         ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be used: OSError: libcudart"),
         (
             {"clock": ClockOffset(ahead_s=2.1, error_s=0.01)},

@@ -1,6 +1,8 @@
 """Which GPUs a run may count on, by what the driver's library says and by what CUDA_VISIBLE_DEVICES names."""
 
 import ctypes
+import os
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.machine import gpus
-from spare_megatron.machine.gpus import Gpu, XidWatch, reduced_clocks, visible_gpus
+from spare_megatron.machine.gpus import Gpu, XidWatch, nvidia, visible_gpus
+from spare_megatron.process.processes import set_gpu_environment
+from spare_megatron.stacking.layout import Layout
 
 GIB = 2**30
 NOT_SUPPORTED, NOT_FOUND, NO_PERMISSION, NOT_LOADED, TIMEOUT, LOST = 3, 6, 4, 9, 10, 15
@@ -33,6 +37,8 @@ class Part:
     """It has fallen off the bus."""
     throttled: int | None = 0
     """The reasons of its clock, by bits; None: not supported."""
+    fabric: tuple[bytes, int] | None = None
+    """UUID of its NVLink domain, and how far it has joined; None: not supported."""
 
 
 class Nvml:
@@ -111,6 +117,14 @@ class Nvml:
         reasons._obj.value = self._device(handle).throttled or 0
         return NOT_SUPPORTED if self._device(handle).throttled is None else 0
 
+    def nvmlDeviceGetGpuFabricInfo(self, handle: Any, info: Any) -> int:  # noqa: N802
+        """clusterUuid, status, cliqueId and state of nvmlGpuFabricInfo_t (nvml.h)."""
+        if (fabric := self._device(handle).fabric) is None:
+            return NOT_SUPPORTED
+        layout = struct.Struct("=16sIIB")
+        info[: layout.size] = layout.pack(fabric[0], 0, 0x7FFE, fabric[1])
+        return 0
+
     def nvmlDeviceGetClockInfo(self, _handle: Any, kind: int, clock: Any) -> int:  # noqa: N802
         clock._obj.value = {1: 1005}[kind]
         return 0
@@ -152,7 +166,7 @@ def test_a_gpu_is_described_by_its_model_and_memory(install: Any) -> None:
 def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(install: Any) -> None:
     reasons = (0x00, 0x01 | 0x02, 0x40, 0x08 | 0x80, None)
     nvml = install(Nvml([Part(f"GPU-{at}", "H100", throttled=bits) for at, bits in enumerate(reasons)]))
-    assert reduced_clocks() == (
+    assert nvidia.reduced_clocks({}) == (
         "",
         "",
         "clock 1005 of 1980 MHz: thermal slowdown by the hardware",
@@ -161,12 +175,57 @@ def test_a_throttled_device_is_named_with_its_clock_and_an_idle_one_is_not(insta
     )
     assert nvml.num_open == 0
     install(Nvml([], is_loaded=False))
-    assert reduced_clocks() == ()
+    assert nvidia.reduced_clocks({}) == ()
+
+
+DOMAIN = bytes(range(16))
+
+
+@pytest.mark.parametrize(
+    ("fabric", "has_channels", "is_in_domain"),
+    [
+        (None, True, False),
+        ((DOMAIN, 3), True, True),
+        ((DOMAIN, 3), False, False),  # as H100 answer, whose memory no other machine can import
+        ((DOMAIN, 2), True, False),  # it is joining
+        ((bytes(16), 3), True, False),
+        ((bytes(15) + b"\1", 3), True, True),
+    ],
+)
+def test_a_gpu_that_has_joined_an_nvlink_domain_shares_memory_with_other_machines(
+    install: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fabric: tuple[bytes, int] | None,
+    has_channels: bool,
+    is_in_domain: bool,
+) -> None:
+    """NCCL then treats its machines as one, and NVLink SHARP spans them."""
+    monkeypatch.setattr(nvidia, "_CHANNELS", tmp_path if has_channels else tmp_path / "none")
+    nvml = install(Nvml([Part("GPU-aa", "GB200"), Part("GPU-bb", "GB200", fabric=fabric)]))
+    assert nvidia.is_in_domain() == is_in_domain
+    assert nvml.num_open == 0
+    layout = Layout(num_groups=2, tensor_parallel=4, num_nodes=2)
+    for alone, expected in ((replace(layout, num_groups=1, num_nodes=1), "1"), (layout, "0" if is_in_domain else "1")):
+        monkeypatch.setattr(os, "environ", {"NCCL_NVLS_ENABLE": "1"})  # of the site
+        set_gpu_environment(alone)
+        assert os.environ["NCCL_NVLS_ENABLE"] == expected
+
+
+def test_a_driver_that_knows_no_domains_and_none_at_all_are_in_none(
+    install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "_CHANNELS", tmp_path)
+    install(Nvml([Part("GPU-aa", "GB200", fabric=(DOMAIN, 3))]))
+    monkeypatch.delattr(Nvml, "nvmlDeviceGetGpuFabricInfo")
+    assert not nvidia.is_in_domain()
+    install(Nvml([], is_loaded=False))
+    assert not nvidia.is_in_domain()
 
 
 @pytest.fixture
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_WAIT_MS", 1)
+    monkeypatch.setattr(nvidia, "_WAIT_MS", 1)
 
 
 def await_end_of_watch(nvml: Nvml) -> None:

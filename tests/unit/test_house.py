@@ -21,6 +21,7 @@ from tests.house import (
     misplaced,
     read_house,
     read_package,
+    saying_cuda,
     too_large,
     unprepared,
 )
@@ -84,6 +85,10 @@ def test_tests_keep_their_size(house: House) -> None:
 def test_stacked_state_is_known_to_few_files(house: House, package: Package) -> None:
     found = {file for file in package.trees if STACKED_STATE.search((PACKAGE / file).read_text())}
     assert found == house.knows_stacked_state, "names of other files, or files that no longer know it, go from the list"
+
+
+def test_cuda_is_named_by_few_files(house: House, package: Package) -> None:
+    assert list(saying_cuda(house, package)) == []
 
 
 def test_every_room_exists(house: House) -> None:
@@ -168,6 +173,17 @@ def test_megatron_is_imported_after_what_makes_it_importable(package: Package, t
         (tmp_path / "house" / f"{name}.py").write_text(text)
     found = list(unprepared(read_package(tmp_path / "house")))
     assert found == ["wrong.py imports megatron before house.mcore, which makes it importable"]
+
+
+def test_a_file_that_says_cuda_and_one_that_no_longer_does_are_found(tmp_path: Path) -> None:
+    assert findings(tmp_path, low__one="\nevent = 'torch.cuda'\n") == []
+    package = read_package(tmp_path / "house")
+    assert list(saying_cuda(replace(HOUSE, says_cuda=frozenset({"low"})), package)) == []
+    assert list(saying_cuda(replace(HOUSE, says_cuda=frozenset({"low/one.py"})), package)) == []
+    assert list(saying_cuda(replace(HOUSE, says_cuda=frozenset({"high"})), package)) == [
+        "low/one.py:2 says cuda, which only high may",
+        "high says nothing of cuda and goes from the list",
+    ]
 
 
 def test_an_import_inside_a_function_is_seen() -> None:

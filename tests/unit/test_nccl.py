@@ -23,6 +23,7 @@ from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.comm.warm_up import Call, warm_up
 from spare_megatron.config.model.rank_memory import MOST_CHANNELS
+from spare_megatron.devices import gpu
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_exits import Consequence, cause_of_end, consequence_of
@@ -32,7 +33,7 @@ from tests.unit.nccl_stand_in import GPU, PATIENCE, Backend, Work, new_communica
 @pytest.fixture
 def torch_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(gpu, "set_device", lambda _device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
     monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1")
@@ -137,7 +138,7 @@ def test_an_error_that_ends_the_use_of_the_device_ends_the_rank(
 
     if failing == "build":
         monkeypatch.setattr(nccl, "connect", fail)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(gpu, "empty_cache", lambda: None)
         communicator.start_build(0, [GroupId(0), GroupId(1)])
         with pytest.raises(RuntimeError, match="unspecified launch failure"):
             communicator.connect(lambda: False)
@@ -193,7 +194,7 @@ def test_a_result_that_is_noted_late_breaks_nothing() -> None:
 def test_an_abort_that_does_not_return_ends_the_process(returns: bool, capfd: pytest.CaptureFixture[str]) -> None:
     """The survivors waited for the rank whose abort held its device, for as long as it lived."""
     if (pid := os.fork()) == 0:
-        torch.cuda.synchronize = lambda _device: None
+        gpu.synchronize = lambda _device: None
         backend = Backend()
         if not returns:
             backend.may_abort.clear()
@@ -287,8 +288,8 @@ def test_a_group_alone_has_nothing_to_end(
 
 
 def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "mine")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(assert_mine(stream)))
+    monkeypatch.setattr(gpu, "current_stream", lambda _device: "mine")
+    monkeypatch.setattr(gpu, "stream", lambda stream: nullcontext(assert_mine(stream)))
     opened_in: list[int] = []
 
     def assert_mine(stream: object) -> None:
@@ -308,8 +309,8 @@ def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(m
 
 
 def test_the_sums_of_a_buffer_are_one_batch_and_its_copies_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "mine")
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(gpu, "current_stream", lambda _device: "mine")
+    monkeypatch.setattr(gpu, "stream", lambda _stream: nullcontext())
     calls: list[str] = []
     backend = SimpleNamespace(
         **{name: lambda *_, name=name: calls.append(name) for name in ("allreduce", "reduce", "send", "recv")},
@@ -344,10 +345,10 @@ def end_of_sum(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             assert ends.wait(PATIENCE.total_seconds())
             self._work.has_come = True
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device, priority: priority)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(gpu, "Event", Event)
+    monkeypatch.setattr(gpu, "Stream", lambda _device, priority: priority)
+    monkeypatch.setattr(gpu, "stream", nullcontext)
+    monkeypatch.setattr(gpu, "set_device", lambda _device: None)
     monkeypatch.setattr(Work, "block_current_stream", lambda work: on_stream.append(work))
     return ends
 
@@ -490,7 +491,7 @@ def test_after_a_failed_build_the_memory_that_torch_keeps_is_freed_for_the_next(
     communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(gpu, "empty_cache", lambda: freed.append(True))
 
     def connect(*_arguments: Any, **_options: Any) -> Backend:
         if not freed:

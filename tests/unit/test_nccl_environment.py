@@ -17,6 +17,7 @@ import torch.distributed as dist
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.config.supported_versions import installed_version
+from spare_megatron.devices import gpu
 from spare_megatron.process.processes import set_gpu_environment
 from spare_megatron.process.specs import NodeSpec, RankSpec, gpu_of
 from spare_megatron.rank.bootstrap import choose_device
@@ -116,7 +117,7 @@ def test_of_the_ranks_on_a_gpu_each_poses_as_a_host_of_its_own(monkeypatch: pyte
     monkeypatch.setattr(nccl, "check_nccl", lambda: None)
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(gpu, "set_device", lambda _: None)
     monkeypatch.setenv("NCCL_HOSTID", "")
     config = RunConfig(cluster=ClusterConfig(device="gpu", ranks_per_gpu=2))
     common = {"config": config, "run_dir": tmp_path, "store": TcpStoreSpec(host="127.0.0.1", port=1), "faults": ()}

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from spare_megatron.config.schema import ProfileConfig, RunConfig
 from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.devices import gpu
 from spare_megatron.process.span_ring import Ranges
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train_step import compute_step
@@ -48,8 +48,8 @@ def profile_in(run_dir: Path, device: str, *steps: int) -> tuple[StepProfile, Fa
 
 def test_ranges_of_a_rank_on_a_gpu_are_those_of_nvtx_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", shown.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: shown.append("."))
+    monkeypatch.setattr(gpu.nvtx, "range_push", shown.append)
+    monkeypatch.setattr(gpu.nvtx, "range_pop", lambda: shown.append("."))
     profile, probe = profile_in(tmp_path, "cuda:0", 3)
     profile.begin_step(2)
     profile.end_step()

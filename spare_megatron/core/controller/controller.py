@@ -17,7 +17,7 @@ from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
-from spare_megatron.machine.device_errors import is_ambiguous
+from spare_megatron.machine.gpus.device_errors import is_ambiguous
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from spare_megatron.core.controller.controller import ControllerSetup
-from spare_megatron.machine.device_errors import is_ambiguous
+from spare_megatron.machine.gpus.device_errors import is_ambiguous
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spare_megatron.devices import gpu
+
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
 
@@ -46,7 +48,7 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
 
 
 def choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
-    if device.type != "cuda":
+    if device.type != gpu.TYPE:
         return add_rounded
     from spare_megatron.mcore.gradients import kernels
 

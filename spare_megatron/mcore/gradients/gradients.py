@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
+from spare_megatron.devices import gpu
 from spare_megatron.mcore.gradients.checksums import SumChecks
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_add_rounded, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
@@ -108,7 +109,7 @@ class GradientSums(ABC):
         self._piece = 1 << (20 if device.type == "cpu" else 24)
         self._extras_of = [[0] * self._num_extras for _ in self.buckets]  # of the sums over groups
         self._copies = HostCopies(device, buffer_bytes=self._num_extras * self._extras_dtype.itemsize)
-        self._staged_at: dict[int, torch.cuda.Event | None] = {}
+        self._staged_at: dict[int, gpu.Event | None] = {}
         self._norms: dict[int, Tensor] = {}
         self._is_unsound: dict[int, Tensor] = {}
 

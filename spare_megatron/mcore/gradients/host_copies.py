@@ -12,6 +12,7 @@ from itertools import accumulate, chain, cycle
 import torch
 from torch import Tensor
 
+from spare_megatron.devices import gpu
 from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, Piece
 
 BUFFER_BYTES = 32 * 2**20
@@ -23,21 +24,21 @@ _NUM_BUFFERS = 2
 class PinnedBuffer:
     """Pinned host memory for asynchronous copies from and to a GPU, on a stream."""
 
-    def __init__(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self, num_bytes: int, stream: gpu.Stream) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self._stream = stream
-        self._is_done = torch.cuda.Event()
+        self._is_done = gpu.Event()
 
     def fill(self, sources: Sequence[Tensor]) -> None:
         """Starts to copy flat bytes from the GPU here, one after the other."""
-        with torch.cuda.stream(self._stream):
+        with gpu.stream(self._stream):
             for source, place in zip(sources, places(sources, self.memory), strict=True):
                 place.copy_(source, non_blocking=True)
             self._is_done.record()
 
     def empty(self, targets: Sequence[Tensor]) -> None:
         """Starts to copy what is here to flat bytes on the GPU, one after the other."""
-        with torch.cuda.stream(self._stream):
+        with gpu.stream(self._stream):
             for target, place in zip(targets, places(targets, self.memory), strict=True):
                 target.copy_(place, non_blocking=True)
             self._is_done.record()
@@ -55,20 +56,20 @@ def places(parts: Sequence[Tensor], memory: Tensor) -> Iterator[Tensor]:
         start += part.numel()
 
 
-def _pinned_buffers(num_bytes: int, device: torch.device, after: torch.cuda.Event | None) -> list[PinnedBuffer]:
+def _pinned_buffers(num_bytes: int, device: torch.device, after: gpu.Event | None) -> list[PinnedBuffer]:
     """Two buffers with a stream of their own, which starts after the GPU work before the marker `after`."""
-    stream = torch.cuda.Stream(device)
+    stream = gpu.Stream(device)
     if after is not None:
         stream.wait_event(after)
     return [PinnedBuffer(num_bytes, stream) for _ in range(_NUM_BUFFERS)]
 
 
-def issued_on(device: torch.device) -> torch.cuda.Event | None:
+def issued_on(device: torch.device) -> gpu.Event | None:
     """A marker of the GPU work issued so far by this thread; None on a CPU."""
-    if device.type != "cuda":
+    if device.type != gpu.TYPE:
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event = gpu.Event()
+    event.record(gpu.current_stream(device))
     return event
 
 
@@ -80,13 +81,13 @@ class TensorBytes:
     GPU work before the marker `after`, by default the work issued so far, and waits for no other.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], after: torch.cuda.Event | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], after: gpu.Event | None = None) -> None:
         # view, not reshape, which would silently copy a tensor that is not contiguous and then write to the copy.
         self._parts = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         self._ends = list(accumulate(part.numel() for part in self._parts))
         self.num_bytes = self._ends[-1] if self._ends else 0
-        gpu = next((part.device for part in self._parts if part.is_cuda), None)
-        self._gpu = None if gpu is None else (gpu, after or issued_on(gpu))
+        device = next((part.device for part in self._parts if part.device.type == gpu.TYPE), None)
+        self._gpu = None if device is None else (device, after or issued_on(device))
         self._of_thread = threading.local()
 
     def read(self, piece: Piece) -> bytes | memoryview:
@@ -191,15 +192,15 @@ class HostCopies:
         self._device = device
         self._buffer_bytes = buffer_bytes or BUFFER_BYTES
         self._turn = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: gpu.Stream | None = None
         self._buffers: Sequence[PinnedBuffer] = ()
 
-    def now(self) -> torch.cuda.Event | None:
+    def now(self) -> gpu.Event | None:
         """A marker of the GPU work issued so far by this thread; None on a CPU."""
         return issued_on(self._device)
 
     def copy(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event | None, range_bytes: int | None = None
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: gpu.Event | None, range_bytes: int | None = None
     ) -> None:
         """Copies tensors to contiguous host tensors after the GPU work before the marker `after`; waits for no later
         work. `range_bytes`: the targets are one memory from its start, which CUDA has registered in ranges of this
@@ -213,12 +214,10 @@ class HostCopies:
             with self._turn:
                 self._copy_from_gpu(pairs, after, range_bytes)
 
-    def _copy_from_gpu(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event, range_bytes: int | None
-    ) -> None:
-        self._stream = self._stream or torch.cuda.Stream(self._device)
+    def _copy_from_gpu(self, pairs: Iterable[tuple[Tensor, Tensor]], after: gpu.Event, range_bytes: int | None) -> None:
+        self._stream = self._stream or gpu.Stream(self._device)
         self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):  # `contiguous` below must run on this stream
+        with gpu.stream(self._stream):  # `contiguous` below must run on this stream
             flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
             if range_bytes is not None:
                 copy_into_ranges(batches(flat, range_bytes))

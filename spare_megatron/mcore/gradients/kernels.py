@@ -82,7 +82,7 @@ def sum_blocks(tensors: Sequence[Tensor], multipliers: Tensor) -> Tensor:
         entries.append(np.stack([addresses, words.numel() - starts, rows], axis=1))
         num_blocks += triton.cdiv(words.numel(), block_words)
     found = np.concatenate(entries)
-    table = torch.empty(found.shape, dtype=torch.int64, pin_memory=multipliers.is_cuda)
+    table = torch.empty(found.shape, dtype=torch.int64, pin_memory=multipliers.device.type != "cpu")
     table.copy_(torch.from_numpy(found))
     sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=multipliers.device)
     if len(found):

@@ -46,10 +46,10 @@ def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
     if uses_transformer_engine(config, device):
         layers = f"transformer-engine {get_te_version()}"
     else:
-        is_absent = device.type == "cuda" and not HAVE_TE
+        is_absent = device.type != "cpu" and not HAVE_TE
         layers = "megatron-core (transformer-engine is not installed)" if is_absent else "megatron-core"
     is_parted = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1
-    of_torch = "torch, fused" if device.type == "cuda" else "torch"
+    of_torch = "torch, fused" if device.type != "cpu" else "torch"
     fusions = [field.name for field in fields(transformer) if "fus" in field.name]
     return {
         "layers": layers,
@@ -305,9 +305,9 @@ def layer_spec(
 
 def uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
     wanted = config.model.transformer_impl
-    if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
+    if wanted == "transformer_engine" and not (HAVE_TE and device.type != "cpu"):
         raise ValueError(
             f"model.transformer_impl=transformer_engine needs GPUs and the package transformer-engine "
             f"(device {device.type}, installed: {HAVE_TE}); set it to auto or local"
         )
-    return HAVE_TE and device.type == "cuda" and wanted != "local"
+    return HAVE_TE and device.type != "cpu" and wanted != "local"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from spare_megatron.devices import gpu
 from spare_megatron.mcore.model.compatibility import names_of_data_parallel_group
 from spare_megatron.stacking.layout import Layout
 
@@ -39,7 +40,7 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
             f"the world has {dist.get_world_size()} ranks, but tensor x context x data x pipeline parallel size is "
             f"{layout.ranks_per_group}; start {layout.ranks_per_group} ranks or change [layout]"
         )
-    maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
+    maker = _GroupMaker(layout, "nccl" if device.type == gpu.TYPE else "gloo", timeout)
     groups = GroupCollection()
     groups.expert_lanes, groups.lanes = maker.along("d"), maker.along("de")
     groups.expert_lanes_and_cp = maker.along("dc")

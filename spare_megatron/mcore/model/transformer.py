@@ -118,7 +118,7 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     if layout.virtual_pipeline > 1:
         fields["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
         fields["batch_p2p_comm"] = False
-    if config.reduce.mode == "reproducible" and device.type == "cuda":
+    if config.reduce.mode == "reproducible" and device.type != "cpu":
         fields["deterministic_mode"] = True
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True

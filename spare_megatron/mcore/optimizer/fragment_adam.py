@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.devices import gpu
 from spare_megatron.mcore.gradients.host_copies import issued_on
 from spare_megatron.mcore.gradients.partitions import Fragment, StatePartitions
 from spare_megatron.mcore.model.model import Chunk
@@ -64,7 +65,7 @@ class FragmentAdam:
         self._lock = threading.Lock()
         self._hosted: dict[PartitionId, Hosted] = {}
         self._updated: list[_Updated] = []
-        self._changed: torch.cuda.Event | None = None  # when the state last did, in GPU work
+        self._changed: gpu.Event | None = None  # when the state last did, in GPU work
         self.start_partitions(hosted)
 
     # ---------------------------------------------------------------------------------------------------- update
@@ -213,7 +214,7 @@ def _build_adam(
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         # torch's: transformer-engine and apex count updates by parameter group, but pieces are installed one by one.
-        fused=chunks[0].module.buffers[0].grad_data.is_cuda or None,
+        fused=chunks[0].module.buffers[0].grad_data.device.type == gpu.TYPE or None,
     )
     parameters = [parameter for group in all_groups for parameter in group["params"]]
     group_of = {parameter: number for number, group in enumerate(all_groups) for parameter in group["params"]}

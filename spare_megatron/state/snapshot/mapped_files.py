@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
+from spare_megatron.devices import gpu
 from spare_megatron.process.snapshot_wire import Part
 
 _log = logging.getLogger(__name__)
 
 RANGE_BYTES = 256 * 2**20
 """Registered at a time: meanwhile the driver may hold up what other threads ask of CUDA."""
-
-_PORTABLE = 1
-"""cudaHostRegisterPortable."""
 
 _FILES_OF_A_PART = 2
 """The server uses two in turn, unless a snapshot outgrows one or the server is another one."""
@@ -42,10 +40,10 @@ class MappedFile:
 
 
 class MappedFiles:
-    """Mappings by part. `cudart`: `torch.cuda.cudart()`; None on a CPU. Only one thread at a time may use it."""
+    """Mappings by part. `runtime`: for `gpu.register`; None on a CPU. Only one thread at a time may use it."""
 
-    def __init__(self, cudart: Any) -> None:
-        self._cudart = cudart
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
         self._files: dict[Part, list[MappedFile]] = {}  # the one used last at the end
         # An error of CUDA stays with the thread that met it, where the next launch of a kernel would raise it.
         self._thread = ThreadPoolExecutor(max_workers=1)
@@ -79,7 +77,7 @@ class MappedFiles:
     def register(self) -> None:
         """Registers the files that are not yet, while the device computes; nothing once CUDA has refused one."""
         began_s = time.monotonic()
-        if self._cudart is not None:
+        if self._runtime is not None:
             for file in [file for files in self._files.values() for file in files if not file.ranges]:
                 if not self.failure:
                     self._thread.submit(self._register, file).result()
@@ -87,23 +85,14 @@ class MappedFiles:
 
     def _register(self, file: MappedFile) -> None:
         start, size = torch.frombuffer(file.memory, dtype=torch.uint8).data_ptr(), len(file.memory)
-        done: list[tuple[int, int]] = []
-        for offset in range(0, size, RANGE_BYTES):
-            one = (start + offset, min(RANGE_BYTES, size - offset))
-            if code := int(self._cudart.cudaHostRegister(*one, _PORTABLE)):
-                self.failure = f"cudaHostRegister of {size} bytes: cudaError {code}"
-                _log.warning("snapshots go through buffers: %s", self.failure)
-                self._unregister(done)
-                return
-            done.append(one)
-        file.ranges = done
-
-    def _unregister(self, ranges: Sequence[tuple[int, int]]) -> None:
-        for address, _ in ranges:
-            if code := int(self._cudart.cudaHostUnregister(address)):
-                _log.warning("cudaHostUnregister: cudaError %d", code)
+        ranges = [(start + at, min(RANGE_BYTES, size - at)) for at in range(0, size, RANGE_BYTES)]
+        self.failure = gpu.register(self._runtime, ranges)
+        if self.failure:
+            _log.warning("snapshots go through buffers: %s", self.failure)
+        else:
+            file.ranges = ranges
 
     def _drop(self, files: list[MappedFile], number: int) -> None:
         """Gives up the first `number` of these files; their memory is unmapped with the last reference to it."""
         for _ in range(number):
-            self._thread.submit(self._unregister, files.pop(0).ranges).result()
+            self._thread.submit(gpu.unregister, self._runtime, files.pop(0).ranges).result()

@@ -20,14 +20,14 @@ class SnapshotServerGone(Exception):
 
 
 class SnapshotClient:
-    """The requests of one rank position, without time limit. All raise `SnapshotServerGone`. `cudart`, on a GPU: what
+    """The requests of one rank position, without time limit. All raise `SnapshotServerGone`. `runtime`, on a GPU: what
     the memory of copies is registered with. Only one thread at a time may copy or pass over.
     """
 
-    def __init__(self, address: wire.SnapshotServerAddress, position: int, cudart: Any = None) -> None:
+    def __init__(self, address: wire.SnapshotServerAddress, position: int, runtime: Any = None) -> None:
         self._address = address
         self._position = position
-        self.mapped = MappedFiles(cudart)
+        self.mapped = MappedFiles(runtime)
 
     def copy(
         self,

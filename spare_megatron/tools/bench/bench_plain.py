@@ -9,8 +9,9 @@ import torch
 
 from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.devices import gpu
 from spare_megatron.driver.preflight import preflight
-from spare_megatron.machine.gpus import shown_to_children, visible_gpus
+from spare_megatron.machine.gpus import name_in_torch, shown_to_children, visible_gpus
 from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.process import processes
@@ -52,17 +53,17 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
     """Trains as one rank, sends the wall-clock end time of every step, and waits for the parent before it exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    device = torch.device("cuda:0" if config.cluster.device == "gpu" else "cpu")
-    if device.type == "cuda":
+    device = torch.device(name_in_torch(config.cluster.device))
+    if device.type != "cpu":
         nccl.check_nccl()
         choose_deterministic_kernels(config)
-        torch.cuda.set_device(device)
+        gpu.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []
-    is_sharded = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type == "cuda"
+    is_sharded = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type != "cpu"
     for _ in train_steps(config, device, is_sharded=is_sharded):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            gpu.synchronize(device)
         ends.append(time.time())
     parent.send(ends)
     with contextlib.suppress(EOFError):

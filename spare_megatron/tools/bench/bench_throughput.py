@@ -172,10 +172,11 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
     """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
+    from spare_megatron.machine.gpus import name_in_torch
     from spare_megatron.mcore.model.model import adam_of_megatron, kernels_of
 
-    is_gpu = resolve_device(config, look_at_machine(config)) == "gpu"
-    found = kernels_of(config, torch.device("cuda" if is_gpu else "cpu"))
+    device = resolve_device(config, look_at_machine(config))
+    found = kernels_of(config, torch.device(name_in_torch(device)))
     return {**found, "adam_of_plain": adam_of_megatron()} if has_plain else found
 
 

@@ -38,7 +38,7 @@ def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.de
     A CUDA `device` must be the current one. Collective over: all ranks.
     """
     torch.set_num_threads(config.cluster.threads_per_rank)
-    is_gpu = device.type == "cuda"
+    is_gpu = device.type != "cpu"
     if not is_gpu:
         cpu.install()
     dist.init_process_group(
@@ -105,7 +105,7 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
 
 
 def transfers(config: RunConfig, device: torch.device, *, is_sharded: bool) -> DistributedDataParallelConfig:
-    overlaps = config.reduce.overlap or device.type == "cuda"
+    overlaps = config.reduce.overlap or device.type != "cpu"
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.reduce.mode != "fast_bf16",
         use_distributed_optimizer=is_sharded,

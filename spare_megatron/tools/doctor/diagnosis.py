@@ -15,6 +15,8 @@ from spare_megatron.config.training.corpus import corpus_files, input_files, nam
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import shortage
+from spare_megatron.machine.gpus import maker
+from spare_megatron.machine.gpus.gpu import PLATFORMS
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
 from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
@@ -127,16 +129,17 @@ def _versions(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     needs_gpus = config.cluster.device != "cpu" and bool(facts.gpus)
     for package in SUPPORTED:
         installed = facts.versions.get(package, "")
-        if not installed or (package in ("NCCL", "transformer-engine") and not needs_gpus):
+        if not installed or (package in ("NCCL", "RCCL", "transformer-engine") and not needs_gpus):
             continue
         if problem := version_problem(package, installed, facts.versions.get("megatron-core")):
             yield problem
     if facts.torch_failure:
         yield f"torch cannot be used: {facts.torch_failure}"
-    elif needs_gpus and not facts.versions.get("CUDA"):
+    elif needs_gpus and not any(facts.versions.get(platform) for platform in PLATFORMS):
+        needed = " or ".join(PLATFORMS)
         yield (
-            f"torch {facts.versions.get('torch')} is built without CUDA, and there are {len(facts.gpus)} GPUs; "
-            f"install its build for CUDA, or set cluster.device=cpu"
+            f"torch {facts.versions.get('torch')} is built without {needed}, and there are {len(facts.gpus)} GPUs; "
+            f"install its build for {needed}, or set cluster.device=cpu"
         )
 
 
@@ -144,7 +147,7 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     if facts.torch_failure or _is_cpu(config, facts):
         return
     if facts.nccl_cumem == "0":
-        # cudaIpcGetMemHandle (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
+        # By CUDA's IPC handles (CUDA Runtime API): the use of memory that its owner has freed is undefined. Memory that
         # is shared by the functions that NCCL takes otherwise stays until the last process unmaps it.
         yield WarningText(
             "NCCL_CUMEM_ENABLE=0 is set: GPUs of this node then share memory in a way that lets a killed rank break "
@@ -154,8 +157,9 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
     num_needed = -(-ranks // sharing)
     if len(facts.gpus) < num_needed:
         yield (
-            f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see `nvidia-smi` and "
-            f"CUDA_VISIBLE_DEVICES there, take the node out, or change layout or cluster.num_nodes"
+            f"{len(facts.gpus)} GPUs are visible, and its {ranks} ranks need {num_needed}; see "
+            f"`{maker().LIST_COMMAND}` and {maker().VARIABLES[0]} there, take the node out, or change layout or "
+            f"cluster.num_nodes"
         )
     needed = sharing * run_sizes(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:num_needed]):

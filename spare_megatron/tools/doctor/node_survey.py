@@ -169,11 +169,13 @@ def _torch_facts(*, has_gpus: bool) -> tuple[dict[str, str], str]:
     try:
         import torch
 
-        versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
+        from spare_megatron.devices import gpu
+
+        versions = {"torch": torch.__version__, **dict([gpu.platform()])}
         if torch.distributed.is_nccl_available():
-            versions["NCCL"] = ".".join(map(str, torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()))
+            versions |= dict([gpu.collective_library()])
             if has_gpus:
-                torch.cuda.init()
+                gpu.init()
     except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a driver that is too old
         return {"torch": _version("torch")}, f"{type(error).__name__}: {error}".partition("\n")[0]
     return versions, ""

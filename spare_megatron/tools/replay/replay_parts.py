@@ -17,7 +17,7 @@ from spare_megatron.driver.slurm.steps import node_step, start_step
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
-from spare_megatron.machine.gpus import gpus_of_machine, list_file, read_list
+from spare_megatron.machine.gpus import gpus_of_machine, list_file, maker, read_list
 from spare_megatron.machine.lock import locked
 from spare_megatron.process.processes import set_environment_of_ranks
 from spare_megatron.process.specs import gpu_of
@@ -265,12 +265,12 @@ def _check(
         if needed and max(needed) >= len(gpus):
             raise ValueError(
                 f"the run has computed on GPUs, and CPUs give other bits: {group} needs {1 + max(needed)}, and "
-                f"{machine} shows {len(gpus)}; use a machine of the run, or show more in CUDA_VISIBLE_DEVICES"
+                f"{machine} shows {len(gpus)}; use a machine of the run, or show more in {maker().VARIABLES[0]}"
             )
         if lost := [gpus[number] for number in needed if gpus[number] not in found.gpus]:
             raise ValueError(
                 f"{group} has computed on {', '.join(dict.fromkeys(lost))}, which {machine} does not show now; repair "
-                f"it (`nvidia-smi -L`), show it in CUDA_VISIBLE_DEVICES, or replay without --group"
+                f"it (`{maker().LIST_COMMAND}`), show it in {maker().VARIABLES[0]}, or replay without --group"
             )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.codec import decode, encode
+from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.processes import die_with, set_gpu_environment
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -23,16 +24,16 @@ def replayed(config: RunConfig, task: ReplayTask) -> OfRank:
     from spare_megatron.mcore.trainer import GroupTrainer
     from spare_megatron.rank.bootstrap import choose_device
 
-    device = choose_device(config, "cpu" if task.rank.gpu is None else "cuda:0", task.rank.number)
+    device = choose_device(config, name_in_torch("cpu" if task.rank.gpu is None else "gpu"), task.rank.number)
     timeout_s = config.control.startup_timeout_s
     host, port = task.store
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type != "cpu" else "gloo",
         store=open_store(TcpStoreSpec(host=host, port=port)).rendezvous("replay", task.rank.rank, timeout_s),
         rank=task.rank.rank,
         world_size=config.parallel.ranks_per_group,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type != "cpu" else None,
     )
     trainer = GroupTrainer(config, device)
     microbatches = [Microbatch(ShardId(shard), index) for shard, index in task.wanted.microbatches]

@@ -16,6 +16,7 @@ from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
+from spare_megatron.journal.step_values import metrics_of
 from spare_megatron.observe.metrics import (
     REST_S,
     DetachedSink,
@@ -222,7 +223,7 @@ class Telemetry:
             "train/loss": update.loss,
             "train/grad_norm": update.grad_norm,
             "train/learning_rate": update.learning_rate,
-            **{f"train/{name}": mean for name, mean in update.terms.items()},
+            **metrics_of(update),
             "train/tokens": sequences_before(self._config, update.step + 1) * self._config.model.seq_length,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": update.makespan,

@@ -73,7 +73,7 @@ class UpdateResult:
     grad_norm: float
     learning_rate: float
     terms: Mapping[str, float] = field(hash=False)
-    """Means of the further terms of a program's loss."""
+    """Means of the further terms of the loss that anything counted for."""
 
 
 class GroupTrainer:
@@ -310,7 +310,11 @@ class GroupTrainer:
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            terms=dict(zip(self._program.loss_terms, (term.mean for term in terms), strict=True)),
+            terms={
+                name: term.mean
+                for name, term in zip(self._program.loss_terms, terms, strict=True)
+                if term.num_tokens  # else there is no mean
+            },
         )
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:

@@ -157,23 +157,24 @@ class _Blend:
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """The sample after `number` sequences have been consumed."""
         part, place = self._place(number)
-        return part[place]
+        return self.parts[part][place]
 
     def address(self, number: int) -> str:
         """Where the sample after `number` sequences lies, for people."""
         part, place = self._place(number)
-        epoch, index = divmod(place, part.per_epoch)
-        return f"{part.prefix}, epoch {epoch}, sequence {index}"
+        epoch, index = divmod(place, self.parts[part].per_epoch)
+        return f"{self.parts[part].prefix}, epoch {epoch}, sequence {index}"
 
     def documents(self, number: int) -> list[int]:
         """The documents of its corpus that a sample has text of, in its order."""
         part, place = self._place(number)
-        return part.documents(place)
+        return self.parts[part].documents(place)
 
-    def _place(self, number: int) -> tuple["_Samples", int]:
+    def _place(self, number: int) -> tuple[int, int]:
+        """The part that a sample is from, and its place in that."""
         round_, choice = divmod(number, self._num_choices)
         chosen = int(self._chosen[choice])
-        return self.parts[chosen], round_ * int(self._counts[chosen]) + int(self._earlier[choice])
+        return chosen, round_ * int(self._counts[chosen]) + int(self._earlier[choice])
 
     def num_epochs(self, num_sequences: int) -> list[int]:
         """Epochs of each corpus that so many sequences touch."""
@@ -331,6 +332,11 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
     )
 
 
+def corpora_told_apart(config: RunConfig) -> tuple[str, ...]:
+    """The names of the corpora of a blend, each once."""
+    return tuple(dict.fromkeys(config.data.corpus_names))
+
+
 def corpus_dataset(config: RunConfig) -> "IndexedCorpora":
     """The corpus or blend of the settings; the default datasets provider. Raises ValueError if it is missing."""
     return IndexedCorpora(config)
@@ -343,17 +349,24 @@ class IndexedCorpora(_Blend):
         """Raises ValueError if a corpus or its index is missing."""
         super().__init__(config)
         self._keys = _keys(config)
+        self._corpora: list[torch.Tensor] = []
+        if len(names := corpora_told_apart(config)) > 1:
+            length = config.model.seq_length
+            of_parts = [names.index(name) for name in config.data.corpus_names]
+            self._corpora = [torch.full((length,), number, dtype=torch.int16) for number in of_parts]
         self._renew()
         self[0]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """`tokens`, `labels`, `position_ids` and, with `data.eod_mask_loss`, 0/1 `loss_mask` of a sample: each
-        [seq_length].
+        """`tokens`, `labels`, `position_ids`, with `data.eod_mask_loss` 0/1 `loss_mask` and, of a blend, `corpus` (the
+        place of its name in `corpora_told_apart`) of a sample: each [seq_length].
         """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
-        sample = super().__getitem__(number)
-        return {key: sample[key] for key in self._keys}
+        part, place = self._place(number)
+        sample = self.parts[part][place]
+        found = {key: sample[key] for key in self._keys}
+        return {**found, "corpus": self._corpora[part]} if self._corpora else found
 
     def _renew(self) -> None:
         for part in self.parts:

@@ -16,6 +16,7 @@ from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tok
 from spare_megatron.journal.state.rank_paces import over_others
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.journal.step_values import FAMILIES
 
 Presence = Literal["training", "lost", "away"]
 PRESENCES: tuple[Presence, ...] = ("away", "training", "lost")
@@ -105,6 +106,8 @@ class History:
     """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
     params: Mapping[tuple[int, str], frozenset[str]]
     """As `RunState.params` returns them, as far as they have been read."""
+    further: Mapping[str, Mapping[str, tuple[npt.NDArray[np.int64], Floats]]]
+    """Title of each of `FAMILIES` -> what tells its metrics apart -> steps that no restart undid, and values."""
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
@@ -152,6 +155,7 @@ def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
         num_places_taken=run_state.num_places_taken,
         evaluations=_evaluations(run_state),
         params=run_state.params(),
+        further=_further(run_state),
     )
 
 
@@ -162,6 +166,21 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
+
+
+def _further(run_state: RunState) -> dict[str, dict[str, tuple[npt.NDArray[np.int64], Floats]]]:
+    assert run_state.folding is not None, "a run has a log"
+    undone = run_state.folding.undone
+    kept = [commit for commit in _told_commits(run_state) if commit.index not in undone]
+    attempts = np.array([commit.attempt for commit in kept], np.intp)
+    steps = np.array([commit.step for commit in kept], np.int64)
+    return {
+        family.title: {
+            name: (steps[places], values)
+            for name, (places, values) in run_state.steps.further.of(family, attempts).items()
+        }
+        for family in FAMILIES
+    }
 
 
 def _told_commits(run_state: RunState) -> list[Committed]:

@@ -23,6 +23,7 @@ from spare_megatron.formats.printable import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
 from spare_megatron.journal.event_texts import groups_named, text_of_culprit
 from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
+from spare_megatron.journal.step_values import FAMILIES
 from spare_megatron.tools.report import figures as charts
 from spare_megatron.tools.report.equality import compare
 from spare_megatron.tools.report.history import Floats, History
@@ -229,6 +230,15 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
         curves = _known(histories, values)
         if curves:
             yield Plot(title, note, charts.step_curves(curves, label))
+    for family in FAMILIES:
+        named = {
+            f"{run}: {name}" if len(histories) > 1 else name: values
+            for run, history in histories.items()
+            for name, values in history.further[family.title].items()
+            if len(values[0])
+        }
+        if named:
+            yield Plot(family.title, family.note, charts.named_curves(named, family.axis))
 
 
 def _known(

@@ -1,0 +1,41 @@
+"""What metrics of steps have to be: a run again in one process that holds the full model, and plain sums over it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.model.training_samples import on_device
+from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration.mcore_group import CPU, agreed_loss, all_work, numbers_of, reduce_alone
+
+HALF = 128
+"""Tokens of the first corpus are below, those of the second one are not."""
+
+
+def recomputed(config: RunConfig, end: int) -> list[dict[str, Any]]:
+    """Of each step: `means`, the losses of tokens of the corpora `low` and `high` that are not `end`."""
+    trainer = GroupTrainer(config, CPU)
+    answers = []
+    for step in range(config.train.steps):
+        trainer.begin_step(step)
+        answers.append(_by_corpus(trainer, config, step, end))
+        trainer.compute(all_work(config, step))
+        reduce_alone(trainer)
+        trainer.update(agreed_loss(trainer), terms=trainer.gradients.totals().terms)
+    return answers
+
+
+def _by_corpus(trainer: GroupTrainer, config: RunConfig, step: int, end: int) -> dict[str, Any]:
+    model = trainer.chunks[0].module.module
+    losses: dict[str, list[np.ndarray]] = {"low": [], "high": []}
+    with torch.no_grad():
+        for number in numbers_of(config, all_work(config, step), step):
+            batch = on_device(trainer.corpus.microbatch(step, number), config, CPU, trainer.process_groups.cp)
+            found = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).numpy()
+            for tokens, of_sequence in zip(batch["tokens"].numpy(), found, strict=True):
+                name = "low" if tokens[tokens != end].max() < HALF else "high"
+                losses[name].append(of_sequence[tokens != end])
+    sums = {name: np.concatenate(found).astype(np.float64) for name, found in losses.items() if found}
+    return {"means": {name: float(found.mean()) for name, found in sums.items()}}

@@ -163,6 +163,8 @@ class UpdateRecord(OfAttempt):
     """Means of the further terms of a program's loss; on a blend `loss/` and a corpus: the mean over its tokens."""
     bytes_over_groups: int = 0
     """Bytes that the group's first rank gave to sums over groups since the previous commit; 0 if unknown."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Further metrics of the step by their keys, those of `journal.step_values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

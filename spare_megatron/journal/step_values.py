@@ -1,6 +1,5 @@
 """The metrics of a step beside its loss, norm and learning rate: their keys, how they are drawn, and their values."""
 
-import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -13,32 +12,36 @@ from spare_megatron.journal.records import UpdateRecord
 
 
 class Family(NamedTuple):
-    """Metrics in one plot. `pattern`: of their keys, with a group for what tells them apart, if anything does; for
-    Prometheus that is the label `exported[1]` of `exported[0]`. `unit`: what values are divided by for the axis.
+    """Metrics in one plot: the keys that begin with `prefix`; what follows is the name of a `kind`, if there is one.
+    Values are divided by `unit` for the axis.
     """
 
-    pattern: str
+    prefix: str
+    kind: str
     title: str
-    note: str
     axis: str
-    exported: tuple[str, str] = ("", "")
     unit: float = 1.0
+
+    @property
+    def exported(self) -> str:
+        """The metric that all of them are for Prometheus, whose label is `kind`."""
+        return f"{self.prefix.replace('/', '_')}by_{self.kind}"
 
 
 FAMILIES = (
-    Family(
-        r"train/loss/(.+)",
-        "Loss by corpus",
-        "Over the tokens of each corpus of the blend.",
-        "loss, nats per token",
-        ("train_corpus_loss", "corpus"),
-    ),
+    Family("train/loss/", "corpus", "Loss by corpus", "loss, nats per token"),
+    Family("perf/memory_", "", "Memory of the fullest rank", "GiB", 2.0**30),
+    Family("data/epochs/", "corpus", "Epochs of each corpus", "epochs"),
+    Family("data/tokens/", "corpus", "Tokens of each corpus", "tokens"),
 )
+
+MEMORY = ("perf/memory_allocated_bytes", "perf/memory_reserved_bytes", "perf/memory_peak_bytes")
+"""Of the fullest rank: groups report the values of their own."""
 
 
 def metrics_of(record: UpdateRecord) -> dict[str, float]:
     """The further metrics of a committed step, by their keys."""
-    return {f"train/{name}": mean for name, mean in record.terms.items()}
+    return {**{f"train/{name}": mean for name, mean in record.terms.items()}, **record.values}
 
 
 class StepValues:
@@ -60,11 +63,11 @@ class StepValues:
     def of(
         self, family: Family, attempts: npt.NDArray[np.intp]
     ) -> dict[str, tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]]:
-        """By what tells the metrics of a family apart: indices into ascending `attempts`, and the values there."""
+        """By what follows the prefix of a family: indices into ascending `attempts`, and the values there."""
         found = {}
         for key, (known, values) in self._found.items():
-            if of_key := re.fullmatch(family.pattern, key):
+            if key.startswith(family.prefix):
                 own, is_wanted = np.array(known), np.isin(known, attempts)
                 places = np.searchsorted(attempts, own[is_wanted])
-                found[of_key[1] if of_key.groups() else key] = places, np.array(values)[is_wanted] / family.unit
+                found[key.removeprefix(family.prefix)] = places, np.array(values)[is_wanted] / family.unit
         return found

@@ -1,5 +1,6 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -316,6 +317,17 @@ class GroupTrainer:
                 if term.num_tokens  # else there is no mean
             },
         )
+
+    def memory(self) -> tuple[float, float, float]:
+        """Bytes that tensors take, that the allocator holds, and that tensors took at most, on the device; of a process
+        on CPUs those in memory, 0, and the most so far.
+        """
+        if self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)
+            held = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+            return *held, stats["allocated_bytes.all.peak"]
+        pages = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
+        return 1024.0 * int(pages["VmRSS"]), 0.0, 1024.0 * int(pages["VmHWM"])
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         assert self.stacked is not None, "only stacked state has partitions"

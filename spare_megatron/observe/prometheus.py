@@ -21,7 +21,7 @@ _GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts")
 _LABELS = {
     r"perf/lost_(.+)_s": ("perf_lost_seconds", "cause"),
     r"eval/(.+)/loss": ("eval_set_loss", "set"),
-    **{family.pattern: family.exported for family in FAMILIES if family.exported[1]},
+    **{f"{family.prefix}(.+)": (family.exported, family.kind) for family in FAMILIES if family.kind},
 }
 """Metrics by which several keys become one: pattern of the keys -> name, and the label that tells them apart."""
 

@@ -315,6 +315,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         ends=ctx.progress.is_end_asked(),
         wrong_sum=wrong,
         has_suspects=bool(now.suspects),
+        memory=ctx.trainer.memory(),
     )
 
 
@@ -440,7 +441,7 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
     assert opinion.loss is not None, "a commit needs the group's own complete sum"
     with ctx.probe.during(Operation.UPDATE), parts.source.changing(num_steps):
         result = ctx.trainer.update(opinion.loss, parts.sums.squares, opinion.terms)
-    update = parts.reports.write_update(action.attempt, result, opinion.compute_s, now.spent_s, bytes_over_groups)
+    update = parts.reports.write_update(action.attempt, result, opinion, now.spent_s, bytes_over_groups)
     parts.saves.report_finished()
     if ctx.optimizer_state.is_gathered:  # all other parameters are those of the step before
         progress.lacks_params = True

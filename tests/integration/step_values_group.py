@@ -15,7 +15,9 @@ HALF = 128
 
 
 def recomputed(config: RunConfig, end: int) -> list[dict[str, Any]]:
-    """Of each step: `means`, the losses of tokens of the corpora `low` and `high` that are not `end`."""
+    """Of each step: `means`, the losses of tokens of the corpora `low` and `high` that are not `end`; `tokens` of each
+    that were read.
+    """
     trainer = GroupTrainer(config, CPU)
     answers = []
     for step in range(config.train.steps):
@@ -30,6 +32,7 @@ def recomputed(config: RunConfig, end: int) -> list[dict[str, Any]]:
 def _by_corpus(trainer: GroupTrainer, config: RunConfig, step: int, end: int) -> dict[str, Any]:
     model = trainer.chunks[0].module.module
     losses: dict[str, list[np.ndarray]] = {"low": [], "high": []}
+    read = dict.fromkeys(losses, 0)
     with torch.no_grad():
         for number in numbers_of(config, all_work(config, step), step):
             batch = on_device(trainer.corpus.microbatch(step, number), config, CPU, trainer.process_groups.cp)
@@ -37,5 +40,6 @@ def _by_corpus(trainer: GroupTrainer, config: RunConfig, step: int, end: int) ->
             for tokens, of_sequence in zip(batch["tokens"].numpy(), found, strict=True):
                 name = "low" if tokens[tokens != end].max() < HALF else "high"
                 losses[name].append(of_sequence[tokens != end])
-    sums = {name: np.concatenate(found).astype(np.float64) for name, found in losses.items() if found}
-    return {"means": {name: float(found.mean()) for name, found in sums.items()}}
+                read[name] += len(tokens)
+    sums = {name: np.concatenate(found).astype(np.float64) for name, found in losses.items()}
+    return {"means": {name: float(found.mean()) for name, found in sums.items()}, "tokens": read}

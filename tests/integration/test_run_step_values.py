@@ -11,6 +11,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
 from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.journal.step_values import MEMORY, metrics_of
 from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration.mcore_group import run_group
 from tests.integration.step_values_group import HALF, recomputed
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.timeout(180)
 
 END = 7
 STEPS = 4
+EPOCH = (20 * 41 - 1) // 32 * 32
+"""Tokens of an epoch of either corpus."""
 
 
 def blended(folder: Path, layout: LayoutConfig, faults: Sequence[FaultConfig] = ()) -> RunConfig:
@@ -29,7 +32,7 @@ def blended(folder: Path, layout: LayoutConfig, faults: Sequence[FaultConfig] = 
     for name, weight, first in (("low", 3.0, 8), ("high", 1.0, HALF)):
         prefix = folder / name
         if not prefix.with_suffix(".bin").exists():
-            write_corpus([np.append(rng.integers(first, first + HALF - 8, 40), END) for _ in range(40)], prefix)
+            write_corpus([np.append(rng.integers(first, first + HALF - 8, 40), END) for _ in range(20)], prefix)
         parts.append(BlendedCorpus(corpus=str(prefix), weight=weight))
     config = tiny_config(Path(parts[0].corpus), layout, steps=STEPS, faults=faults, mode="reproducible")
     data = DataConfig(blend=tuple(parts), eod_mask_loss=True, end_of_document=END)
@@ -40,7 +43,8 @@ def values_in(run: Run) -> dict[int, dict[str, float]]:
     """Of each step what all groups have journaled alike."""
     found: dict[int, dict[str, float]] = {}
     for record in run.journal.of(UpdateRecord):
-        assert found.setdefault(record.step, record.terms) == record.terms
+        values = {key: value for key, value in metrics_of(record).items() if key not in MEMORY}
+        assert found.setdefault(record.step, values) == values
     return found
 
 
@@ -63,8 +67,15 @@ def test_values_are_those_that_one_process_adds_up(tmp_path: Path) -> None:
     (expected,) = run_group(recomputed, config, END)
     found = values_in(run)
     lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    read = {"low": 0, "high": 0}
     for step, of_step in enumerate(expected):
-        assert set(of_step["means"]) == {"low", "high"}
-        for name, mean in of_step["means"].items():
-            assert found[step][f"loss/{name}"] == pytest.approx(mean, rel=1e-6)
-            assert lines[step][f"train/loss/{name}"] == found[step][f"loss/{name}"]
+        assert found[step].items() <= lines[step].items()
+        for name in read:
+            assert found[step][f"train/loss/{name}"] == pytest.approx(of_step["means"][name], rel=1e-6)
+            read[name] += of_step["tokens"][name]
+            assert found[step][f"data/tokens/{name}"] == read[name]
+            assert found[step][f"data/epochs/{name}"] == pytest.approx(read[name] / EPOCH)
+    assert found[STEPS - 1]["data/epochs/low"] > 1.0
+    of_records = [[record.values.get(key) for key in MEMORY] for record in run.journal.of(UpdateRecord)]
+    assert all(allocated and peak and 2**20 < allocated <= peak for allocated, _, peak in of_records)
+    assert lines[-1]["perf/memory_peak_bytes"] >= max(peak or 0.0 for *_, peak in of_records) / 2

@@ -58,7 +58,7 @@ def test_the_last_values_and_the_state_of_the_run_are_served(tmp_path: Path) -> 
         assert found["spare_fault_groups_lost_total", ""] == 1.0
         assert (found["spare_perf_lost_seconds", "recovery"], found["spare_perf_lost_seconds", "scatter"]) == (1.5, 0.5)
         assert (found["spare_eval_loss", ""], found["spare_eval_set_loss", "code"]) == (3.0, 3.5)
-        assert (found["spare_train_corpus_loss", "web"], found["spare_train_corpus_loss", "a/b"]) == (2.0, 4.0)
+        assert [found["spare_train_loss_by_corpus", name] for name in ("web", "a/b")] == [2.0, 4.0]
         outcomes = {label: value for (name, label), value in found.items() if name == "spare_ckpt_saves_total"}
         assert outcomes == {"saved": 1.0, "skipped": 0.0, "failed": 1.0}
         groups = {label: value for (name, label), value in found.items() if name == "spare_groups"}

@@ -4,9 +4,10 @@ import os
 import shutil
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,10 +179,18 @@ class _Blend:
 
     def num_epochs(self, num_sequences: int) -> list[int]:
         """Epochs of each corpus that so many sequences touch."""
+        numbers = self.of_parts(num_sequences)
+        return [-(-number // part.per_epoch) for number, part in zip(numbers, self.parts, strict=True)]
+
+    def of_parts(self, num_sequences: int) -> list[int]:
+        """How many of the first so many sequences are from each corpus."""
         rounds, rest = divmod(num_sequences, self._num_choices)
-        more = np.bincount(self._chosen[:rest], minlength=len(self.parts))
-        read = [rounds * int(count) + int(more[place]) for place, count in enumerate(self._counts)]
-        return [-(-number // part.per_epoch) for number, part in zip(read, self.parts, strict=True)]
+        more = (int(np.searchsorted(places, rest)) for places in self._places_of_parts)
+        return [rounds * int(count) + further for count, further in zip(self._counts, more, strict=True)]
+
+    @cached_property
+    def _places_of_parts(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self._chosen == part).astype(np.int32) for part in range(len(self.parts))]
 
 
 _CHOICES = 2**20
@@ -420,6 +429,21 @@ class Corpus:
         if isinstance(self._samples, _Blend):
             return [self._samples.address(place) for place in self.places(step, number)]
         return [f"sequence {place}" for place in self.places(step, number)]
+
+    def consumed(self, num_steps: int) -> dict[str, float]:
+        """Epochs and tokens of each corpus that so many steps have read, by the keys of metrics: none of a program's
+        own dataset, and sums for a corpus that a blend has twice.
+        """
+        if not isinstance(blend := self._samples, _Blend):
+            return {}
+        number = self._sequences_before(num_steps)
+        ranges = [(0, self._skipped.place(number - 1)), *self._skipped.before(number)]
+        read, *skipped = (np.subtract(blend.of_parts(last + 1), blend.of_parts(first)) for first, last in ranges)
+        found: dict[str, float] = defaultdict(float)
+        for name, part, count in zip(self._config.data.corpus_names, blend.parts, read - sum(skipped), strict=True):
+            found[f"data/epochs/{name}"] += int(count) / part.per_epoch
+            found[f"data/tokens/{name}"] += int(count) * self._config.model.seq_length
+        return found
 
     def places(self, step: int, number: int) -> list[int]:
         """Where the sequences of a microbatch stand in the order of samples, some of which `data.skip` leaves out."""

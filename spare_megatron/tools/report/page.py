@@ -238,7 +238,7 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
             if len(values[0])
         }
         if named:
-            yield Plot(family.title, family.note, charts.named_curves(named, family.axis))
+            yield Plot(family.title, "", charts.named_curves(named, family.axis))
 
 
 def _known(

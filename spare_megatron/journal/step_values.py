@@ -1,39 +1,22 @@
-"""The metrics of a step beside its loss, norm and learning rate: their keys, how they are drawn, and their values."""
+"""The metrics of a step beside its loss, norm and learning rate: their keys, and their values in a run."""
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.records import UpdateRecord
 
-
-class Family(NamedTuple):
-    """Metrics in one plot: the keys that begin with `prefix`; what follows is the name of a `kind`, if there is one.
-    Values are divided by `unit` for the axis.
-    """
-
-    prefix: str
-    kind: str
-    title: str
-    axis: str
-    unit: float = 1.0
-
-    @property
-    def exported(self) -> str:
-        """The metric that all of them are for Prometheus, whose label is `kind`."""
-        return f"{self.prefix.replace('/', '_')}by_{self.kind}"
-
-
-FAMILIES = (
-    Family("train/loss/", "corpus", "Loss by corpus", "loss, nats per token"),
-    Family("perf/memory_", "", "Memory of the fullest rank", "GiB", 2.0**30),
-    Family("data/epochs/", "corpus", "Epochs of each corpus", "epochs"),
-    Family("data/tokens/", "corpus", "Tokens of each corpus", "tokens"),
-)
+KINDS = {
+    "train/loss/": "corpus",
+    "train/grad_norm/": "part",
+    "train/expert_load/": "layer",
+    "data/epochs/": "corpus",
+    "data/tokens/": "corpus",
+}
+"""How the keys of metrics begin of which there are several, and what the names are of that follow."""
 
 MEMORY = ("perf/memory_allocated_bytes", "perf/memory_reserved_bytes", "perf/memory_peak_bytes")
 """Of the fullest rank: groups report the values of their own."""
@@ -42,6 +25,22 @@ MEMORY = ("perf/memory_allocated_bytes", "perf/memory_reserved_bytes", "perf/mem
 def metrics_of(record: UpdateRecord) -> dict[str, float]:
     """The further metrics of a committed step, by their keys."""
     return {**{f"train/{name}": mean for name, mean in record.terms.items()}, **record.values}
+
+
+def model_figures(of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Figures of a whole model, of what its ranks add: the root of one sum, and of several the largest over their mean.
+
+    >>> model_figures([{"norm": [9.0]}, {"norm": [16.0], "load": [1, 3]}, {"load": [3, 5]}])
+    {'norm': 5.0, 'load': 1.3333333333333333}
+    """
+    sums: dict[str, list[float]] = {}
+    for of_rank in of_ranks:
+        for key, own in of_rank.items():
+            sums[key] = [one + other for one, other in zip(sums.get(key, [0.0] * len(own)), own, strict=True)]
+    return {
+        key: max(of_key) * len(of_key) / sum(of_key) if len(of_key) > 1 else of_key[0] ** 0.5
+        for key, of_key in sums.items()
+    }
 
 
 class StepValues:
@@ -60,14 +59,10 @@ class StepValues:
                 attempts.insert(place, attempt)
                 values.insert(place, value)
 
-    def of(
-        self, family: Family, attempts: npt.NDArray[np.intp]
-    ) -> dict[str, tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]]:
-        """By what follows the prefix of a family: indices into ascending `attempts`, and the values there."""
+    def of(self, attempts: npt.NDArray[np.intp]) -> dict[str, tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]]:
+        """By key, numbers in their order: indices into ascending `attempts`, and the values there."""
         found = {}
-        for key, (known, values) in self._found.items():
-            if key.startswith(family.prefix):
-                own, is_wanted = np.array(known), np.isin(known, attempts)
-                places = np.searchsorted(attempts, own[is_wanted])
-                found[key.removeprefix(family.prefix)] = places, np.array(values)[is_wanted] / family.unit
+        for key, (known, values) in sorted(self._found.items(), key=lambda item: (len(item[0]), item[0])):
+            is_wanted = np.isin(known, attempts)
+            found[key] = np.searchsorted(attempts, np.array(known)[is_wanted]), np.array(values)[is_wanted]
         return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from spare_megatron.journal.records import SaveOutcome
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.run_state import GroupStatus, RunState
-from spare_megatron.journal.step_values import FAMILIES
+from spare_megatron.journal.step_values import KINDS
 from spare_megatron.observe.metrics import Value
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts")
 _LABELS = {
     r"perf/lost_(.+)_s": ("perf_lost_seconds", "cause"),
     r"eval/(.+)/loss": ("eval_set_loss", "set"),
-    **{f"{family.prefix}(.+)": (family.exported, family.kind) for family in FAMILIES if family.kind},
+    **{f"{begin}(.+)": (f"{begin.replace('/', '_')}by_{kind}", kind) for begin, kind in KINDS.items()},
 }
 """Metrics by which several keys become one: pattern of the keys -> name, and the label that tells them apart."""
 

@@ -1,7 +1,7 @@
 """Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.suspects import Suspect
@@ -16,7 +16,6 @@ from spare_megatron.rank.recovery_clock import RecoveryClock
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.rank_context import RankContext
-from spare_megatron.voting.agreement import GroupOpinion
 
 
 class RankReports:
@@ -55,10 +54,11 @@ class RankReports:
         return ended
 
     def write_update(
-        self, attempt: int, result: UpdateResult, opinion: GroupOpinion, step_s: float, bytes_over_groups: int
+        self, attempt: int, result: UpdateResult, figures: Mapping[str, float], step_s: float, bytes_over_groups: int
     ) -> UpdateRecord:
         """Journals the update with the sums of this attempt, and returns the record: all `values` on the leader."""
-        step = self._ctx.progress.now
+        step, opinion = self._ctx.progress.now, self._ctx.progress.now.opinion
+        assert opinion is not None, "a commit needs the group's own complete sum"
         values = {key: value for key, value in zip(MEMORY, opinion.memory, strict=True) if value}
         if self._ctx.agreement.is_leader:
             values |= self._ctx.trainer.corpus.consumed(step.step + 1)
@@ -75,7 +75,7 @@ class RankReports:
             step_s=round(step_s, 6),
             compute_s=[round(spent_s, 6) for spent_s in opinion.compute_s],
             bytes_over_groups=bytes_over_groups,
-            values=values,
+            values={**values, **figures},
         )
         self._ctx.write_if_leader(record)
         return record

@@ -8,6 +8,7 @@ import torch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.model.training_samples import on_device
 from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration.expert_group import all_units
 from tests.integration.mcore_group import CPU, agreed_loss, all_work, numbers_of, reduce_alone
 
 HALF = 128
@@ -43,3 +44,22 @@ def _by_corpus(trainer: GroupTrainer, config: RunConfig, step: int, end: int) ->
                 read[name] += len(tokens)
     sums = {name: np.concatenate(found).astype(np.float64) for name, found in losses.items()}
     return {"means": {name: float(found.mean()) for name, found in sums.items()}, "tokens": read}
+
+
+def figures_of(config: RunConfig) -> tuple[None, dict[str, Any], dict[str, Any], float]:
+    """Of the whole batch of step 0 in two calls: this rank's parameters before it as `mcore_group.compute_sums` has
+    them, what it adds to figures of the model, and the gradient norm.
+    """
+    trainer = GroupTrainer(config, CPU)
+    parameters = {
+        named.name: (value := named.parameter.detach().numpy().copy(), value, named.partition_dim)
+        for named in trainer.parameters_named()
+    }
+    trainer.begin_step(0)
+    work = all_units(config, 0)
+    trainer.compute(work[:2])
+    trainer.compute(work[2:])
+    reduce_alone(trainer)
+    result = trainer.update(agreed_loss(trainer))
+    assert result.figures is not None
+    return None, parameters, dict(result.figures), result.grad_norm

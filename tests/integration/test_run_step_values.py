@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, MetricsConfig, RunConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.step_values import MEMORY, metrics_of
@@ -36,7 +36,8 @@ def blended(folder: Path, layout: LayoutConfig, faults: Sequence[FaultConfig] = 
         parts.append(BlendedCorpus(corpus=str(prefix), weight=weight))
     config = tiny_config(Path(parts[0].corpus), layout, steps=STEPS, faults=faults, mode="reproducible")
     data = DataConfig(blend=tuple(parts), eod_mask_loss=True, end_of_document=END)
-    return replace(config, data=data, train=replace(config.train, micro_batch_size=2))
+    train = replace(config.train, micro_batch_size=2)
+    return replace(config, data=data, train=train, metrics=MetricsConfig(model_every_steps=1))
 
 
 def values_in(run: Run) -> dict[int, dict[str, float]]:
@@ -57,6 +58,7 @@ def test_values_are_those_of_the_run_without_losses(tmp_path: Path) -> None:
     assert_masked(hit)
     assert all(patched_in(hit.journal)[step] > 0 for step in (1, 2))
     assert values_in(hit) == values_in(calm)
+    assert {"train/grad_norm/layer_1", "train/params_norm"} <= values_in(hit)[STEPS - 1].keys()
 
 
 def test_values_are_those_that_one_process_adds_up(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         committed(4),
         RunPaused(group=GroupId(0), step=5, shards=(ShardId(1),)),
         RunPaused(group=GroupId(0), step=5),
-        committed(5, values=dict.fromkeys(MEMORY, 1.0)),
+        committed(5, values=dict.fromkeys((*MEMORY, "train/params_norm"), 1.0)),
         SAVED,
         restarted(0, 4),
         committed(4),

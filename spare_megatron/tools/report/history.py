@@ -16,7 +16,6 @@ from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tok
 from spare_megatron.journal.state.rank_paces import over_others
 from spare_megatron.journal.state.recoveries import Recovery
 from spare_megatron.journal.state.run_state import RunState
-from spare_megatron.journal.step_values import FAMILIES
 
 Presence = Literal["training", "lost", "away"]
 PRESENCES: tuple[Presence, ...] = ("away", "training", "lost")
@@ -106,8 +105,8 @@ class History:
     """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
     params: Mapping[tuple[int, str], frozenset[str]]
     """As `RunState.params` returns them, as far as they have been read."""
-    further: Mapping[str, Mapping[str, tuple[npt.NDArray[np.int64], Floats]]]
-    """Title of each of `FAMILIES` -> what tells its metrics apart -> steps that no restart undid, and values."""
+    further: Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
+    """Key of a metric of `journal.step_values` -> steps that no restart undid, and its values."""
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
@@ -168,19 +167,13 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
     return found
 
 
-def _further(run_state: RunState) -> dict[str, dict[str, tuple[npt.NDArray[np.int64], Floats]]]:
+def _further(run_state: RunState) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
     assert run_state.folding is not None, "a run has a log"
     undone = run_state.folding.undone
     kept = [commit for commit in _told_commits(run_state) if commit.index not in undone]
-    attempts = np.array([commit.attempt for commit in kept], np.intp)
+    found = run_state.steps.further.of(np.array([commit.attempt for commit in kept], np.intp))
     steps = np.array([commit.step for commit in kept], np.int64)
-    return {
-        family.title: {
-            name: (steps[places], values)
-            for name, (places, values) in run_state.steps.further.of(family, attempts).items()
-        }
-        for family in FAMILIES
-    }
+    return {key: (steps[places], values) for key, (places, values) in found.items() if len(places)}
 
 
 def _told_commits(run_state: RunState) -> list[Committed]:

@@ -23,7 +23,6 @@ from spare_megatron.formats.printable import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
 from spare_megatron.journal.event_texts import groups_named, text_of_culprit
 from spare_megatron.journal.state.rank_paces import Slowest, find_slowest
-from spare_megatron.journal.step_values import FAMILIES
 from spare_megatron.tools.report import figures as charts
 from spare_megatron.tools.report.equality import compare
 from spare_megatron.tools.report.history import Floats, History
@@ -46,6 +45,17 @@ _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
     ),
 )
 """Title, note, label and values of the plots over steps."""
+
+_NAMED_CURVES: Sequence[tuple[str, str, str, float]] = (
+    ("Loss by corpus", "train/loss/", "loss, nats per token", 1.0),
+    ("Epochs of each corpus", "data/epochs/", "epochs", 1.0),
+    ("Tokens of each corpus", "data/tokens/", "tokens", 1.0),
+    ("Gradient norm by layer", "train/grad_norm/", "norm", 1.0),
+    ("Norm of the parameters", "train/params_norm", "norm", 1.0),
+    ("Most tokens of an expert", "train/expert_load/", "over the mean", 1.0),
+    ("Memory of the fullest rank", "perf/memory_", "GiB", 2.0**30),
+)
+"""Title, how the keys of the metrics begin, label and unit of further plots over steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +240,18 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
         curves = _known(histories, values)
         if curves:
             yield Plot(title, note, charts.step_curves(curves, label))
-    for family in FAMILIES:
+    for title, begin, label, unit in _NAMED_CURVES:
         named = {
-            f"{run}: {name}" if len(histories) > 1 else name: values
+            f"{run}: {key.removeprefix(begin)}" if len(histories) > 1 else key.removeprefix(begin): (
+                steps,
+                values / unit,
+            )
             for run, history in histories.items()
-            for name, values in history.further[family.title].items()
-            if len(values[0])
+            for key, (steps, values) in history.further.items()
+            if key.startswith(begin)
         }
         if named:
-            yield Plot(family.title, "", charts.named_curves(named, family.axis))
+            yield Plot(title, "", charts.named_curves(named, label))
 
 
 def _known(

@@ -483,6 +483,9 @@ class MetricsConfig:
     """Id of the run at Weights & Biases, the same for all that continue it; if empty, of the loaded checkpoint."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate of one rank's device in 10^12 operations per second, for `perf/mfu`; absent leaves that metric out."""
+    model_every_steps: NonNegativeInt = 10
+    """Steps between figures of the model: gradient norm by layer, norm of the parameters, load of experts; 0 takes
+    none."""
     prometheus_port: int | None = None
     """Port of the driver's machine at which Prometheus reads the metrics; absent serves none."""
     prometheus_address: str = "127.0.0.1"

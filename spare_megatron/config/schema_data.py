@@ -1,6 +1,8 @@
 """The settings of the training text and of evaluation."""
 
 from dataclasses import dataclass
+from itertools import count
+from pathlib import PurePath
 from typing import Literal
 
 from spare_megatron.config.limits import NonNegativeInt, PositiveInt
@@ -77,6 +79,17 @@ class DataConfig:
     def corpora(self) -> tuple[BlendedCorpus, ...]:
         """The corpora that a run reads; a single one is a blend of one. Empty if a program provides the data."""
         return self.blend or ((BlendedCorpus(corpus=self.corpus),) if self.corpus else ())
+
+    @property
+    def corpus_names(self) -> tuple[str, ...]:
+        """What metrics call each of `corpora`: as much of the end of its path as tells it from others.
+
+        >>> DataConfig(blend=tuple(BlendedCorpus(corpus=path) for path in ("a/text", "b/text", "b/text"))).corpus_names
+        ('a/text', 'b/text', 'b/text')
+        """
+        paths = [PurePath(one.corpus).parts for one in self.corpora]
+        size = next(size for size in count(1) if len({path[-size:] for path in paths}) == len(set(paths)))
+        return tuple(PurePath(*path[-size:]).as_posix() for path in paths)
 
     @property
     def named(self) -> str:

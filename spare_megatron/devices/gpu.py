@@ -22,6 +22,7 @@ set_device, synchronize = torch.cuda.set_device, torch.cuda.synchronize
 is_available, init, empty_cache = torch.cuda.is_available, torch.cuda.init, torch.cuda.empty_cache
 name_of_device, runtime, nvtx = torch.cuda.get_device_name, torch.cuda.cudart, torch.cuda.nvtx
 capability, memory_left = torch.cuda.get_device_capability, torch.cuda.mem_get_info
+memory_stats = torch.cuda.memory_stats
 
 _log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import cause_of, flops_utilization, tflops_per_rank, tokens_per_second
+from spare_megatron.journal.step_values import MEMORY, metrics_of
 from spare_megatron.observe.metrics import (
     REST_S,
     DetachedSink,
@@ -166,6 +167,7 @@ class Telemetry:
         self._goodput = LiveGoodput(config.layout.num_groups, clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
+        self._memory: dict[GroupId, Mapping[str, float]] = {}
 
     def on_event(self, event: object) -> None:
         """Updates the counters by an event, and writes a step, a checkpoint or an evaluation."""
@@ -201,6 +203,8 @@ class Telemetry:
                 self._write(_of_evaluation(event))
             case reports.StepCommitted(step=step):
                 self._keep_recoveries(event.recoveries)
+                of_group = {key: value for key, value in event.update.values.items() if key in MEMORY}
+                self._memory[GroupId(event.update.group)] = of_group
                 if step >= self._next_step:
                     self._next_step = step + 1
                     self._goodput.on_commit(self._clock(), event.update.step_s, event.num_alive)
@@ -222,7 +226,8 @@ class Telemetry:
             "train/loss": update.loss,
             "train/grad_norm": update.grad_norm,
             "train/learning_rate": update.learning_rate,
-            **{f"train/{name}": mean for name, mean in update.terms.items()},
+            **metrics_of(update),
+            **self._of_fullest(),
             "train/tokens": sequences_before(self._config, update.step + 1) * self._config.model.seq_length,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": update.makespan,
@@ -240,6 +245,12 @@ class Telemetry:
         whole_s = update.step_s / self._run.size_of_step(update.step)
         values |= self._speed(whole_s, event.num_alive * self._run.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
+
+    def _of_fullest(self) -> dict[str, Value]:
+        """Memory of the fullest rank, by the last report of each group that takes part."""
+        known = [values for group, values in self._memory.items() if group not in self._absent]
+        found = {key: [values[key] for values in known if key in values] for key in MEMORY}
+        return {key: max(of_groups) for key, of_groups in found.items() if of_groups}
 
     def _keep_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
         """Keeps each recovery as the first group reports it."""

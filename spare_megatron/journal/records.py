@@ -160,9 +160,11 @@ class UpdateRecord(OfAttempt):
     compute_s: list[float] = field(default_factory=list)
     """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Means of the further terms of a program's loss."""
+    """Means of the further terms of a program's loss; on a blend `loss/` and a corpus: the mean over its tokens."""
     bytes_over_groups: int = 0
     """Bytes that the group's first rank gave to sums over groups since the previous commit; 0 if unknown."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Further metrics of the step by their keys, those of `journal.step_values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

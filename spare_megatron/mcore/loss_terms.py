@@ -54,10 +54,10 @@ class LossTerms:
         """Adds the microbatch's sums and counts to those of the step. Returns as `of_microbatch`."""
         total, number = self.of_microbatch(terms)
         gradients.add_loss(total, number)
-        for index, name in enumerate(self._declared):
-            part, count = terms[name]
-            whole = self._over_context(self._tensor(name, self._number(count)))
-            gradients.add_term(index, self._over_context(part.detach()), whole)
+        if self._declared:
+            sums = torch.stack([terms[name][0].detach() for name in self._declared])
+            counts = torch.stack([self._tensor(name, self._number(terms[name][1])) for name in self._declared])
+            gradients.add_terms(self._over_context(sums), self._over_context(counts))
         return total, number
 
     def of_microbatch(self, terms: Terms) -> tuple[Tensor, Tensor | None]:

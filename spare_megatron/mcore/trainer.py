@@ -1,5 +1,6 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.machines.failure_detector import Operation
+from spare_megatron.devices import gpu
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
@@ -23,7 +25,7 @@ from spare_megatron.mcore.gradients.gradients import make_gradient_sums
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
 from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
-from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
+from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, sum_inside_group
 from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import cpu
@@ -42,6 +44,7 @@ from spare_megatron.mcore.optimizer.parameters import (
     optimized,
     parameters_digest,
     parameters_sha256,
+    sums_of_squares,
 )
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
@@ -73,7 +76,9 @@ class UpdateResult:
     grad_norm: float
     learning_rate: float
     terms: Mapping[str, float] = field(hash=False)
-    """Means of the further terms of a program's loss."""
+    """Means of the further terms of the loss that anything counted for."""
+    figures: Mapping[str, Sequence[float]] | None = field(default=None, hash=False)
+    """What this rank adds to figures of the model (`step_values.model_figures`); None in steps without."""
 
 
 class GroupTrainer:
@@ -300,7 +305,11 @@ class GroupTrainer:
         self.gradients.finish(1.0 / loss.divisor)
         if isinstance(self._optimizer, DividedOptimizer):
             self._optimizer.gather_gradients()
+        every = self._config.metrics.model_every_steps
+        has_figures = every > 0 and self._step % every == 0
+        tokens = self.gradients.experts.by_layer() if has_figures else {}  # Megatron forgets them
         sum_inside_group(self.chunks, self.process_groups)
+        figures = self._figures(tokens, has_gradients=squares is None) if has_figures else None
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
         else:
@@ -310,8 +319,48 @@ class GroupTrainer:
             loss=loss.mean,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            terms=dict(zip(self._program.loss_terms, (term.mean for term in terms), strict=True)),
+            terms={
+                name: term.mean
+                for name, term in zip(self._program.loss_terms, terms, strict=True)
+                if term.num_tokens  # else there is no mean
+            },
+            figures=figures,
         )
+
+    def _figures(self, tokens: Mapping[str, Sequence[float]], *, has_gradients: bool) -> dict[str, Sequence[float]]:
+        """Squares of gradients and parameters before an update, and `tokens` of experts, each on one rank that has it.
+        Gradients of which other groups have parts are left out.
+        """
+        groups, optimizer = self.process_groups, self._optimizer
+        named = self.parameters_named() if groups.cp.rank() == 0 else ()
+        counted = {one.parameter: one for one in named if counts_for_norm(one.parameter, groups)}
+        own = [
+            one
+            for one in counted.values()
+            if not (groups.expert_lanes if is_divided_expert(one.parameter) else groups.lanes).rank()
+        ]
+        squared = [("params_norm", one.parameter) for one in own]
+        if isinstance(optimizer, DividedOptimizer) and not optimizer.has_all_gradients:
+            strips = (one for one in optimizer.fragments() if one.parameter in counted)
+            squared += [(f"grad_norm/{counted[one.parameter].part}", one.gradient) for one in strips]
+        elif has_gradients:
+            squared += [(f"grad_norm/{one.part}", one.main_grad) for one in own]
+        load = {} if groups.lanes.rank() else tokens
+        return {
+            **{f"train/{name}": [squares] for name, squares in sums_of_squares(squared).items()},
+            **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load.items()},
+        }
+
+    def memory(self) -> tuple[float, float, float]:
+        """Bytes that tensors take, that the allocator holds, and that tensors took at most, on the device; of a process
+        on CPUs those in memory, 0, and the most so far.
+        """
+        if self._device.type != "cpu":
+            stats = gpu.memory_stats(self._device)
+            held = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+            return *held, stats["allocated_bytes.all.peak"]
+        pages = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
+        return 1024.0 * int(pages["VmRSS"]), 0.0, 1024.0 * int(pages["VmHWM"])
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         assert self.stacked is not None, "only stacked state has partitions"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from spare_megatron.journal.records import SaveOutcome
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.run_state import GroupStatus, RunState
+from spare_megatron.journal.step_values import KINDS
 from spare_megatron.observe.metrics import Value
 
 if TYPE_CHECKING:
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 _GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts")
 """Metrics that only grow while a driver lives."""
-_LABELS = {r"perf/lost_(.+)_s": ("perf_lost_seconds", "cause"), r"eval/(.+)/loss": ("eval_set_loss", "set")}
+_LABELS = {
+    r"perf/lost_(.+)_s": ("perf_lost_seconds", "cause"),
+    r"eval/(.+)/loss": ("eval_set_loss", "set"),
+    **{f"{begin}(.+)": (f"{begin.replace('/', '_')}by_{kind}", kind) for begin, kind in KINDS.items()},
+}
 """Metrics by which several keys become one: pattern of the keys -> name, and the label that tells them apart."""
 
 

@@ -1,7 +1,7 @@
 """Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.suspects import Suspect
@@ -9,6 +9,7 @@ from spare_megatron.core.log.actions import ChangePaces, ReportEvaluation
 from spare_megatron.core.log.loss_sums import losses_of, mean_loss
 from spare_megatron.journal.records import PacesRecord, RecoveryRecord, SuspicionRecord, UpdateRecord
 from spare_megatron.journal.spans import RecoveryStage
+from spare_megatron.journal.step_values import MEMORY
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.reports import EvaluationDecided, RunPaused, StepCommitted
 from spare_megatron.rank.recovery_clock import RecoveryClock
@@ -53,10 +54,14 @@ class RankReports:
         return ended
 
     def write_update(
-        self, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float, bytes_over_groups: int
+        self, attempt: int, result: UpdateResult, figures: Mapping[str, float], step_s: float, bytes_over_groups: int
     ) -> UpdateRecord:
-        """Journals the update with the sums of this attempt, and returns the record."""
-        step = self._ctx.progress.now
+        """Journals the update with the sums of this attempt, and returns the record: all `values` on the leader."""
+        step, opinion = self._ctx.progress.now, self._ctx.progress.now.opinion
+        assert opinion is not None, "a commit needs the group's own complete sum"
+        values = {key: value for key, value in zip(MEMORY, opinion.memory, strict=True) if value}
+        if self._ctx.agreement.is_leader:
+            values |= self._ctx.trainer.corpus.consumed(step.step + 1)
         record = UpdateRecord(
             group=self._ctx.member.group,
             step=step.step,
@@ -68,8 +73,9 @@ class RankReports:
             terms=dict(result.terms),
             makespan=step.makespan,
             step_s=round(step_s, 6),
-            compute_s=[round(spent_s, 6) for spent_s in compute_s],
+            compute_s=[round(spent_s, 6) for spent_s in opinion.compute_s],
             bytes_over_groups=bytes_over_groups,
+            values={**values, **figures},
         )
         self._ctx.write_if_leader(record)
         return record

@@ -24,6 +24,7 @@ from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
+from spare_megatron.journal.step_values import model_figures
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
@@ -315,6 +316,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         ends=ctx.progress.is_end_asked(),
         wrong_sum=wrong,
         has_suspects=bool(now.suspects),
+        memory=ctx.trainer.memory(),
     )
 
 
@@ -440,7 +442,8 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
     assert opinion.loss is not None, "a commit needs the group's own complete sum"
     with ctx.probe.during(Operation.UPDATE), parts.source.changing(num_steps):
         result = ctx.trainer.update(opinion.loss, parts.sums.squares, opinion.terms)
-    update = parts.reports.write_update(action.attempt, result, opinion.compute_s, now.spent_s, bytes_over_groups)
+        figures = {} if result.figures is None else model_figures(ctx.agreement.gathered(result.figures))
+    update = parts.reports.write_update(action.attempt, result, figures, now.spent_s, bytes_over_groups)
     parts.saves.report_finished()
     if ctx.optimizer_state.is_gathered:  # all other parameters are those of the step before
         progress.lacks_params = True

@@ -59,6 +59,7 @@ class RankOutcome:
     ends: bool = False
     wrong_sum: int | None = None
     has_suspects: bool = False
+    memory: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class GroupOpinion:
     rank, `num_complete` buckets are summed, passes took `compute_s` seconds, and the first bucket whose sum contradicts
     its checksum is in `wrong_sums`. `pace_s`: seconds per microbatch of the slowest rank. `finding`: the worst about
     the group's own gradients. `ends`: some rank is asked to end the run. `has_suspects`: some rank has suspect losses.
+    `memory`: `step_values.MEMORY` of the fullest ranks.
     """
 
     is_complete: bool
@@ -81,6 +83,7 @@ class GroupOpinion:
     ends: bool = False
     wrong_sums: tuple[int | None, ...] = ()
     has_suspects: bool = False
+    memory: tuple[float, ...] = ()
 
     @property
     def has_wrong_sum(self) -> bool:
@@ -155,12 +158,14 @@ class GroupAgreement:
         of_ranks[self._ranks.rank() :: num_ranks] = float(outcome.num_complete), outcome.compute_s, wrong
         flags = [float(outcome.finding), float(outcome.ends), float(outcome.has_suspects)]
         own = [float(not outcome.is_complete), work, -work, *flags, outcome.pace_s]
-        mine = torch.tensor([*own, *of_ranks, *known], dtype=torch.float64)
+        mine = torch.tensor([*own, *of_ranks, *outcome.memory, *known], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
         has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s, *others = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
-        of_ranks, known = others[: 3 * num_ranks], others[3 * num_ranks :]
+        size = len(outcome.memory)
+        of_ranks, others = others[: 3 * num_ranks], others[3 * num_ranks :]
+        memory, known = others[:size], others[size:]
         pairs = zip(known[::2], known[1::2], strict=True)
         totals = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
@@ -174,6 +179,7 @@ class GroupAgreement:
             wrong_sums=tuple(int(wrong) - 1 if wrong else None for wrong in of_ranks[2 * num_ranks :]),
             ends=bool(is_end_asked),
             has_suspects=bool(is_suspicious),
+            memory=tuple(memory),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

@@ -1,7 +1,7 @@
 """The full mixture of experts on one rank by plain autograd, with the losses of its routers as the papers have them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from spare_megatron.mcore.model.model import ModelContext, gpt_model
 from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.training_samples import Corpus, on_device
 from spare_megatron.mcore.model.transformer import transformer_config
-from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, reduce_alone, work_of
 
@@ -154,9 +154,12 @@ def all_units(config: RunConfig, step: int) -> list[Microbatch]:
     return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
 
 
-def curve(config: RunConfig) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of a group that computes the whole batch."""
-    return _steps(GroupTrainer(config, CPU), config, range(config.train.steps))
+def curve(config: RunConfig) -> list[tuple[float, float, Mapping[str, Sequence[float]]]]:
+    """Loss, gradient norm and what this rank adds to figures of the model of each step of a group that computes the
+    whole batch.
+    """
+    results = _results(GroupTrainer(config, CPU), config, range(config.train.steps))
+    return [(result.loss, result.grad_norm, result.figures or {}) for result in results]
 
 
 def moved(
@@ -194,14 +197,15 @@ def _expert_sums(trainer: GroupTrainer) -> dict[str, float]:
 
 
 def _steps(trainer: GroupTrainer, config: RunConfig, steps: range) -> list[tuple[float, float]]:
-    answers = []
+    return [(result.loss, result.grad_norm) for result in _results(trainer, config, steps)]
+
+
+def _results(trainer: GroupTrainer, config: RunConfig, steps: range) -> Iterator[UpdateResult]:
     for step in steps:
         trainer.begin_step(step)
         trainer.compute(all_units(config, step))
         reduce_alone(trainer)
-        result = trainer.update(agreed_loss(trainer))
-        answers.append((result.loss, result.grad_norm))
-    return answers
+        yield trainer.update(agreed_loss(trainer))
 
 
 def _full_model(config: RunConfig, parameters: Arrays) -> GPTModel:

@@ -13,8 +13,10 @@ import pytest
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.model.parameter_rules import parameter_names
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import LayoutConfig, MetricsConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.journal.step_values import model_figures
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group
 from tests.integration import mcore_group as group
@@ -150,11 +152,17 @@ def test_a_mixture_goes_on_bit_by_bit_as_one_group_that_computes_everything(text
     layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
     mixture = {"linear_bias": False, "num_experts": 4, "shared_expert_ffn_hidden_size": 24, "hidden_dropout": 0.1}
     config = tiny_config(text_corpus, layout, mode="reproducible", faults=[kill("backward", 1, 1, 3)], **mixture)
-    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, **BIASED})
+    config = replace(config, megatron={"moe_aux_loss_coeff": 0.1, **BIASED}, metrics=MetricsConfig(model_every_steps=1))
     run = complete_run(config, tmp_path)
     assert_masked(run)
-    curve = run_group(expert_group.curve, config)[0]
+    ranks = run_group(expert_group.curve, config)
+    curve = [(loss, norm) for loss, norm, _ in ranks[0]]
     assert losses_of(run.journal) == {step: {values} for step, values in enumerate(curve)}
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
+        figures = model_figures(of_rank for _, _, of_rank in of_ranks)
+        assert sum(key.startswith("train/expert_load/") for key in figures) == config.model.num_layers
+        for record in run.journal.of(UpdateRecord):
+            assert record.step != step or figures.items() <= record.values.items()
 
 
 def test_a_checkpoint_of_divided_experts_loads_in_stages_and_the_other_way_round(

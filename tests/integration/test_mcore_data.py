@@ -400,6 +400,42 @@ def test_one_corpus_twice_in_a_blend_is_read_in_two_orders(config: RunConfig) ->
     assert samples[::2] != samples[1::2]
 
 
+@pytest.mark.parametrize("skip", [(), ("0-2", "17", "100-131")], ids=["all", "some left out"])
+def test_what_is_consumed_of_each_corpus_is_what_its_steps_have_read(
+    blended: RunConfig, monkeypatch: pytest.MonkeyPatch, skip: tuple[str, ...]
+) -> None:
+    """Counted by the tokens read, over repetitions of the choices."""
+    monkeypatch.setattr("spare_megatron.mcore.model.training_samples._CHOICES", 70)
+    config = replace(blended, data=replace(blended.data, skip=skip), train=replace(blended.train, steps=60))
+    prepare_index(config)
+    corpus, read = Corpus(config), np.zeros(3, int)
+    per_epoch = (60 * 90 - 1) // 16
+    for step in range(60):
+        for number in range(3 * 2):
+            batch = corpus.microbatch(step, number)
+            of_tokens = (batch["tokens"][:, 0].numpy() - 100) // 50
+            np.testing.assert_array_equal(batch["corpus"], np.repeat(of_tokens[:, None], 16, axis=1))
+            read += np.bincount(of_tokens, minlength=3)
+        found = corpus.consumed(step + 1)
+        assert found == {
+            **{f"data/epochs/{name}": read[place] / per_epoch for place, name in enumerate("abc")},
+            **{f"data/tokens/{name}": read[place] * 16 for place, name in enumerate("abc")},
+        }
+    assert read[1] > per_epoch
+
+
+def test_a_corpus_that_is_twice_in_a_blend_counts_once(config: RunConfig) -> None:
+    twice = replace(config, data=DataConfig(blend=(BlendedCorpus(corpus=config.data.corpus),) * 2))
+    prepare_index(twice)
+    corpus = Corpus(twice)
+    num_sequences = 3 * 2 * 2
+    assert corpus.consumed(1) == {
+        "data/epochs/text": pytest.approx(num_sequences / ((60 * 90 - 1) // 16)),
+        "data/tokens/text": num_sequences * 16,
+    }
+    assert "corpus" not in corpus.microbatch(0, 0)
+
+
 def test_every_corpus_of_a_blend_is_leased(blended: RunConfig) -> None:
     folders = prepare_index(blended)
     cache = folders[0].parent

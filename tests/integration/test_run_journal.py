@@ -137,6 +137,10 @@ def apply_another_sum(lines: Lines) -> None:
     one(lines, "update", step=STEP, group=2)["loss"] += 1e-9
 
 
+def apply_another_term(lines: Lines) -> None:
+    one(lines, "update", step=STEP, group=2)["terms"] = {"loss/web": 1.0}
+
+
 def apply_a_sum_of_too_little(lines: Lines) -> None:
     for line in lines:
         if line["record"] == "update" and line["step"] == STEP:
@@ -246,6 +250,7 @@ DOCTORED: list[tuple[Callable[[Lines], None], str, str]] = [
     (drop_an_update, "unknown", "step 2: no update of group 2 in the journal"),
     (apply_twice, "invalid", "step 2: group 2 applied it 2 times"),
     (apply_another_sum, "invalid", "step 2: groups applied different sums"),
+    (apply_another_term, "invalid", "step 2: groups applied different sums"),
     (apply_a_sum_of_too_little, "invalid", "step 2: the sum did not count 8 microbatches"),
     (apply_another_learning_rate, "invalid", "step 2: groups have different learning_rate: "),
     (apply_another_makespan, "invalid", "step 2: groups have different makespan: "),

@@ -26,6 +26,7 @@ from spare_megatron.driver.run import run_record
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.formats.store_space import StoreSpace
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, RestartRecord, UpdateRecord
+from spare_megatron.journal.step_values import MEMORY
 from spare_megatron.observe.metrics import DetachedSink, JsonlSink, MetricsSink, Value, WandbSink
 from spare_megatron.process.reports import (
     EvaluationDecided,
@@ -62,7 +63,12 @@ class BrokenSink(ListSink):
 
 
 def committed(
-    step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5, terms: Mapping[str, float] | None = None
+    step: int,
+    group: int = 0,
+    num_alive: int = 4,
+    step_s: float = 0.5,
+    terms: Mapping[str, float] | None = None,
+    values: Mapping[str, float] | None = None,
 ) -> StepCommitted:
     update = UpdateRecord(
         group=group,
@@ -75,6 +81,7 @@ def committed(
         makespan=4,
         step_s=step_s,
         terms=dict(terms or {}),
+        values=dict(values or {}),
     )
     return StepCommitted(
         update=update,
@@ -255,6 +262,19 @@ def test_an_evaluation_is_written_once_and_again_when_a_restart_repeats_it() -> 
     assert found[2:] == [{"step": 1, "eval/loss": 1.5, **of_sets, "eval/spent_s": 0.25}] * 2
 
 
+def test_memory_is_that_of_the_fullest_rank_of_the_groups_that_take_part() -> None:
+    allocated, reserved, _ = MEMORY
+
+    def step(number: int, group: int, held: float, **more: float) -> StepCommitted:
+        return committed(number, group, values={allocated: held, "data/tokens/web": 5.0, **more})
+
+    events = [step(0, 0, 3.0), step(0, 1, 7.0), step(0, 2, 5.0, **{reserved: 9.0})]
+    found = recorded(*events, step(1, 0, 4.0), lost(1), step(2, 0, 4.0), step(2, 2, 1.0), step(3, 0, 2.0))
+    assert [values[allocated] for values in found] == [3.0, 7.0, 5.0, 2.0]
+    assert [values.get(reserved) for values in found] == [None, 9.0, 9.0, None]
+    assert {values["data/tokens/web"] for values in found} == {5.0}
+
+
 def test_the_page_has_every_key_and_no_other() -> None:
     times = dict.fromkeys(("computed_at_s", "noticed_at_s", "agree_s", "patch_s", "rebuild_s", "reduce_s"), 0.0)
     recovery = RecoveryRecord(group=0, step=1, lost=[1], num_patched=1, **times)
@@ -269,7 +289,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
         committed(4),
         RunPaused(group=GroupId(0), step=5, shards=(ShardId(1),)),
         RunPaused(group=GroupId(0), step=5),
-        committed(5),
+        committed(5, values=dict.fromkeys((*MEMORY, "train/params_norm"), 1.0)),
         SAVED,
         restarted(0, 4),
         committed(4),

@@ -30,6 +30,7 @@ LINES = [
     {"step": 7, "ckpt/outcome": "saved", "ckpt/num_bytes": 10},
     {"step": 8, "train/loss": 2.25, "fault/groups_lost": 1, "perf/tokens_per_s": 1e3, "perf/lost_scatter_s": 0.5},
     {"step": 8, "eval/loss": 3.0, "eval/code/loss": 3.5},
+    {"step": 9, "train/loss/web": 2.0, "train/loss/a/b": 4.0},
     {"step": 8, "ckpt/outcome": "failed"},
 ]
 
@@ -57,6 +58,7 @@ def test_the_last_values_and_the_state_of_the_run_are_served(tmp_path: Path) -> 
         assert found["spare_fault_groups_lost_total", ""] == 1.0
         assert (found["spare_perf_lost_seconds", "recovery"], found["spare_perf_lost_seconds", "scatter"]) == (1.5, 0.5)
         assert (found["spare_eval_loss", ""], found["spare_eval_set_loss", "code"]) == (3.0, 3.5)
+        assert [found["spare_train_loss_by_corpus", name] for name in ("web", "a/b")] == [2.0, 4.0]
         outcomes = {label: value for (name, label), value in found.items() if name == "spare_ckpt_saves_total"}
         assert outcomes == {"saved": 1.0, "skipped": 0.0, "failed": 1.0}
         groups = {label: value for (name, label), value in found.items() if name == "spare_groups"}

@@ -1,6 +1,8 @@
 """What the page of a trained run has beyond that of a simulated one: curves, checkpoints, and where it comes from."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ import numpy as np
 import pytest
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import CheckpointRecord, PacesRecord
+from spare_megatron.journal.records import CheckpointRecord, PacesRecord, UpdateRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.tools.report.history import History
-from spare_megatron.tools.report.page import Plot, live_content, plots_of, report
+from spare_megatron.tools.report.page import Plot, curves_of, live_content, plots_of, report
 from tests.unit.measured_run import (
     BEGAN_S,
     FLOPS,
@@ -183,3 +185,56 @@ def test_after_a_restart_all_groups_are_as_fast_as_most_and_commits_go_on(tmp_pa
 
 def test_a_run_whose_work_was_never_dealt_anew_has_no_plot_of_paces(history: History) -> None:
     assert "Pace of each group" not in plots(history)
+
+
+def told(lines: list[Line], step: int, group: int, terms: Mapping[str, float]) -> list[Line]:
+    """The lines, with terms of the last update of a step by a group."""
+    place = max(
+        place
+        for place, line in enumerate(lines)
+        if isinstance(line.record, UpdateRecord) and (line.record.step, line.record.group) == (step, group)
+    )
+    record = lines[place].record
+    assert isinstance(record, UpdateRecord)
+    return [*lines[:place], replace(lines[place], record=replace(record, terms=dict(terms))), *lines[place + 1 :]]
+
+
+def test_further_values_have_a_line_each_where_they_are_known(tmp_path: Path) -> None:
+    lines = measured_lines(NUM_STEPS)
+    for step in range(NUM_STEPS):
+        lines = told(lines, step, 0, {"loss/web": 2.0 - step, **({"loss/a & b": 3.0} if step % 2 else {})})
+    lines = told(lines, 3, 1, {"loss/web": 2.5})  # the largest counts
+    drawn = plots(history_from(tmp_path, lines))["Loss by corpus"].figure
+    web, other = drawn.data
+    assert (web.name, list(web.x)) == ("web", list(range(NUM_STEPS)))
+    assert list(web.y) == [2.5 if step == 3 else 2.0 - step for step in range(NUM_STEPS)]
+    assert (other.name, list(other.x), set(other.y)) == ("a & b", [1, 3, 5, 7], {3.0})
+
+
+def test_further_values_of_undone_steps_are_not_drawn(tmp_path: Path) -> None:
+    lines = measured_lines(NUM_STEPS, params={})
+    for step in range(NUM_STEPS):
+        lines = told(lines, step, 0, {"loss/web": 1.0})
+    lines = [*lines[:-1], *redone_lines(NUM_STEPS, 5, {}, {})]
+    for step in range(5, NUM_STEPS):
+        lines = told(lines, step, 0, {"loss/web": 2.0})
+    _, values = values_of(plots(history_from(tmp_path, lines))["Loss by corpus"])
+    assert values == [1.0] * 5 + [2.0] * (NUM_STEPS - 5)
+
+
+def test_many_further_values_are_a_map(tmp_path: Path) -> None:
+    lines = measured_lines(NUM_STEPS)
+    names = [f"part {number}" for number in range(40)]
+    for step in (0, 4):
+        lines = told(lines, step, 0, {f"loss/{name}": number + step for number, name in enumerate(names[: 40 - step])})
+    (drawn,) = plots(history_from(tmp_path, lines))["Loss by corpus"].figure.data
+    assert (list(drawn.x), list(drawn.y)) == ([0, 4], names)
+    assert list(drawn.z[:, 0]) == list(range(40))
+    np.testing.assert_array_equal(drawn.z[:, 1], [*range(4, 40), *[np.nan] * 4])
+
+
+def test_two_runs_have_their_further_values_in_one_plot(tmp_path: Path) -> None:
+    lines = told(measured_lines(NUM_STEPS), 2, 0, {"loss/web": 1.0})
+    runs = {name: history_from(tmp_path / name, lines) for name in ("one", "other")}
+    drawn = {plot.title: plot for plot in curves_of(runs)}["Loss by corpus"].figure
+    assert [line.name for line in drawn.data] == ["one: web", "other: web"]

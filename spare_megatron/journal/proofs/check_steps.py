@@ -224,7 +224,7 @@ def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]
     total = run.num_groups * run.microbatches_of_a_shard(commit.step)
     if any(record.num_microbatches != total for record in records):
         yield "invalid", f"the sum did not count {total} microbatches"
-    if len({(record.loss, record.grad_norm) for record in records}) > 1:
+    if len({(record.loss, record.grad_norm, *sorted(record.terms.items())) for record in records}) > 1:
         yield "invalid", "groups applied different sums"
     for name in ("learning_rate", "makespan"):
         values = sorted({getattr(record, name) for record in records})

@@ -16,6 +16,7 @@ from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.state.rank_paces import RankPaces
 from spare_megatron.journal.state.recoveries import Recoveries
+from spare_megatron.journal.step_values import StepValues, metrics_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import LIKE
 
@@ -68,6 +69,7 @@ class StepTable:
         """Seconds from the start of the step to its update; shape (attempts, groups), as `load`."""
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, turns)
+        self.further = StepValues()
 
     def add_update(self, record: records.UpdateRecord) -> None:
         self._reserve(record.attempt)
@@ -78,6 +80,7 @@ class StepTable:
         self.step_s[record.attempt, record.group] = record.step_s
         load = float(self.load[record.attempt, record.group])
         self.paces.add(record.attempt, record.group, record.compute_s, load)
+        self.further.add(record.attempt, metrics_of(record))
 
     def add_contribution(self, record: records.ContributionRecord, load: int) -> None:
         self._reserve(record.attempt)

@@ -147,10 +147,10 @@ class GradientSums(ABC):
         if num_tokens is not None:
             self._tokens += num_tokens
 
-    def add_term(self, index: int, total: Tensor, count: Tensor) -> None:
-        """Adds a further term of the loss of a microbatch: its sum, and its count as an int64 on the device."""
-        self._add(self._term_sums[index], total)
-        self._term_counts[index] += count
+    def add_terms(self, totals: Tensor, counts: Tensor) -> None:
+        """Adds the further terms of the loss of a microbatch: their sums, and their counts as int64 on the device."""
+        self._add(self._term_sums, totals)
+        self._term_counts += counts
 
     def add_count(self, num_microbatches: int) -> None:
         """Counts microbatches that are summed, or will be before any bucket is staged."""

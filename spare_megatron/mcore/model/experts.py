@@ -54,20 +54,21 @@ class Router(TopKRouter):
 
 
 class ExpertCounts:
-    """Tokens of a step that the routers of a rank chose each expert for (arXiv 2408.15664), by which Megatron's
-    finalization of gradients moves their biases: int64 `tokens`, a row for each router with biases.
+    """Tokens of a step that the routers of a rank chose each expert for: int64 `tokens`, a row for each router. By them
+    Megatron's finalization of gradients moves the biases of routers that have some (arXiv 2408.15664).
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
         layers = [layer for module in modules for layer in module.modules()]
-        self._routers = [layer for layer in layers if isinstance(layer, TopKRouter) and layer.enable_expert_bias]
+        self._routers = [layer for layer in layers if isinstance(layer, TopKRouter)]
         num_experts = self._routers[0].config.num_moe_experts if self._routers else 0
         self.tokens = torch.zeros(len(self._routers), num_experts, dtype=torch.int64, device=device)
         self._is_counting = False
         for router, row in zip(self._routers, self.tokens, strict=True):
-            router._maintain_float32_expert_bias()  # Megatron's does so in the first pass, after state has arrived
-            del router.local_tokens_per_expert  # a buffer in the format of the parameters
-            router.local_tokens_per_expert = row
+            if router.enable_expert_bias:
+                router._maintain_float32_expert_bias()  # Megatron's does so in the first pass, after state has arrived
+                del router.local_tokens_per_expert  # a buffer in the format of the parameters
+                router.local_tokens_per_expert = row
             router._apply_expert_bias = self._counter(row)
 
     @contextmanager
@@ -82,7 +83,13 @@ class ExpertCounts:
     def biases(self) -> Iterator[tuple[str, Tensor]]:
         """The biases of each router, by a name."""
         for router in self._routers:
-            yield f"expert biases of layer {router.layer_number}", router.expert_bias
+            if router.enable_expert_bias:
+                yield f"expert biases of layer {router.layer_number}", router.expert_bias
+
+    def by_layer(self) -> dict[str, list[int]]:
+        """Tokens for each expert of a layer, by its name in metrics; the numbers of layers count from 0."""
+        layers = (f"layer_{router.layer_number - 1}" for router in self._routers)
+        return dict(zip(layers, self.tokens.tolist(), strict=True))
 
     def _counter(self, row: Tensor) -> Callable[..., None]:
         def count(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

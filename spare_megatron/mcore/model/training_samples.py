@@ -4,9 +4,10 @@ import os
 import shutil
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,30 +159,39 @@ class _Blend:
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """The sample after `number` sequences have been consumed."""
         part, place = self._place(number)
-        return part[place]
+        return self.parts[part][place]
 
     def address(self, number: int) -> str:
         """Where the sample after `number` sequences lies, for people."""
         part, place = self._place(number)
-        epoch, index = divmod(place, part.per_epoch)
-        return f"{part.prefix}, epoch {epoch}, sequence {index}"
+        epoch, index = divmod(place, self.parts[part].per_epoch)
+        return f"{self.parts[part].prefix}, epoch {epoch}, sequence {index}"
 
     def documents(self, number: int) -> list[int]:
         """The documents of its corpus that a sample has text of, in its order."""
         part, place = self._place(number)
-        return part.documents(place)
+        return self.parts[part].documents(place)
 
-    def _place(self, number: int) -> tuple["_Samples", int]:
+    def _place(self, number: int) -> tuple[int, int]:
+        """The part that a sample is from, and its place in that."""
         round_, choice = divmod(number, self._num_choices)
         chosen = int(self._chosen[choice])
-        return self.parts[chosen], round_ * int(self._counts[chosen]) + int(self._earlier[choice])
+        return chosen, round_ * int(self._counts[chosen]) + int(self._earlier[choice])
 
     def num_epochs(self, num_sequences: int) -> list[int]:
         """Epochs of each corpus that so many sequences touch."""
+        numbers = self.of_parts(num_sequences)
+        return [-(-number // part.per_epoch) for number, part in zip(numbers, self.parts, strict=True)]
+
+    def of_parts(self, num_sequences: int) -> list[int]:
+        """How many of the first so many sequences are from each corpus."""
         rounds, rest = divmod(num_sequences, self._num_choices)
-        more = np.bincount(self._chosen[:rest], minlength=len(self.parts))
-        read = [rounds * int(count) + int(more[place]) for place, count in enumerate(self._counts)]
-        return [-(-number // part.per_epoch) for number, part in zip(read, self.parts, strict=True)]
+        more = (int(np.searchsorted(places, rest)) for places in self._places_of_parts)
+        return [rounds * int(count) + further for count, further in zip(self._counts, more, strict=True)]
+
+    @cached_property
+    def _places_of_parts(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self._chosen == part).astype(np.int32) for part in range(len(self.parts))]
 
 
 _CHOICES = 2**20
@@ -332,6 +342,11 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
     )
 
 
+def corpora_told_apart(config: RunConfig) -> tuple[str, ...]:
+    """The names of the corpora of a blend, each once."""
+    return tuple(dict.fromkeys(config.data.corpus_names))
+
+
 def corpus_dataset(config: RunConfig) -> "IndexedCorpora":
     """The corpus or blend of the settings; the default datasets provider. Raises ValueError if it is missing."""
     return IndexedCorpora(config)
@@ -344,17 +359,24 @@ class IndexedCorpora(_Blend):
         """Raises ValueError if a corpus or its index is missing."""
         super().__init__(config)
         self._keys = _keys(config)
+        self._corpora: list[torch.Tensor] = []
+        if len(names := corpora_told_apart(config)) > 1:
+            length = config.model.seq_length
+            of_parts = [names.index(name) for name in config.data.corpus_names]
+            self._corpora = [torch.full((length,), number, dtype=torch.int16) for number in of_parts]
         self._renew()
         self[0]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """`tokens`, `labels`, `position_ids` and, with `data.eod_mask_loss`, 0/1 `loss_mask` of a sample: each
-        [seq_length].
+        """`tokens`, `labels`, `position_ids`, with `data.eod_mask_loss` 0/1 `loss_mask` and, of a blend, `corpus` (the
+        place of its name in `corpora_told_apart`) of a sample: each [seq_length].
         """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
-        sample = super().__getitem__(number)
-        return {key: sample[key] for key in self._keys}
+        part, place = self._place(number)
+        sample = self.parts[part][place]
+        found = {key: sample[key] for key in self._keys}
+        return {**found, "corpus": self._corpora[part]} if self._corpora else found
 
     def _renew(self) -> None:
         for part in self.parts:
@@ -408,6 +430,21 @@ class Corpus:
         if isinstance(self._samples, _Blend):
             return [self._samples.address(place) for place in self.places(step, number)]
         return [f"sequence {place}" for place in self.places(step, number)]
+
+    def consumed(self, num_steps: int) -> dict[str, float]:
+        """Epochs and tokens of each corpus that so many steps have read, by the keys of metrics: none of a program's
+        own dataset, and sums for a corpus that a blend has twice.
+        """
+        if not isinstance(blend := self._samples, _Blend):
+            return {}
+        number = self._sequences_before(num_steps)
+        ranges = [(0, self._skipped.place(number - 1)), *self._skipped.before(number)]
+        read, *skipped = (np.subtract(blend.of_parts(last + 1), blend.of_parts(first)) for first, last in ranges)
+        found: dict[str, float] = defaultdict(float)
+        for name, part, count in zip(self._config.data.corpus_names, blend.parts, read - sum(skipped), strict=True):
+            found[f"data/epochs/{name}"] += int(count) / part.per_epoch
+            found[f"data/tokens/{name}"] += int(count) * self._config.model.seq_length
+        return found
 
     def places(self, step: int, number: int) -> list[int]:
         """Where the sequences of a microbatch stand in the order of samples, some of which `data.skip` leaves out."""

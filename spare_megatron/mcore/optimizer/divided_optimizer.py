@@ -39,9 +39,9 @@ class DividedOptimizer(FragmentAdam):
         self.strips = [[one.own.start, one.own.stop] for one in ranges]
         partitions = StatePartitions(self._shared.own_spans(), 1, piece_elements=None)
         super().__init__(config, chunks, groups, partitions=partitions, hosted=[OWN])
-        self._has_all_gradients = config.reduce.mode == "reproducible"
+        self.has_all_gradients = config.reduce.mode == "reproducible"
         everything = frozenset(self.parameters)
-        self._gathered = everything if self._has_all_gradients else shared_by_stages(chunks, groups)
+        self._gathered = everything if self.has_all_gradients else shared_by_stages(chunks, groups)
         self._lanes_and_mp = groups.lanes_and_mp
 
     def gather_gradients(self) -> None:
@@ -58,7 +58,7 @@ class DividedOptimizer(FragmentAdam):
         return norm, learning_rate
 
     def _norm(self) -> float:
-        if self._has_all_gradients:
+        if self.has_all_gradients:
             counted = [one for one in self.parameters if counts_for_norm(one, self._groups)]
             norms = [
                 get_grad_norm_fp32([one.main_grad for one in part], grad_stats_parallel_group=group)

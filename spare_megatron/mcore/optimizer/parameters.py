@@ -18,10 +18,12 @@ _HASHED_BYTES = 32 * 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedParameter:
     """A parameter of this rank. `name` counts a GPT's layers from 0 over all stages; that of the last stage's tied
-    embeddings is `output_layer.weight`. `partition_dim`: divided over tensor-parallel ranks, if any is.
+    embeddings is `output_layer.weight`. `partition_dim`: divided over tensor-parallel ranks, if any is. `part` of the
+    model: a layer, or what stands beside the layers.
     """
 
     name: str
+    part: str
     parameter: torch.nn.Parameter
     main_grad: torch.Tensor
     partition_dim: int | None
@@ -33,15 +35,27 @@ def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers] if isinstance(model, GPTModel) else []
         for local_name, parameter in model.named_parameters():
             parts = local_name.split(".")
+            part = parts[0] if parts[0] != "decoder" else parts[1]
             if numbers and parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(numbers[int(parts[2])])
+                part = f"layer_{parts[2]}"
             is_divided = getattr(parameter, "tensor_model_parallel", False)
             yield NamedParameter(
                 name=".".join(parts),
+                part=part,
                 parameter=parameter,
                 main_grad=parameter.main_grad,
                 partition_dim=parameter.partition_dim if is_divided else None,
             )
+
+
+def sums_of_squares(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """By name, over all tensors that have it. Waits for the device, once."""
+    norms: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in named:
+        norms.setdefault(name, []).append(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+    squares = [torch.stack(of_name).double().square().sum() for of_name in norms.values()]
+    return dict(zip(norms, torch.stack(squares).tolist(), strict=True)) if norms else {}
 
 
 def parameters_digest(chunks: Sequence[Chunk], further: Iterable[tuple[str, torch.Tensor]] = ()) -> TensorsDigest:

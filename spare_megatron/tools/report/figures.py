@@ -1,5 +1,6 @@
 """The plots of a report. Colours are Okabe and Ito's, safe for colour blindness; patterns survive print."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from spare_megatron.tools.report.history import Floats, History, Interval, Prese
 
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"
 SKY_BLUE = "#56B4E9"
+_NAMED = (BLUE, ORANGE, GREEN, VERMILION, SKY_BLUE, "#CC79A7")
+MOST_NAMED = 2 * len(_NAMED)
+"""Limit of lines of a plot by names."""
 _STATES: Mapping[Presence, tuple[str, str]] = {
     "training": (GREEN, ""),
     "lost": (VERMILION, "x"),
@@ -89,6 +93,32 @@ def step_curves(curves: Mapping[str, tuple[History, Floats]], label: str) -> go.
 def _lines(num_runs: int) -> Sequence[tuple[str, float]]:
     """Colours and widths. Of two equal curves, the narrow one leaves both edges of the wide one visible."""
     return ((BLUE, 2.0),) if num_runs == 1 else ((SKY_BLUE, 8.0), (VERMILION, 2.0))
+
+
+def named_curves(curves: Mapping[str, tuple[npt.NDArray[np.int64], Floats]], label: str) -> go.Figure:
+    """Values over steps, by names: as lines, and more than `MOST_NAMED` as a map."""
+    figure = go.Figure()
+    if len(curves) > MOST_NAMED:
+        steps = np.unique(np.concatenate([at for at, _ in curves.values()]))
+        table = np.full((len(curves), len(steps)), np.nan)
+        for row, (at, values) in zip(table, curves.values(), strict=True):
+            row[np.searchsorted(steps, at)] = values
+        binned, by_name, by_step = shrink(table)
+        figure.add_heatmap(
+            z=binned.astype(np.float32),
+            x=steps[::by_step],
+            y=list(curves)[::by_name],
+            colorscale="Cividis",
+            colorbar={"title": label},
+            hovertemplate="%{y}, step %{x}: %{z}<extra></extra>",
+        )
+        return _titled(figure, "step", "")
+    for (name, (at, values)), colour in zip(curves.items(), itertools.cycle(_NAMED)):
+        drawn = extremes(values, MOST_POINTS)
+        line = {"color": colour, "dash": "solid" if len(figure.data) < len(_NAMED) else "dot"}
+        figure.add_scatter(x=at[drawn], y=values[drawn], name=name, mode="lines", line=line)
+    figure.update_layout(showlegend=len(curves) > 1)
+    return _titled(figure, "step", label, LOW)
 
 
 def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:

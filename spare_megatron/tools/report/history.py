@@ -104,6 +104,8 @@ class History:
     """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
     params: Mapping[tuple[int, str], frozenset[str]]
     """As `RunState.params` returns them, as far as they have been read."""
+    further: Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
+    """Key of a metric of `journal.step_values` -> steps that no restart undid, and its values."""
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
@@ -149,6 +151,7 @@ def history_of(run_state: RunState, overview: Overview) -> History:
         num_places_taken=run_state.num_places_taken,
         evaluations=_evaluations(run_state),
         params=run_state.params(),
+        further=_further(run_state),
     )
 
 
@@ -159,6 +162,15 @@ def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
+
+
+def _further(run_state: RunState) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
+    assert run_state.folding is not None, "a run has a log"
+    undone = run_state.folding.undone
+    kept = [commit for commit in _told_commits(run_state) if commit.index not in undone]
+    found = run_state.steps.further.of(np.array([commit.attempt for commit in kept], np.intp))
+    steps = np.array([commit.step for commit in kept], np.int64)
+    return {key: (steps[places], values) for key, (places, values) in found.items() if len(places)}
 
 
 def _told_commits(run_state: RunState) -> list[Committed]:

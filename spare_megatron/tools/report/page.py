@@ -46,6 +46,17 @@ _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
 )
 """Title, note, label and values of the plots over steps."""
 
+_NAMED_CURVES: Sequence[tuple[str, str, str, float]] = (
+    ("Loss by corpus", "train/loss/", "loss, nats per token", 1.0),
+    ("Epochs of each corpus", "data/epochs/", "epochs", 1.0),
+    ("Tokens of each corpus", "data/tokens/", "tokens", 1.0),
+    ("Gradient norm by layer", "train/grad_norm/", "norm", 1.0),
+    ("Norm of the parameters", "train/params_norm", "norm", 1.0),
+    ("Most tokens of an expert", "train/expert_load/", "over the mean", 1.0),
+    ("Memory of the fullest rank", "perf/memory_", "GiB", 2.0**30),
+)
+"""Title, how the keys of the metrics begin, label and unit of further plots over steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plot:
@@ -240,6 +251,18 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
         curves = _known(histories, values)
         if curves:
             yield Plot(title, note, charts.step_curves(curves, label))
+    for title, begin, label, unit in _NAMED_CURVES:
+        named = {
+            f"{run}: {key.removeprefix(begin)}" if len(histories) > 1 else key.removeprefix(begin): (
+                steps,
+                values / unit,
+            )
+            for run, history in histories.items()
+            for key, (steps, values) in history.further.items()
+            if key.startswith(begin)
+        }
+        if named:
+            yield Plot(title, "", charts.named_curves(named, label))
 
 
 def _known(

@@ -73,10 +73,10 @@ def multiply(load: Load, device: str) -> tuple[str, float, list[str], str]:
     how others differ from the first, and why the clock was reduced under this load.
     """
     torch.set_num_threads(1)
-    sizes, generator = _sizes(device), torch.Generator().manual_seed(load.seed)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    first, other = (torch.randn(sizes.product, sizes.product, generator=generator) for _ in range(2))
-    first, other = first.to(device, dtype), (other * (_GAIN / sizes.product**0.5)).to(device, dtype)
+    sizes, generator = _sizes(device), torch.Generator(device).manual_seed(load.seed)
+    dtype, shape = torch.float32 if device == "cpu" else torch.bfloat16, 2 * [sizes.product]
+    first, other = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    other *= _GAIN / sizes.product**0.5
     results: list[Tensor] = []
     times_s, wrong, reduced = [], list[str](), ""
     for number in range(_NUM_REPETITIONS + 1):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, Figures, Load
+from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, TRANSFER_S, Figures, Load
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
 from spare_megatron.machine.gpus import name_in_torch
@@ -81,7 +81,7 @@ class Examiner:
             machine=self._machine,
             devices=devices,
             store=self._spec.store,
-            transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s,
+            transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s + TRANSFER_S * len(devices),
             load=Load(
                 seed=wanted.number,
                 leaves_waits_out=config.cluster.launcher == "local" or not wanted.is_own,

@@ -25,7 +25,7 @@ class _Open:
     examined: MachineId
     number: int
     helpers: tuple[MachineId, ...]
-    ends_at_s: float
+    begun_at_s: float
 
 
 class Examinations:
@@ -75,15 +75,17 @@ class Examinations:
         (last,) = read_values(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
         number = 0 if last is None else last[0] + 1
         helpers = examination.helpers_of(own.machine, number, others)
-        limit_s = examination.LIMIT_INTERVALS * self._interval_s
-        self._open = _Open(examined=own.machine, number=number, helpers=helpers, ends_at_s=now_s + limit_s)
+        self._open = _Open(examined=own.machine, number=number, helpers=helpers, begun_at_s=now_s)
         write_value(store, keys.examination(own.machine), (number, helpers))
         self._start(ExaminationWanted(examined=own.machine, number=number, helpers=helpers, is_own=True))
 
     def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
         by = [self._machine, *of.helpers]
         figures = read_values(store, [keys.examined(of.examined, of.number, one) for one in by], Figures)
-        if None in figures and now_s < of.ends_at_s:
+        limit_s = examination.LIMIT_INTERVALS * self._interval_s
+        if figures[0] is None:
+            limit_s = max(limit_s, examination.LEAST_LIMIT_S)
+        if None in figures and now_s < of.begun_at_s + limit_s:
             return None
         found = {one: of_one for one, of_one in zip(by, figures, strict=True) if of_one is not None}
         own = found.pop(self._machine, None)

@@ -16,6 +16,7 @@ from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.places import Quarantine
 from spare_megatron.core.slow_machines.examination_rules import (
     LEAST_ANSWER_S,
+    LEAST_LIMIT_S,
     LIMIT_INTERVALS,
     Figures,
     judge_examination,
@@ -181,6 +182,16 @@ def test_an_examination_without_all_answers_is_judged_when_its_time_is_over(thre
     (found,) = three.poll(LIMIT_INTERVALS * INTERVAL_S)
     assert not found.reason
     assert set(found.likes) == {"2"}
+
+
+def test_the_examined_machine_has_longer_to_answer_than_others(three: Machines) -> None:
+    """With heartbeats of a second one with eight GPUs would never pass."""
+    three.silent = {1}
+    three.list.quarantine(QUARANTINE)
+    assert three.poll() == []
+    assert three.poll(LIMIT_INTERVALS * INTERVAL_S) == []
+    (found,) = three.poll(LEAST_LIMIT_S - LIMIT_INTERVALS * INTERVAL_S)
+    assert found.reason == "the examination did not end in time"
 
 
 def test_what_replaces_a_machine_in_quarantine_is_examined_and_the_count_goes_on(three: Machines) -> None:

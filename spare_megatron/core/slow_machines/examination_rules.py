@@ -16,10 +16,12 @@ from spare_megatron.stacking.slowness import excess
 
 NUM_HELPERS = 3
 """Machines that train and do the same, at most: with two of them that agree, the third cannot be at fault for both."""
-LIMIT_INTERVALS = 30.0
-"""Heartbeat intervals after which what has not been answered counts as no answer."""
-TRANSFER_INTERVALS = 8.0
-"""Of these, what transfers between machines may take."""
+LIMIT_INTERVALS, LEAST_LIMIT_S = 30.0, 120.0
+"""Heartbeat intervals after which what has not been answered counts as no answer, and at least so many seconds for the
+examined machine, which works on all of its GPUs in turn.
+"""
+TRANSFER_INTERVALS, TRANSFER_S = 8.0, 4.0
+"""What transfers between machines may take: these intervals, and seconds for each device."""
 _FIRST_WAIT_INTERVALS, _LONGEST_WAIT_INTERVALS = 4.0, 512.0
 
 LEAST_ANSWER_S = 0.02

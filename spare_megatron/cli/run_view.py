@@ -43,9 +43,12 @@ def view_of(
     lines += [*_headlines(run_state, plan, overview), *_grid(run_state.groups())]
     if has_events:
         form = "%H:%M:%S" if overview.until_s - overview.since_s <= _DAY_S else "%Y-%m-%d %H:%M:%S"
-        stamp = lambda at_s: f"{datetime.datetime.fromtimestamp(at_s):{form}}"  # noqa: E731
+
+        def stamp(at_s: float) -> str:
+            return f"{datetime.datetime.fromtimestamp(at_s):{form}}"
+
         lines += [_in_columns(cells) for cells in rows_of(overview, stamp)]
-        lines += [f"{stamp(event.at_s)} {event.text}" for event in run_state.events()[-_EVENTS_SHOWN:]]
+        lines += [f"{stamp(event.at_s)} {event.text}" for event in run_state.events(overview.since_s)[-_EVENTS_SHOWN:]]
     return LiveView(lines=[*lines, *notes], done=done, total=run_state.run.num_steps)
 
 

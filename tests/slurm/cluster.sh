@@ -45,7 +45,7 @@ SlurmdUser=$user
 AuthType=auth/munge
 CredType=cred/munge
 # A job that is back in the queue waits for the end of credentials, by default of two minutes.
-AuthInfo=socket=$dir/run/munge.sock,cred_expire=10
+AuthInfo=socket=$dir/run/munge.sock,cred_expire=20
 ${PLUGINS:+PluginDir=$PLUGINS}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SrunPortRange=$((port + 100))-$((port + 899))

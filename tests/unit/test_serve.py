@@ -155,6 +155,21 @@ def test_the_age_of_the_newest_figure_grows_while_nothing_arrives(tmp_path: Path
         assert get(server, f"{path}?have={headers['X-Version']}")[2]["X-Age"] == "0.000"
 
 
+def test_an_alarm_opens_on_the_page_although_nothing_arrives(tmp_path: Path) -> None:
+    now_s, clock_s = BEGAN_S + 41.0, 0.0
+    write_journal(tmp_path, measured_lines(40)[:41])
+    with answering(open_server(tmp_path, 0, lambda: now_s)) as server:
+        server.content.clock_s = lambda: clock_s
+        path = f"/{server.token}/data"
+        _, body, headers = get(server, f"{path}?have=0")
+        assert "no step has been committed" not in json.loads(body)["head"]
+        now_s, clock_s = now_s + 700.0, 700.0
+        status, body, _ = get(server, f"{path}?have={headers['X-Version']}")
+        assert status == 200
+        assert "not healthy" in json.loads(body)["head"]
+        assert "no step has been committed for more than 10 min" in json.loads(body)["head"]
+
+
 def test_a_simulated_run_has_no_age(run_dir: Path) -> None:
     """Its times are not those of a clock."""
     with answering(open_server(run_dir, 0)) as server:

@@ -22,6 +22,7 @@ from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.convert import convert_command
 from spare_megatron.tools.doctor import check_program, doctor
 from spare_megatron.tools.plan import plan_command as plan
+from spare_megatron.tools.plan import show_command
 from spare_megatron.tools.replay import data_command
 from spare_megatron.tools.replay import replay_command as replay
 from spare_megatron.tools.report import report_commands
@@ -90,6 +91,8 @@ for _command, (_panel, _terms) in _COMMANDS.items():
     app.command(_name, cls=SpareCommand, epilog=explained(*_terms), rich_help_panel=_panel)(_command)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_BEFORE)
 app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
+_terms = ("group", "shard", "lane", "host", "wipe-out")
+config.app.command("show", cls=SpareCommand, epilog=explained(*_terms))(show_command.show)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)
 checkpoint.app.command("export", cls=SpareCommand)(weights_commands.export_weights)

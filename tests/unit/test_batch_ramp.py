@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import num_microbatches_calculator as calculators
 
-from spare_megatron.cli.config import every_setting
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig, TrainConfig
@@ -27,6 +26,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.tools.plan.show_command import every_setting
 from spare_megatron.tools.simulate.calibrate import calibrate
 from spare_megatron.voting.log_follower import controller_setup
 

@@ -18,7 +18,7 @@ import matplotlib as mpl
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.cli.config import print_config, print_presets
+from spare_megatron.cli.config import print_presets
 from spare_megatron.cli.console import LiveView, RunConsole, Table
 from spare_megatron.cli.printing import message, say, shown
 from spare_megatron.cli.progress import RunProgress, print_summary
@@ -38,6 +38,7 @@ from spare_megatron.tools.doctor import doctor
 from spare_megatron.tools.doctor.diagnosis import NodeFinding
 from spare_megatron.tools.doctor.node_facts import NodeMeasurements
 from spare_megatron.tools.plan import plan_plot
+from spare_megatron.tools.plan.show_command import print_config
 from spare_megatron.tools.report import page
 from spare_megatron.tools.simulate.simulate_table import print_figures
 from spare_megatron.tools.simulate.sweep import Estimate, SweepFigures

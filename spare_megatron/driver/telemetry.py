@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import sequences_before
+from spare_megatron.config.training.terms import tokens_before
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
@@ -223,7 +223,7 @@ class Telemetry:
             "train/grad_norm": update.grad_norm,
             "train/learning_rate": update.learning_rate,
             **{f"train/{name}": mean for name, mean in update.terms.items()},
-            "train/tokens": sequences_before(self._config, update.step + 1) * self._config.model.seq_length,
+            "train/tokens": tokens_before(self._config, update.step + 1),
             "spare/groups_alive": event.num_alive,
             "spare/makespan": update.makespan,
             "spare/epoch": event.epoch,

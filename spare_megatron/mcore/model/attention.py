@@ -88,8 +88,10 @@ def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
     return (distances >= 0) & (distances <= num_before)
 
 
-def document_mask(tokens: Tensor, end_of_document: int) -> Tensor:
-    """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`."""
+def document_mask(tokens: Tensor, end_of_document: int, parts: Tensor | None = None) -> Tensor:
+    """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`, and the
+    numbers of the `parts` that lie apart in the text.
+    """
     ends = (tokens == end_of_document).long()
-    documents = ends.cumsum(dim=1) - ends
+    documents = ends.cumsum(dim=1) - ends + (0 if parts is None else parts)
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()

@@ -32,12 +32,17 @@ def check(
     from spare_megatron.config.training.run_terms import terms_in
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.proof import check as check_view
+    from spare_megatron.journal.run_record import RunRecord
 
-    verdict = check_view(JournalIndex(run_dir, settings=terms_in(run_dir)))
+    view = JournalIndex(run_dir, settings=terms_in(run_dir))
+    verdict = check_view(view)
+    [changes] = [line.record.changes for line in view.rare if isinstance(line.record, RunRecord)] or [{}]
     if as_json:
-        say_json(asdict(verdict))
+        say_json({**asdict(verdict), "changes": changes})
     else:
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
+        for name, (before, now) in changes.items():
+            say(f"  went on with another value of {name}: {now}, and the checkpoint was trained with {before}")
         for reason in verdict.reasons:
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])

@@ -30,6 +30,8 @@ _LEAST_LIKENESS = 0.6
 _MOST_SUGGESTED = 4
 
 RETIRED: Mapping[str, tuple[object, str]] = {
+    "checkpoint.allow_other_corpus": (False, 'checkpoint.allow_changes=["corpus"] allows it'),
+    "checkpoint.allow_other_program": (False, 'checkpoint.allow_changes=["program"] allows it'),
     "checkpoint.restart_window_s": (3600.0, "checkpoint.max_restarts limits the restarts of an hour"),
     "spare.placement": ("golomb", "other hosts of shards endure fewer losses; `spare simulate` compares them"),
 }

@@ -286,6 +286,20 @@ class ControlConfig:
     processes end at once; below the KillWait of Slurm, 30 s, and what other schedulers leave until SIGKILL."""
 
 
+# fmt: off
+ChangeableTerm = Literal[
+    "corpus", "program", "train.seed", "model.seq_length", "model.precision", "model.activation", "model.norm_eps",
+    "model.experts_per_token", "model.rope_base", "model.rope_scaling_factor", "model.sliding_window",
+    "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids", "data.end_of_document",
+    "megatron.activation_func_clamp_value", "megatron.glu_linear_offset", "megatron.moe_apply_probs_on_input",
+    "megatron.moe_router_group_topk", "megatron.moe_router_num_groups", "megatron.moe_router_pre_softmax",
+    "megatron.moe_router_score_function", "megatron.moe_router_topk_scaling_factor", "megatron.no_rope_freq",
+    "megatron.softmax_scale", "megatron.window_attn_skip_freq",
+]
+"""Terms of a training that shape none of its state, nor what the parameters mean."""
+# fmt: on
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are taken, which one the run starts from, and restarts after a wipe-out."""
@@ -313,10 +327,9 @@ class CheckpointConfig:
     """Weights to start from with a new optimizer and schedule: an import, or as in `load`, which goes before it."""
     weights_identity: str = ""
     """Required identity of `load_weights`, as in a run's `config.toml`; empty accepts any."""
-    allow_other_corpus: bool = False
-    """Allows a run to continue a checkpoint of a corpus other than `data.corpus`; its record names both."""
-    allow_other_program: bool = False
-    """Allows a run to continue a checkpoint of a program whose file differs from `program.file`."""
+    allow_changes: tuple[ChangeableTerm, ...] = ()
+    """Terms in which a run may differ from the checkpoint that it continues, as corpus, program, model.seq_length or
+    model.precision; its record names both values."""
     timeout_s: PositiveFloat = 1800.0
     """Longest time to write a checkpoint, after which it is abandoned and training continues, and to read one."""
     max_restarts: NonNegativeInt = 3

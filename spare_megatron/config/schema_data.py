@@ -60,6 +60,9 @@ class DataConfig:
     offset: int = 0
     """Sequences by which the place in the data is ahead of the run's batch times its steps, where a checkpoint of other
     batches was loaded; follows from `checkpoint.load`."""
+    phases: tuple[str, ...] = ()
+    """What runs have read before they changed it, each as SEQ_LENGTH:SEQUENCES with the sequences of all until then,
+    and :other if it was of another corpus or seed; follows from `checkpoint.load`."""
     skip: tuple[str, ...] = ()
     """Places in the order of samples that are left out, as 4096, or first and last as 4096-4159; `spare data` prints
     those of a step. From a checkpoint on only places that it has not read may be added, or taken away."""

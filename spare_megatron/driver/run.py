@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from spare_megatron.config.checks.validate import MachineResources, beyond_limits, on_device
 from spare_megatron.config.program_file import judge_program, resolved_program
@@ -19,7 +20,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import judge_corpus
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.sample_index_folders import leased
-from spare_megatron.config.training.terms import other_corpus, step_of
+from spare_megatron.config.training.terms import changes_of, step_of
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
 from spare_megatron.driver.fault_rates import draw_faults
@@ -262,7 +263,7 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
         commit=origin["commit"],
         host=socket.gethostname(),
         code=origin["code"],
-        loaded_corpus=_loaded_corpus(config),
+        changes=_changes(config),
         faults=[
             {
                 "step": fault.step,
@@ -277,10 +278,10 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
     )
 
 
-def _loaded_corpus(config: RunConfig) -> str:
-    """The corpus of the checkpoint that the run begins with, if it is known to be another one; else empty."""
+def _changes(config: RunConfig) -> dict[str, list[Any]]:
+    """`RunRecord.changes`."""
     load = config.checkpoint.load
-    return other_corpus(read_manifest(Path(load)).terms, config) if load else ""
+    return {name: [*both] for name, both in changes_of(read_manifest(Path(load)).terms, config).items()} if load else {}
 
 
 def _memory_bytes() -> int:

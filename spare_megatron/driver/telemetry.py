@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import sequences_before
+from spare_megatron.config.training.terms import tokens_before
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.formats.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RestartRecord
@@ -228,7 +228,7 @@ class Telemetry:
             "train/learning_rate": update.learning_rate,
             **metrics_of(update),
             **self._of_fullest(),
-            "train/tokens": sequences_before(self._config, update.step + 1) * self._config.model.seq_length,
+            "train/tokens": tokens_before(self._config, update.step + 1),
             "spare/groups_alive": event.num_alive,
             "spare/makespan": update.makespan,
             "spare/epoch": event.epoch,

@@ -90,6 +90,8 @@ class RunTerms(FirstTerms):
     """Whether slow groups get less work; False in earlier versions."""
     skip: str = ""
     """Places in the order of samples that are left out; empty if none, as in earlier versions."""
+    phases: str = ""
+    """Sequence lengths of earlier runs, as in `data.phases`; empty if none differs, as in earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,10 @@ class RunRecord(RunTerms):
     code: str = ""
     """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
     loaded_corpus: str = ""
-    """Corpus of the loaded checkpoint, if known to be another one."""
+    """Written by earlier versions, for `changes` of the corpus alone."""
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    """Terms that differ from those of the loaded checkpoint, as `checkpoint.allow_changes` names them: its value, and
+    the run's."""
     terms: str = ""
     """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -64,6 +65,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAIN = "fp32_param"
+
+_MAIN_KEY = f"optimizer.state.{MAIN}."
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -298,17 +301,38 @@ def load_checkpoint(
         states = {number: optimizer.empty_state(number) for number in numbers}
         parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
         # This rank asks only for its own partitions, so access to the others must not be required.
-        asked = {"model": model, "slices": parts}
-        state = dist_checkpointing.load(asked, str(folder), validate_access_integrity=False)
+        state = _load({"model": model, "slices": parts}, folder, chunks, is_whole=False)
         on_read()
         optimizer.restore(state["optimizer"], states)  # filled in place
     else:
         asked = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=True)}
-        state = dist_checkpointing.load(asked, str(folder))
+        state = _load(asked, folder, chunks, is_whole=True)
         on_read()
         optimizer.load_state_dict(state["optimizer"])
     for number, chunk in enumerate(chunks):
         chunk.module.module.load_state_dict(state["model"][str(number)])
+
+
+def _load(asked: dict[str, Any], folder: Path, chunks: Sequence[Chunk], *, is_whole: bool) -> dict[str, Any]:
+    """Loads from a checkpoint of either precision: the main parameters of a bf16 model are the parameters of an fp32
+    one, and the other way round. `is_whole`: the ranks together ask for all of each tensor.
+    """
+    stored = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    load = partial(dist_checkpointing.load, checkpoint_dir=str(folder), validate_access_integrity=is_whole)
+    has_main_there = any(key.startswith(_MAIN_KEY) for key in stored)
+    if has_main_there is (next(chunks[0].module.parameters()).dtype is torch.bfloat16):
+        return load(asked)
+    if has_main_there:
+        for one in nested_values(asked):
+            if f"{_MAIN_KEY}{getattr(one, 'key', '')}" in stored:
+                one.key = f"{_MAIN_KEY}{one.key}"
+        return load(asked)
+    main, others = extract_matching_values(asked, lambda one: getattr(one, "key", "").startswith(_MAIN_KEY))
+    for one in nested_values(main):
+        one.key = one.key.removeprefix(_MAIN_KEY)
+    state = load(others)
+    found = load({"main": main})["main"]  # apart: two tensors of a rank cannot have one key
+    return merge(state, {key: found[key] for key in found if key == "optimizer"})  # partitions are filled in place
 
 
 def model_state(chunks: Sequence[Chunk], replicas: dist.ProcessGroup) -> dict[str, Any]:

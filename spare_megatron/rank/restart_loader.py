@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from spare_megatron.config.training.terms import differences, sequences_before, step_of
+from spare_megatron.config.training.terms import differences, phases_after, sequences_before, step_of
 from spare_megatron.core.log.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
 from spare_megatron.core.log.events import Held, HeldPartition
 from spare_megatron.core.machines.failure_detector import Operation
@@ -79,6 +79,8 @@ class RestartLoader:
             found = differences(manifest.terms, self._ctx.config, manifest.num_samples)
             if manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
                 found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
+            if phases_after(manifest.terms, self._ctx.config, manifest.num_samples) != self._ctx.config.data.phases:
+                found.append("it is not of the phase that this run goes on with")
             if found:
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue

@@ -88,6 +88,29 @@ def load_and_train_both_ways(config: RunConfig, folder: Path, before: int, after
     return answers
 
 
+def load_and_save_both_ways(config: RunConfig, folder: Path, into: Path) -> list[str]:
+    """Loads both checkpoints, with stacked and with whole state each, and writes all four again at once. Returns the
+    digests of the model's parameters.
+    """
+    hosts, ranks = groups.first_hosts(config).hosts, dist.new_group(backend="gloo")
+    _make(into, ranks)
+    digests = []
+    for name in (PARTITIONED, WHOLE):
+        trainers = groups.build_groups(config)
+        for group, trainer in enumerate(trainers):
+            stack = groups.first_hosts(config).stack(GroupId(group))
+            trainer.load_checkpoint(folder / name, [PartitionId(shard) for shard in stack])
+        write_partitions(trainers, [row[-1] for row in hosts], into / f"{name}-{PARTITIONED}", ranks)
+        whole_state = GroupTrainer(groups.replicated(config), CPU)
+        whole_state.load_checkpoint(folder / name)
+        _make(into / f"{name}-{WHOLE}", ranks)
+        state = whole_state.checkpoint_state()
+        state.copy()
+        state.write(into / f"{name}-{WHOLE}", ranks, lambda: None)
+        digests += [digest(trainer) for trainer in (*trainers, whole_state)]
+    return digests
+
+
 def train(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]], config: RunConfig, steps: range) -> Curve:
     """The last trainer has all state; all apply the same sums and come to the same."""
     curve = []

@@ -166,13 +166,16 @@ def test_the_mask_is_that_of_every_pair(seed: int) -> None:
     assert mask[:, 0].tolist() == pairs
 
 
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_offsets_of_documents_are_those_of_the_mask(seed: int) -> None:
-    tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, 2 + seed, (3, 12)))
-    offsets = document_offsets(tokens, 1)
+def test_offsets_of_documents_are_those_of_the_mask(seed: int, has_parts: bool) -> None:
+    random = np.random.default_rng(seed)
+    tokens = torch.from_numpy(random.integers(0, 2 + seed, (3, 12)))
+    parts = torch.from_numpy(random.integers(0, 2, (3, 12)).cumsum(axis=1)) if has_parts else None
+    offsets = document_offsets(tokens, 1, parts)
     assert offsets.dtype == torch.int32
     assert (offsets[0], offsets[-1]) == (0, tokens.numel())
     number = torch.bucketize(torch.arange(tokens.numel()), offsets, right=True)
     of_all = (number[:, None] == number).tril()
-    expected = torch.block_diag(*document_mask(tokens, 1)[:, 0].int()).bool()
+    expected = torch.block_diag(*document_mask(tokens, 1, parts)[:, 0].int()).bool()
     assert torch.equal(of_all, expected)

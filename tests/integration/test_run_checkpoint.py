@@ -175,7 +175,7 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
     with pytest.raises(ValueError, match=r"is of another training:\n  - data\.corpus = .*other \("):
         complete_run(config_of(other, pair, steps=4, load=load), tmp_path / "second")
     assert not (tmp_path / "second").exists()
-    on_purpose = config_of(other, pair, steps=4, load=load, allow_other_corpus=True)
+    on_purpose = config_of(other, pair, steps=4, load=load, allow_changes=("corpus",))
     on_purpose = replace(on_purpose, train=replace(on_purpose.train, micro_batch_size=3))
     leases: list[int] = []
 
@@ -188,7 +188,8 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
     assert {*leases} == {1}, "its sample index stays as long as it trains"
     assert list((tmp_path / "cache").glob("*.lease-*")) == []
     [before], [after] = (run.journal.of(RunRecord) for run in (first, second))
-    assert (before.loaded_corpus, after.loaded_corpus) == ("", before.corpus)
+    assert (before.changes, after.changes) == ({}, {"corpus": [before.corpus, after.corpus]})
+    assert (before.phases, after.phases) == ("", f"{first.config.model.seq_length}:{2 * 2 * 4 * 2}:other")
     saved = verify(checkpoint_path(tmp_path / "second" / "checkpoints", 4)).manifest
     assert saved.terms["data.identity"] == after.corpus != before.corpus
     before_it = verify(Path(load)).manifest.num_samples

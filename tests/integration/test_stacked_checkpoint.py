@@ -72,6 +72,41 @@ def test_state_partitions_load_as_replicated_state_and_the_other_way_round(
         np.testing.assert_allclose(answers[0][0][0], curve, rtol=2e-6)
 
 
+@pytest.mark.parametrize("layout", [LayoutConfig(num_groups=2), LayoutConfig(num_groups=2, tensor_parallel=2)])
+def test_another_precision_keeps_every_bit_of_the_optimizer_state(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    """fp32 to bf16, each form of the state in each, and back: by what torch alone reads of the checkpoints."""
+    model = {"activation": "swiglu", "position_embedding": "rope"}
+    fp32 = config_of(text_corpus, layout, **model)
+    bf16 = replace(fp32, model=replace(fp32.model, precision="bf16"))
+    run_group(checkpoints.save_both_ways, fp32, tmp_path, BEFORE, 1)
+    before, _ = checkpoints.contents(tmp_path / checkpoints.WHOLE)
+    for of_rank in run_group(checkpoints.load_and_save_both_ways, bf16, tmp_path, tmp_path / "bf16"):
+        assert len({*of_rank}) == 1
+    main = "optimizer.state.fp32_param."
+    for folder in sorted((tmp_path / "bf16").iterdir()):
+        found, _ = checkpoints.contents(folder)
+        parameters = {key for key in before if f"{main}{key}" in found}
+        assert {key for key in found if not key.startswith(main)} == before.keys()
+        assert any("mlp.linear_fc1" in key for key in parameters)
+        for key, value in before.items():
+            if key in parameters:
+                assert torch.equal(found[f"{main}{key}"], value)
+                assert torch.equal(found[key], value.bfloat16())
+            else:
+                assert torch.equal(found[key], value)
+        assert any(not torch.equal(found[key].float(), before[key]) for key in parameters)
+    back = tmp_path / "bf16"
+    (back / f"{checkpoints.WHOLE}-{checkpoints.PARTITIONED}").rename(back / checkpoints.PARTITIONED)
+    (back / f"{checkpoints.PARTITIONED}-{checkpoints.WHOLE}").rename(back / checkpoints.WHOLE)
+    run_group(checkpoints.load_and_save_both_ways, fp32, back, tmp_path / "fp32")
+    for folder in sorted((tmp_path / "fp32").iterdir()):
+        found, _ = checkpoints.contents(folder)
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[key], before[key]) for key in before)
+
+
 def test_boxes_are_the_range_in_its_order_and_few() -> None:
     for shape in ((7,), (3, 5), (2, 3, 4), (1, 4, 1)):
         flat = np.arange(math.prod(shape))

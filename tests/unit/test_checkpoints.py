@@ -357,7 +357,10 @@ def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() 
     """With another activation function the parameters fit, and training went on with an untrained model."""
     silu = replace(CONFIG, megatron={"activation_func": "silu", "recompute_granularity": "selective"})
     (text,) = differences(terms_of(CONFIG), silu)
-    assert text.startswith("[megatron] = activation_func=silu, and the checkpoint was trained with none of its fields")
+    assert text == (
+        "model.activation = silu, and the checkpoint was trained with gelu; set it to that, or set "
+        'checkpoint.allow_changes=["model.activation"] to go on with this one'
+    )
     assert differences(terms_of(silu), CONFIG) != []
     assert differences(terms_of(silu), replace(CONFIG, megatron={"activation_func": "silu"})) == []
     assert differences(terms_of(CONFIG), replace(CONFIG, megatron={"normalization": "LayerNorm"})) == []
@@ -370,21 +373,23 @@ def test_what_counts_for_the_loss_is_a_term_of_the_training_where_not_every_toke
     assert terms_of(masked).keys() - terms_of(CONFIG).keys() == {"data.eod_mask_loss", "data.end_of_document"}
     unused = replace(CONFIG, data=replace(CONFIG.data, end_of_document=0))
     assert terms_of(unused) == terms_of(CONFIG)
-    assert "data.eod_mask_loss = True, and the checkpoint was trained with False; set it to that" in differences(
-        terms_of(CONFIG), masked
-    )
-    assert "data.eod_mask_loss = False, and the checkpoint was trained with True; set it to that" in differences(
-        terms_of(masked), CONFIG
+    allow = 'set it to that, or set checkpoint.allow_changes=["data.{}"] to go on with this one'
+    assert [text.partition("; ")[::2] for text in differences(terms_of(CONFIG), masked)] == [
+        ("data.eod_mask_loss = True, and the checkpoint was trained with False", allow.format("eod_mask_loss")),
+        ("data.end_of_document = 0, and the checkpoint was trained with None", allow.format("end_of_document")),
+    ]
+    assert differences(terms_of(masked), CONFIG)[0].startswith(
+        "data.eod_mask_loss = False, and the checkpoint was trained with True; set it to that"
     )
     other = replace(masked, data=replace(masked.data, end_of_document=1))
     assert differences(terms_of(masked), other) == [
-        "data.end_of_document = 1, and the checkpoint was trained with 0; set it to that"
+        f"data.end_of_document = 1, and the checkpoint was trained with 0; {allow.format('end_of_document')}"
     ]
     assert differences(terms_of(masked), masked) == []
 
 
 def reading(identity: str, config: RunConfig = CONFIG, *, is_allowed: bool = False) -> RunConfig:
-    checkpoint = replace(config.checkpoint, allow_other_corpus=is_allowed)
+    checkpoint = replace(config.checkpoint, allow_changes=("corpus",) if is_allowed else ())
     return replace(config, data=replace(config.data, corpus="OTHER", identity=identity), checkpoint=checkpoint)
 
 
@@ -396,7 +401,7 @@ def test_another_corpus_is_another_training_unless_that_is_allowed(tmp_path: Pat
         resolve_load(reading(other, load_config(tmp_path)), tmp_path, pytest.fail)
     assert (
         f"data.corpus = OTHER ({other}), and the checkpoint was trained with another corpus ({theirs}); choose that "
-        f"one, or set checkpoint.allow_other_corpus=true to go on with this one"
+        f'one, or set checkpoint.allow_changes=["corpus"] to go on with this one'
     ) in str(error.value)
     with pytest.raises(ValueError, match="is of another training"):
         resolve_load(resumed(reading(other), tmp_path), tmp_path, pytest.fail)

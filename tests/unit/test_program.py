@@ -146,8 +146,8 @@ def test_a_training_goes_on_with_its_own_program_alone(tmp_path: Path) -> None:
     assert differences(earlier, plain) == []
     for theirs, ours in ((with_one, other), (with_one, plain), (plain, with_one)):
         (reason,) = differences(terms_of(theirs), ours)
-        assert "choose that one, or set checkpoint.allow_other_program=true" in reason
-        allowed = replace(ours, checkpoint=replace(ours.checkpoint, allow_other_program=True))
+        assert 'choose that one, or set checkpoint.allow_changes=["program"]' in reason
+        allowed = replace(ours, checkpoint=replace(ours.checkpoint, allow_changes=("program",)))
         assert differences(terms_of(theirs), allowed) == []
 
 

@@ -16,7 +16,9 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
+from spare_megatron.config.training.phases import phase_problems
 from spare_megatron.config.training.skipped import skip_problems
+from spare_megatron.config.training.terms import how_to_allow
 from spare_megatron.formats.quantities import format_binary_bytes
 
 INDEX_BYTES_PER_SAMPLE = 12
@@ -35,6 +37,7 @@ def data_problems(
     """Every reason why no samples could be read; the facts are those of `Machine`."""
     data = config.data
     yield from skip_problems(data.skip)
+    yield from phase_problems(data.phases)
     if data.blend and data.corpus:
         yield f"data.corpus={data.corpus} and {data.named} are both set; clear one of them"
     elif not data.corpora:
@@ -58,11 +61,11 @@ def data_problems(
         yield from _ends(config, corpus)
         yield from broken(TOKENS, config)
         yield from _validation(config, corpus)
-        if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
+        if "corpus" not in config.checkpoint.allow_changes and not is_same_corpus(data.identity, corpus.identity):
             ours, theirs = described_corpora(corpus.identity, data.identity)
             yield (
                 f"{data.named} is {ours!r}, not data.identity={theirs!r}; use that corpus, "
-                f"clear data.identity, or set checkpoint.allow_other_corpus=true to continue with this one"
+                f"clear data.identity, or {how_to_allow('corpus', config)} to continue with this one"
             )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from spare_megatron.config.model.model_shape import model_shape
 from spare_megatron.config.model.rank_memory import RankMemory, rank_memory, state_bytes_per_parameter
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.terms import global_batch, sequences_before
+from spare_megatron.config.training.terms import global_batch, tokens_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def run_sizes(config: RunConfig) -> RunSizes:
         microbatches_per_step=config.layout.num_groups * config.spare.microbatches_per_shard,
         sequences_per_step=sequences,
         tokens_per_step=tokens,
-        tokens=sequences_before(config, config.train.steps) * config.model.seq_length,
+        tokens=tokens_before(config, config.train.steps),
         bucket_mib=config.bucket_mib,
         memory=rank_memory(config),
         checkpoint_bytes=shape.num_parameters * sum(state_bytes_per_parameter(config)),

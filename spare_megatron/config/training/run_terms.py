@@ -51,6 +51,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "program": config.program.sha256,
         "skip": str(skipped_places(config.data.skip)),
         "offset": config.data.offset,
+        "phases": ",".join(config.data.phases),
         "masks": ", ".join(f"{key}={value}" for key, value in masks_of(config).items()),
         "audit_every_steps": 0 if (audits := audit_policy(config)) is None else audits.every_steps,
         "eval_every_steps": config.eval.every_steps,

@@ -1,15 +1,18 @@
 """The terms of a training: the settings that must match for a run to continue from another run's checkpoint."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 from spare_megatron.config.batch_size import sequences_per_microbatch
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
-from spare_megatron.config.model_fields import model_fields
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.model_fields import SETTING_OF, model_fields
+from spare_megatron.config.schema import ChangeableTerm, RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
-from spare_megatron.config.training.skipped import skip_differences, skipped_places
+from spare_megatron.config.training.phases import OTHER, tokens_read
+from spare_megatron.config.training.skipped import SkippedPlaces, skip_differences, skipped_places
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
@@ -52,6 +55,7 @@ def terms_of(config: RunConfig) -> Terms:
         _PROGRAM: config.program.sha256,
         **masks_of(config),
         **({_SKIP: str(skipped_places(config.data.skip))} if config.data.skip else {}),
+        **({_PHASES: ",".join(config.data.phases)} if config.data.phases else {}),
     }
 
 
@@ -92,7 +96,7 @@ _WEIGHTS = "checkpoint.weights_identity"
 
 _PROGRAM = "program.sha256"
 
-_SKIP = "data.skip"
+_SKIP, _PHASES = "data.skip", "data.phases"
 
 _ANY = (_WEIGHTS, "")
 """A term that fits every checkpoint."""
@@ -110,6 +114,11 @@ def sequences_before(config: RunConfig, step: int) -> int:
     return config.data.offset + sequences_per_microbatch(config) * config.spare.ramp.before(step)
 
 
+def tokens_before(config: RunConfig, step: int) -> int:
+    """Tokens in these sequences."""
+    return tokens_read(config.data.phases, config.model.seq_length, sequences_before(config, step))
+
+
 def _function_of(config: RunConfig) -> str:
     model = config.model
     rotation = {"rotary_base": model.rope_base, "rope_scaling_factor": model.rope_scaling_factor}
@@ -118,35 +127,100 @@ def _function_of(config: RunConfig) -> str:
     return ", ".join(f"{name}={fields[name]}" for name in sorted(defaults) if fields[name] != defaults[name])
 
 
-def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None) -> list[str]:
-    """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can. `num_samples`:
-    those that the checkpoint has read; by default as many as the run has read after all its steps.
+_FIELD = re.compile(r"(\w+)=(.*?)(?=, \w+=|$)")
+_SETTINGS: Mapping[str, str] = {
+    **{field: f"model.{setting}" for field, setting in SETTING_OF.items() if field != "gated_linear_unit"},
+    "rotary_base": "model.rope_base",
+    "rope_scaling_factor": "model.rope_scaling_factor",
+    "moe_router_topk": "model.experts_per_token",
+}
+"""Settings by which fields of `[megatron]` are changed; `model.activation` also decides whether there is a gate."""
+
+
+def changes_of(theirs: Terms, config: RunConfig) -> dict[str, tuple[object, object]]:
+    """What differs from a checkpoint with these terms, as `checkpoint.allow_changes` names it where it can: the
+    checkpoint's value, and the run's.
     """
     ours = {**_UNMASKED, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
     theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
-    apart = (_CORPUS, _ORDER, _PROGRAM, _SKIP)
-    found = _unequal(theirs, {key: value for key, value in ours.items() if key not in apart and (key, value) != _ANY})
+    apart = (_CORPUS, _ORDER, _SKIP, _PHASES, _MEGATRON)
+    keys = [key for key, value in ours.items() if key not in apart and (key, value) != _ANY]
+    found: dict[str, tuple[object, object]] = {
+        key: (theirs.get(key), ours[key]) for key in keys if theirs.get(key) != ours[key]
+    }
+    found |= _function_changes(str(theirs[_MEGATRON]), str(ours[_MEGATRON]))
+    if other := other_corpus(theirs, config):
+        found["corpus"] = (other, config.data.identity)
+    return {"program" if key == _PROGRAM else key: values for key, values in found.items()}
+
+
+def _function_changes(theirs: str, ours: str) -> Iterator[tuple[str, tuple[object, object]]]:
+    defaults = {field: str(value) for field, value in {**FUNCTION_IN_MEGATRON, **_ROTATION}.items()}
+    before, now = ({**defaults, **dict(_FIELD.findall(text))} for text in (theirs, ours))
+    for field in sorted(before.keys() | now.keys()):
+        if before.get(field) != now.get(field):
+            yield _SETTINGS.get(field, f"megatron.{field}"), (before.get(field), now.get(field))
+
+
+def phases_after(theirs: Terms, config: RunConfig, num_samples: int) -> tuple[str, ...]:
+    """`data.phases` of a run that goes on from a checkpoint with these terms, which has read `num_samples`."""
+    ended = tuple(text for text in str(theirs.get(_PHASES, "")).split(",") if text)
+    changed = changes_of(theirs, config).keys()
+    is_of_other = not changed.isdisjoint({"corpus", "train.seed"})
+    if not num_samples or not (is_of_other or "model.seq_length" in changed):
+        return ended
+    return (*ended, f"{theirs['model.seq_length']}:{num_samples}{OTHER * is_of_other}")
+
+
+def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None) -> list[str]:
+    """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can. `num_samples`:
+    those that the checkpoint has read; by default as many as the run has read after all its steps.
+    """
+    found = []
+    for name, values in changes_of(theirs, config).items():
+        is_of_state = name == "model.seq_length" and config.model.position_embedding == "learned_absolute"
+        if is_of_state or name not in config.checkpoint.allow_changes:
+            found.append(_refusal(name, *values, config, can_be_allowed=not is_of_state and name in _CHANGEABLE))
     if (order := theirs.get(_ORDER, 1)) != ORDER:
         found.append(
             f"it was trained in order {order} of the samples, and this version has order {ORDER}: finish that training "
             f"with the version that began it, or begin a new one"
         )
     num_read = sequences_before(config, config.train.steps) if num_samples is None else num_samples
-    found += skip_differences(str(theirs.get(_SKIP, "")), config.data.skip, num_read)
-    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
-        named = config.data.named.replace("=", " = ", 1)
-        read, trained = described_corpora(config.data.identity, other)
-        found.append(
-            f"{named} ({read}), and the checkpoint was trained with another corpus ({trained}); choose "
-            f"that one, or set checkpoint.allow_other_corpus=true to go on with this one"
-        )
-    if not config.checkpoint.allow_other_program and theirs[_PROGRAM] != ours[_PROGRAM]:
-        found.append(
-            f"program.file = {config.program.file or 'none'} ({_named(ours)}), and the checkpoint was trained with "
-            f"{_named(theirs)}; choose that one, or set checkpoint.allow_other_program=true to go on with this one"
-        )
+    skipped = str(theirs.get(_SKIP, ""))
+    found += skip_differences(skipped, config.data.skip, num_read)
+    if len(phases_after(theirs, config, num_read)) > str(theirs.get(_PHASES, "")).count(":"):
+        found += _stale_places(skipped, config, num_read)
     return found
+
+
+_CHANGEABLE = get_args(ChangeableTerm)
+
+
+def _refusal(name: str, theirs: object, ours: object, config: RunConfig, *, can_be_allowed: bool) -> str:
+    if name == "corpus":
+        read, trained = described_corpora(str(ours), str(theirs))
+        named = config.data.named.replace("=", " = ", 1)
+        what = f"{named} ({read}), and the checkpoint was trained with another corpus ({trained}); choose that one"
+    elif name == "program":
+        named = f"program.file = {config.program.file or 'none'} ({_named(ours)})"
+        what = f"{named}, and the checkpoint was trained with {_named(theirs)}; choose that one"
+    else:
+        what = f"{name} = {_shown(ours)}, and the checkpoint was trained with {_shown(theirs)}; set it to that"
+    return f"{what}, or {how_to_allow(name, config)} to go on with this one" if can_be_allowed else what
+
+
+def how_to_allow(name: str, config: RunConfig) -> str:
+    return f"set checkpoint.allow_changes={json.dumps([*config.checkpoint.allow_changes, name])}"
+
+
+def _stale_places(theirs: str, config: RunConfig, num_read: int) -> list[str]:
+    """Why places that were to be left out of an order that ends now cannot be left out of the next one."""
+    trained = SkippedPlaces([text for text in theirs.split(",") if text])
+    ahead = [one for one in trained.intervals if one not in trained.before(num_read)]
+    stale = [f"{first}-{last}" for first, last in ahead if (first, last) in skipped_places(config.data.skip).intervals]
+    return [f"data.skip: {text} are places in the order of the checkpoint, which ends; remove them" for text in stale]
 
 
 def weights_differences(theirs: Terms, config: RunConfig) -> list[str]:
@@ -168,8 +242,8 @@ def other_corpus(theirs: Terms, config: RunConfig) -> str:
     return "" if is_same_corpus(identity, config.data.identity) else identity
 
 
-def _named(terms: Terms) -> str:
-    return f"SHA-256 {terms[_PROGRAM]}" if terms[_PROGRAM] else "no program"
+def _named(program: object) -> str:
+    return f"SHA-256 {program}" if program else "no program"
 
 
 def _shown(value: object) -> object:

@@ -89,18 +89,23 @@ def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
     return (distances >= 0) & (distances <= num_before)
 
 
-def document_mask(tokens: Tensor, end_of_document: int) -> Tensor:
-    """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`."""
+def document_mask(tokens: Tensor, end_of_document: int, parts: Tensor | None = None) -> Tensor:
+    """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`, and the
+    numbers of the `parts` that lie apart in the text.
+    """
     ends = (tokens == end_of_document).long()
-    documents = ends.cumsum(dim=1) - ends
+    documents = ends.cumsum(dim=1) - ends + (0 if parts is None else parts)
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
-def document_offsets(tokens: Tensor, end_of_document: int) -> Tensor:
+def document_offsets(tokens: Tensor, end_of_document: int, parts: Tensor | None = None) -> Tensor:
     """[documents + 1], int32: the first place of each document, and one past the last, in the sequences of `tokens`
-    ([batch, sequence]) one after another. What a sequence begins with, or ends with, is a document of its own.
+    ([batch, sequence]) one after another. What a sequence begins with, or ends with, is a document of its own, and so
+    is what is of another one of the `parts`.
     """
     ends = tokens == end_of_document
+    if parts is not None:
+        ends[:, :-1] |= parts[:, :-1] != parts[:, 1:]
     ends[:, -1] = True
     return F.pad(ends.flatten().nonzero().flatten() + 1, (1, 0)).int()
 

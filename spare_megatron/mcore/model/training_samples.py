@@ -5,7 +5,7 @@ import shutil
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
+from spare_megatron.config.training.phases import Cursor, left_over, phases_in
 from spare_megatron.config.training.sample_index_folders import (
     RENEWAL_S,
     epoch_folder,
@@ -65,11 +66,12 @@ def prepare_index(config: RunConfig) -> tuple[Path, ...]:
     blend = _Blend(config)
     _check_validation(config)
     _check_space(config, blend)
-    for samples, num_epochs in zip(blend.parts, blend.num_epochs(num_samples(config)), strict=True):
+    for samples, epochs in zip(blend.parts, blend.epochs(num_samples(config)), strict=True):
         try:
-            for epoch in range(num_epochs):
-                if not epoch_folder(samples.folder, epoch).is_dir():
-                    _build_epoch(samples, epoch)
+            for epoch in epochs:
+                _build_epoch(samples, epoch)
+            if epochs and samples.cursor.read:
+                _build_rest(samples, config)
         except MemoryError as error:
             raise ValueError(
                 f"this machine has too little memory for the sample index of {samples.prefix}, {samples.per_epoch} "
@@ -99,12 +101,40 @@ def _check_validation(config: RunConfig) -> None:
 
 
 def _build_epoch(samples: "_Samples", epoch: int) -> None:
-    """Builds the index of one epoch aside, so that no other process ever finds a part of it."""
-    built = epoch_folder(samples.folder, epoch)
-    aside = samples.folder.with_name(f".{samples.folder.name}.{epoch}.{os.getpid()}")
+    """Builds the index of one epoch unless it is there."""
+    _build(samples, epoch_folder(samples.folder, epoch), lambda aside: samples.open_epoch(epoch, aside))
+
+
+def _build_rest(samples: "_Samples", config: RunConfig) -> None:
+    """Builds the index of what earlier phases have left of an epoch, unless it is there."""
+
+    def build(aside: Path) -> None:
+        cursor, seed = samples.cursor, samples.seed_of(samples.cursor.epoch)
+        (first_length, _), *_ = cursor.read
+        first = _Samples(replace(config, model=replace(config.model, seq_length=first_length)), samples.place)
+        _build_epoch(first, cursor.epoch)
+        order = first.open_epoch(cursor.epoch, epoch_folder(first.folder, cursor.epoch)).shuffle_index
+        runs = np.array([[0, samples.num_tokens - 1]])
+        lengths = [*(length for length, _ in cursor.read[1:]), samples.seq_length]
+        for (length, number), next_length in zip(cursor.read, lengths, strict=True):
+            runs = left_over(runs, length, order[:number])
+            order = np.random.RandomState(seed).permutation(int(runs[:, 1].sum()) // next_length)
+        aside.mkdir()
+        np.save(aside / "texts.npy", runs[:, 0])
+        np.save(aside / "begins.npy", np.concatenate(([0], np.cumsum(runs[:, 1]))))
+        np.save(aside / "order.npy", order)
+
+    _build(samples, samples.rest_folder, build)
+
+
+def _build(samples: "_Samples", built: Path, build: Callable[[Path], object]) -> None:
+    """Builds a folder of an index aside, unless it is there, so that no other process ever finds a part of it."""
+    if built.is_dir():
+        return
+    aside = samples.folder.with_name(f".{samples.folder.name}.{built.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        samples.open_epoch(epoch, aside)
+        build(aside)
         built.parent.mkdir(parents=True, exist_ok=True)
         aside.rename(built)
     except OSError:
@@ -117,7 +147,7 @@ def _build_epoch(samples: "_Samples", epoch: int) -> None:
 def _check_space(config: RunConfig, blend: "_Blend") -> None:
     """Raises ValueError if the storage has no room for the missing epochs, before it is filled."""
     place = next(path for path in blend.parts[0].folder.parents if path.is_dir())
-    epochs = blend.num_epochs(num_samples(config))
+    epochs = [len(some) for some in blend.epochs(num_samples(config))]
     needed, free = 0, shutil.disk_usage(place).free
     for samples, num_epochs in zip(blend.parts, epochs, strict=True):
         num_built = len(list(samples.folder.glob("epoch-*")))
@@ -155,6 +185,16 @@ class _Blend:
             self._chosen, self._earlier, weights / weights.sum(), len(weights), self._num_choices, False
         )
         self._counts = np.bincount(self._chosen, minlength=len(weights))
+        self.first = 0
+        """The place at which the present phase begins."""
+        self._ended: list[tuple[int, int, int]] = []  # first place, place after the last, and length of what was read
+        for phase in phases_in(config.data.phases):
+            end = skipped_places(config.data.skip).place(phase.sequences - 1) + 1
+            for part, number in zip(self.parts, self._read(end), strict=True):
+                at = part.cursor.after(phase.seq_length, number)
+                part.cursor = Cursor(num_tokens=part.num_tokens) if phase.is_of_other else at
+            self._ended = [] if phase.is_of_other else [*self._ended, (self.first, end, phase.seq_length)]
+            self.first = end
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """The sample after `number` sequences have been consumed."""
@@ -164,8 +204,8 @@ class _Blend:
     def address(self, number: int) -> str:
         """Where the sample after `number` sequences lies, for people."""
         part, place = self._place(number)
-        epoch, index = divmod(place, self.parts[part].per_epoch)
-        return f"{self.parts[part].prefix}, epoch {epoch}, sequence {index}"
+        epoch, index = (one := self.parts[part]).cursor.place(one.seq_length, place)
+        return f"{one.prefix}, epoch {epoch}, sequence {index}{' of the rest' * one.is_of_rest(epoch)}"
 
     def documents(self, number: int) -> list[int]:
         """The documents of its corpus that a sample has text of, in its order."""
@@ -173,19 +213,33 @@ class _Blend:
         return self.parts[part].documents(place)
 
     def _place(self, number: int) -> tuple[int, int]:
-        """The part that a sample is from, and its place in that."""
-        round_, choice = divmod(number, self._num_choices)
+        """The part that a sample is from, and how many of it the present phase reads before."""
+        round_, choice = divmod(number - self.first, self._num_choices)
         chosen = int(self._chosen[choice])
         return chosen, round_ * int(self._counts[chosen]) + int(self._earlier[choice])
 
-    def num_epochs(self, num_sequences: int) -> list[int]:
-        """Epochs of each corpus that so many sequences touch."""
-        numbers = self.of_parts(num_sequences)
-        return [-(-number // part.per_epoch) for number, part in zip(numbers, self.parts, strict=True)]
+    def epochs(self, end: int) -> list[range]:
+        """Epochs of each corpus that the present phase touches up to a place."""
+        return [
+            range(part.cursor.epoch, part.cursor.place(part.seq_length, number - 1)[0] + 1 if number else 0)
+            for number, part in zip(self._read(end), self.parts, strict=True)
+        ]
 
-    def of_parts(self, num_sequences: int) -> list[int]:
-        """How many of the first so many sequences are from each corpus."""
-        rounds, rest = divmod(num_sequences, self._num_choices)
+    def tokens(self, first: int, end: int) -> np.ndarray:
+        """Tokens of each corpus at the places from `first` to before `end`, in all phases that have read of it."""
+        found = np.zeros(len(self.parts), np.int64)
+        for begin, stop, seq_length in (*self._ended, (self.first, end, self.parts[0].seq_length)):
+            before, until = (max(0, min(place, stop) - begin) for place in (first, end))
+            found += seq_length * np.subtract(self._of_parts(until), self._of_parts(before))
+        return found
+
+    def _read(self, end: int) -> list[int]:
+        """Samples of each corpus from the begin of the present phase up to a place."""
+        return self._of_parts(end - self.first)
+
+    def _of_parts(self, number: int) -> list[int]:
+        """How many of the first `number` samples of a phase are from each corpus."""
+        rounds, rest = divmod(number, self._num_choices)
         more = (int(np.searchsorted(places, rest)) for places in self._places_of_parts)
         return [rounds * int(count) + further for count, further in zip(self._counts, more, strict=True)]
 
@@ -203,14 +257,20 @@ class _Samples:
     def __init__(self, config: RunConfig, place: int) -> None:
         """Opens the corpus at a place in the blend. Raises ValueError if it is missing or too short."""
         self.folder = index_folder(config, place)
+        self.place = place
         self.prefix = str(Path(config.data.corpora[place].corpus).absolute())
+        self.seq_length = config.model.seq_length
         self._config = _dataset_config(config, self.prefix)
-        self._seed_of = partial(epoch_seed, config.train.seed, place)
+        self.seed_of = partial(epoch_seed, config.train.seed, place)
         self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
         documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
         self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
-        self.per_epoch = _num_samples(self._config, config.data.split, self._indexed, documents)
+        self.num_tokens = _num_tokens(self._config, config.data.split, self._indexed, documents)
+        self.per_epoch = (self.num_tokens - 1) // self.seq_length
+        self.cursor = Cursor(num_tokens=self.num_tokens)
+        """Where the corpus stands at the begin of the present phase."""
         self._open: dict[int, GPTDataset] = {}
+        self._rest: _Rest | None = None
 
     @property
     def epoch_bytes(self) -> int:
@@ -218,8 +278,15 @@ class _Samples:
         return 4 * len(self._documents) + 12 * self.per_epoch + 4 * _BLOCK_BYTES
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """The sample at a place in the order that goes on over all epochs."""
-        epoch, index = divmod(number, self.per_epoch)
+        """The sample that the present phase reads after `number` others of the corpus."""
+        epoch, index = self.cursor.place(self.seq_length, number)
+        return self._of_epoch(epoch)[index]
+
+    def is_of_rest(self, epoch: int) -> bool:
+        """Whether earlier phases have read a part of an epoch."""
+        return epoch == self.cursor.epoch and bool(self.cursor.read)
+
+    def _of_epoch(self, epoch: int) -> "GPTDataset | _Rest":
         if epoch not in self._open:
             folder = epoch_folder(self.folder, epoch)
             if not folder.is_dir():
@@ -229,21 +296,102 @@ class _Samples:
             while len(self._open) >= _MOST_OPEN:
                 del self._open[min(self._open)]
             self._open[epoch] = self.open_epoch(epoch, folder)
-        return self._open[epoch][index]
+        if not self.is_of_rest(epoch):
+            return self._open[epoch]
+        if self._rest is None:
+            self._rest = _Rest(self._open[epoch], self.rest_folder)
+        return self._rest
+
+    @property
+    def rest_folder(self) -> Path:
+        """The index of what earlier phases have left of the first epoch."""
+        read = "-".join(f"{number}x{length}" for length, number in self.cursor.read)
+        return self.folder / f"after-{read}-of-{epoch_folder(self.folder, self.cursor.epoch).name}"
 
     def documents(self, number: int) -> list[int]:
-        """Documents of the sample at a place, by Megatron's index, which is open once a sample was read."""
-        epoch, index = divmod(number, self.per_epoch)
-        self[number]
-        dataset = self._open[epoch]
+        """Documents of the sample at a place, by Megatron's index."""
+        epoch, index = self.cursor.place(self.seq_length, number)
+        dataset = self._of_epoch(epoch)
+        if isinstance(dataset, _Rest):
+            return dataset.documents(index)
         sample = int(dataset.shuffle_index[index])
         (first, _), (last, _) = dataset.sample_index[sample], dataset.sample_index[sample + 1]
         return [int(document) for document in dataset.document_index[first : last + 1]]
 
     def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
         """The dataset of one epoch, whose index Megatron builds in the folder unless it is there."""
-        config = replace(self._config, random_seed=self._seed_of(epoch), path_to_cache=str(folder))
+        config = replace(self._config, random_seed=self.seed_of(epoch), path_to_cache=str(folder))
         return GPTDataset(self._indexed, self.prefix, self._documents, None, Split.train, config)
+
+
+class _Rest:
+    """The samples of what earlier phases have left of an epoch. A sample may have several parts, which lie apart in the
+    text; its labels are what follows each of them there.
+    """
+
+    def __init__(self, dataset: GPTDataset, folder: Path) -> None:
+        """`dataset`: the epoch. Raises ValueError if the index is missing."""
+        if not folder.is_dir():
+            raise ValueError(f"the sample index {folder} is missing; call prepare_index once before the ranks start")
+        self._dataset = dataset
+        names = ("texts.npy", "begins.npy", "order.npy")
+        self._texts, self._begins, self._order = (np.load(folder / name, mmap_mode="r") for name in names)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        texts = [np.concatenate([text for _, text in self._read(*part)]) for part in self._parts(index)]
+        return _sample([torch.from_numpy(text.astype(np.int64)) for text in texts], self._dataset.config)
+
+    def documents(self, index: int) -> list[int]:
+        return [document for part in self._parts(index) for document, _ in self._read(*part)]
+
+    def _parts(self, index: int) -> Iterator[tuple[int, int]]:
+        """First token in the epoch's text, and number of tokens, of the parts of a sample."""
+        length = self._dataset.config.sequence_length
+        first = int(self._order[index]) * length
+        end, run = first + length, int(np.searchsorted(self._begins, first, "right")) - 1
+        while first < end:
+            stop = min(end, int(self._begins[run + 1]))
+            yield int(self._texts[run]) + first - int(self._begins[run]), stop - first
+            first, run = stop, run + 1
+
+    def _read(self, first: int, number: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The tokens of a part and the one that follows them, document by document."""
+        indexed, number = self._dataset.dataset, number + 1
+        sample, ahead = divmod(first, self._dataset.config.sequence_length)
+        place, offset = (int(value) for value in self._dataset.sample_index[sample])
+        offset += ahead
+        while number:
+            document = int(self._dataset.document_index[place])
+            length = int(indexed.sequence_lengths[document])
+            if offset < length:
+                text = indexed.get(document, offset=offset, length=min(number, length - offset))
+                yield document, text
+                number -= len(text)
+            place, offset = place + 1, max(0, offset - length)
+
+
+def _sample(texts: Sequence[torch.Tensor], config: GPTDatasetConfig) -> dict[str, torch.Tensor]:
+    """The sample of one or several texts, each with the token that follows it, as Megatron's dataset makes it of one;
+    `parts` numbers them.
+    """
+    made: dict[str, list[torch.Tensor]] = {"tokens": [], "labels": [], "loss_mask": [], "position_ids": [], "parts": []}
+    for number, text in enumerate(texts):
+        tokens = text[:-1].contiguous()
+        _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(
+            tokens,
+            config.tokenizer.eod,
+            config.reset_position_ids,
+            config.reset_attention_mask,
+            config.eod_mask_loss,
+            config.create_attention_mask,
+        )
+        values = (tokens, text[1:], loss_mask, position_ids, torch.full_like(tokens, number))
+        for row, value in zip(made.values(), values, strict=True):
+            row.append(value)
+    sample = {key: torch.cat(row) for key, row in made.items()}
+    if not config.reset_position_ids:
+        sample["position_ids"] = torch.arange(len(sample["tokens"]))
+    return sample
 
 
 _MOST_OPEN = 2
@@ -253,8 +401,8 @@ _BLOCK_BYTES = 4096
 """What a file takes of the storage at least; an epoch has four."""
 
 
-def _num_samples(config: GPTDatasetConfig, split: str, indexed: IndexedDataset, documents: range) -> int:
-    """Samples in the documents, each followed by one more token. Raises ValueError if there is none."""
+def _num_tokens(config: GPTDatasetConfig, split: str, indexed: IndexedDataset, documents: range) -> int:
+    """Tokens in the documents. Raises ValueError if they have no sample, which one more token follows."""
     num_tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     needed = config.sequence_length + 1
     if num_tokens < needed:
@@ -264,7 +412,7 @@ def _num_samples(config: GPTDatasetConfig, split: str, indexed: IndexedDataset, 
             f"{part} has {num_tokens} tokens, a sample needs model.seq_length + 1 = {needed}; use a larger corpus or "
             f"shorter sequences, or split it otherwise"
         )
-    return (num_tokens - 1) // config.sequence_length
+    return num_tokens
 
 
 def validation_sets(config: RunConfig) -> Mapping[str, "ValidationWindows"]:
@@ -293,7 +441,8 @@ class ValidationWindows:
             self._config = _dataset_config(config, prefix)
             indexed = GPTDataset.build_low_level_dataset(prefix, self._config)
             documents = documents_of(split, share, GPTDataset.numel_low_level_dataset(indexed))
-            self._begins.append(self._begins[-1] + _num_samples(self._config, split, indexed, documents))
+            num_tokens = _num_tokens(self._config, split, indexed, documents)
+            self._begins.append(self._begins[-1] + (num_tokens - 1) // self._length)
             self._parts.append((indexed, int(indexed.index.sequence_pointers[documents.start])))
 
     def __len__(self) -> int:
@@ -310,23 +459,14 @@ class ValidationWindows:
 
     def sample(self, number: int) -> dict[str, torch.Tensor]:
         """What `Corpus.microbatch` has of a sequence, of a window: each [seq_length]."""
-        text, config = self[number], self._config
-        tokens = text[:-1].contiguous()
-        _, loss_mask, position_ids = _get_ltor_masks_and_position_ids(
-            tokens,
-            config.tokenizer.eod,
-            config.reset_position_ids,
-            config.reset_attention_mask,
-            config.eod_mask_loss,
-            config.create_attention_mask,
-        )
-        sample = {"tokens": tokens, "labels": text[1:], "position_ids": position_ids, "loss_mask": loss_mask}
+        sample = _sample([self[number]], self._config)
         return {key: sample[key] for key in self._keys}
 
 
 def _keys(config: RunConfig) -> tuple[str, ...]:
-    """What a sample has; a mask of the loss only where there is something to mask."""
-    return ("tokens", "labels", "position_ids", *(["loss_mask"] if config.data.eod_mask_loss else []))
+    """What a sample has; a mask of the loss, and the numbers of its parts, only where there is something to mask."""
+    masks = {"loss_mask": config.data.eod_mask_loss, "parts": config.data.reset_attention_mask and config.data.phases}
+    return ("tokens", "labels", "position_ids", *(key for key, is_needed in masks.items() if is_needed))
 
 
 def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
@@ -365,7 +505,7 @@ class IndexedCorpora(_Blend):
             of_parts = [names.index(name) for name in config.data.corpus_names]
             self._corpora = [torch.full((length,), number, dtype=torch.int16) for number in of_parts]
         self._renew()
-        self[0]
+        self[self.first]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """`tokens`, `labels`, `position_ids`, with `data.eod_mask_loss` 0/1 `loss_mask` and, of a blend, `corpus` (the
@@ -375,7 +515,7 @@ class IndexedCorpora(_Blend):
             self._renew()
         part, place = self._place(number)
         sample = self.parts[part][place]
-        found = {key: sample[key] for key in self._keys}
+        found = {key: sample[key] if key in sample else torch.zeros_like(sample["tokens"]) for key in self._keys}
         return {**found, "corpus": self._corpora[part]} if self._corpora else found
 
     def _renew(self) -> None:
@@ -439,11 +579,11 @@ class Corpus:
             return {}
         number = self._sequences_before(num_steps)
         ranges = [(0, self._skipped.place(number - 1)), *self._skipped.before(number)]
-        read, *skipped = (np.subtract(blend.of_parts(last + 1), blend.of_parts(first)) for first, last in ranges)
+        read, *skipped = (blend.tokens(first, last + 1) for first, last in ranges)
         found: dict[str, float] = defaultdict(float)
         for name, part, count in zip(self._config.data.corpus_names, blend.parts, read - sum(skipped), strict=True):
-            found[f"data/epochs/{name}"] += int(count) / part.per_epoch
-            found[f"data/tokens/{name}"] += int(count) * self._config.model.seq_length
+            found[f"data/epochs/{name}"] += int(count) / (part.per_epoch * part.seq_length)
+            found[f"data/tokens/{name}"] += int(count)
         return found
 
     def places(self, step: int, number: int) -> list[int]:
@@ -463,10 +603,12 @@ def on_device(
     is_masked = config.data.reset_attention_mask
     end = config.data.end_of_document if is_masked else None
     assert end is not None or not is_masked, "the driver has found the token that ends a document"
-    if end is not None and uses_transformer_engine(config, device):
-        batch = {**batch, "attention_mask": document_offsets(batch["tokens"], end)}  # on a GPU it would be waited for
+    if is_packed := end is not None and uses_transformer_engine(config, device):
+        mask = document_offsets(batch["tokens"], end, batch.get("parts"))  # on a GPU it would be waited for
+        batch = {**batch, "attention_mask": mask}
     if device.type != "cpu":
         batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    if end is not None and "attention_mask" not in batch:
-        batch["attention_mask"] = document_mask(batch["tokens"], end)
+    parts = batch.pop("parts", None) if is_masked else None
+    if end is not None and not is_packed:
+        batch["attention_mask"] = document_mask(batch["tokens"], end, parts)
     return part_of_context_rank(batch, context_parallel)

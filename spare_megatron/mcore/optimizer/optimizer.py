@@ -60,7 +60,7 @@ class Optimizer:
         """Loads a `state_dict` of torch's or of a fused Adam. All settings stay those of this run."""
         num_updates = state["schedule"]["num_steps"]
         own = self.megatron.state_dict()
-        whole = state["megatron"].get("optimizer", state["megatron"])
+        whole = state["megatron"]["optimizer"] if "optimizer" in own else state["megatron"]
         whole["param_groups"] = own.get("optimizer", own)["param_groups"]  # those of this run's settings
         adam = whole["state"]
         of_parameters = [each for key, each in adam.items() if key != "common_step"]

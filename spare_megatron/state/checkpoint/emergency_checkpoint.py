@@ -95,6 +95,8 @@ def misfits(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     pairs: dict[str, tuple[Any, Any]] = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
     if sharding == "replicated":  # the state lies in the order of Megatron's parameter groups
         pairs["optimizer.rules"] = (manifest.optimizer.get("rules", []), folders.rules_of(config))
+    precision = manifest.terms.get("model.precision")
+    pairs["model.precision"] = (precision, config.model.precision)
     ours = asdict(config.layout)
     # One partition per group of the start; further ones hold copies at most.
     needed = [name for name in ours if name != "max_groups" and (name != "num_groups" or sharding == "stacked")]

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import CheckpointConfig, RunConfig
-from spare_megatron.config.training.terms import differences, sequences_before, step_of, weights_differences
+from spare_megatron.config.training.terms import (
+    differences,
+    phases_after,
+    sequences_before,
+    step_of,
+    weights_differences,
+)
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint import verification
 from spare_megatron.state.checkpoint.emergency_checkpoint import is_emergency_checkpoint, misfits
@@ -45,7 +51,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[verification
     """
     rejected: list[verification.Rejected] = []
     first_step = 0
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=0))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=0, phases=()))
     run_id = secrets.token_hex(_ID_BYTES)
     if config.checkpoint.load:
         checkpoint = _find(Path(config.checkpoint.load), rejected)
@@ -58,8 +64,10 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[verification
         ours = dataclasses.replace(config.checkpoint, load=load, load_weights="", weights_identity=identity)
         config = dataclasses.replace(config, checkpoint=ours)
         run_id = checkpoint.manifest.run_id
-        ahead = checkpoint.manifest.num_samples - sequences_before(config, first_step)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=ahead))
+        num_read = checkpoint.manifest.num_samples
+        ahead = num_read - sequences_before(config, first_step)
+        phases = phases_after(checkpoint.manifest.terms, config, num_read)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, offset=ahead, phases=phases))
     elif config.checkpoint.load_weights:
         config = _with_weights(config, rejected)
         for item in rejected:

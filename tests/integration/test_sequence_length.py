@@ -1,0 +1,142 @@
+"""What a training reads whose sequences get another length: every token once, by the text of the corpus alone."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
+from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
+from spare_megatron.tools.text.corpus_writer import write_corpus
+
+VOCABULARY = 60_000
+
+
+def corpus_of(prefix: Path, first: int, lengths: Sequence[int]) -> BlendedCorpus:
+    """A corpus in which every token occurs once, so that a token is its own place in the text."""
+    ends = np.cumsum([first, *lengths])
+    documents = [range(begin, end) for begin, end in pairwise(ends)]
+    write_corpus(documents, prefix, vocab_size=VOCABULARY)
+    return BlendedCorpus(corpus=str(prefix))
+
+
+def config_of(data: DataConfig, seq_length: int, num_sequences: int) -> RunConfig:
+    """A run whose steps read one sequence each."""
+    return RunConfig(
+        model=ModelConfig(seq_length=seq_length, vocab_size=VOCABULARY),
+        layout=LayoutConfig(num_groups=1),
+        spare=SpareConfig(redundancy=1, microbatches_per_shard=1),
+        data=data,
+        train=TrainConfig(steps=num_sequences, micro_batch_size=1),
+    )
+
+
+def read(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and labels of the sequences of a training: of each phase the length, and how many."""
+    end, phases = 0, ()
+    for seq_length, number in lengths:
+        begin, end = end, end + number
+        config = config_of(replace(data, phases=phases), seq_length, end)
+        prepare_index(config)
+        corpus = Corpus(config)
+        for step in range(begin, end):
+            batch = corpus.microbatch(step, 0)
+            yield batch["tokens"][0].numpy(), batch["labels"][0].numpy()
+        phases = (*phases, f"{seq_length}:{end}")
+
+
+Samples = list[tuple[np.ndarray, np.ndarray]]
+Phases = list[tuple[int, int]]
+LENGTHS = [1, 2, 300, 40, 1, 1, 90, 700, 5, 64, 16, 33, 1200, 3, 250]
+"""Of documents: some of one token, some of several samples."""
+PHASES: list[tuple[Phases, int]] = [
+    ([(16, 40)], 64),
+    ([(64, 21)], 16),
+    ([(24, 33)], 36),
+    ([(36, 1)], 7),
+    ([(16, 20), (64, 9), (16, 30)], 40),
+    ([(16, 30), (64, 12), (48, 4)], 17),
+    ([(16, 168)], 64),  # but for a few tokens the whole epoch
+    ([(16, 167), (64, 1)], 16),  # what is left is less than a sample of the second length
+]
+
+
+def counted(samples: Samples) -> Counter[int]:
+    return Counter(int(token) for tokens, _ in samples for token in tokens)
+
+
+def assert_read_once(samples: Samples, num_tokens: int, seq_length: int) -> None:
+    """The last token of an epoch is a label alone."""
+    counts = counted(samples)
+    assert max(counts.values()) == 1, "nothing is read twice"
+    assert 0 <= num_tokens - 1 - len(counts) < seq_length, "and less than a sample is left out"
+
+
+def rest_of(before: Phases, num_tokens: int) -> tuple[int, int, int]:
+    """Counted one by one: the epoch under way, the sequences before it, and the tokens that are left of it."""
+    epoch, first, number, left = 0, 0, 0, num_tokens - 1
+    for length, count in before:
+        for _ in range(count):
+            if left < length:
+                epoch, first, left = epoch + 1, number, num_tokens - 1
+            number, left = number + 1, left - length
+    return epoch, first, left
+
+
+@pytest.mark.parametrize(("before", "seq_length"), PHASES)
+def test_each_token_of_an_epoch_is_read_once_but_for_its_last_ones(
+    tmp_path: Path, before: Phases, seq_length: int
+) -> None:
+    """Also those of the next epoch, which begins after that."""
+    num_tokens = sum(LENGTHS)
+    data = DataConfig(corpus=corpus_of(tmp_path / "text", 0, LENGTHS).corpus)
+    epoch, first, left = rest_of(before, num_tokens)
+    end = sum(number for _, number in before) + left // seq_length
+    per_epoch = (num_tokens - 1) // seq_length
+    samples = [*read(data, [*before, (seq_length, left // seq_length + per_epoch)])]
+    assert_read_once(samples[first:end], num_tokens, seq_length)
+    assert_read_once(samples[end:], num_tokens, seq_length)
+    last_tokens = np.cumsum(LENGTHS) - 1
+    for tokens, labels in samples:
+        assert len(tokens) in {seq_length, *(length for length, _ in before)}
+        assert ((labels == tokens + 1) | np.isin(tokens, last_tokens)).all(), "each is what follows in the document"
+    plain = [*read(data, [(seq_length, (epoch + 2) * per_epoch)])]
+    assert [tokens.tolist() for tokens, _ in samples[end:]] == [
+        tokens.tolist() for tokens, _ in plain[(epoch + 1) * per_epoch :]
+    ], "the next epoch is that of a training of this length"
+
+
+def test_a_change_at_the_end_of_an_epoch_goes_on_with_megatrons_order(tmp_path: Path) -> None:
+    data = DataConfig(corpus=corpus_of(tmp_path / "text", 0, [400, 113]).corpus)
+    changed, plain = [*read(data, [(16, 32), (32, 30)])], [*read(data, [(32, 46)])]
+    assert [tokens.tolist() for tokens, _ in changed[32:]] == [tokens.tolist() for tokens, _ in plain[16:]]
+
+
+@pytest.mark.parametrize(("before", "seq_length"), [PHASES[0], PHASES[2], PHASES[4]])
+def test_each_corpus_of_a_blend_leaves_out_less_than_a_sample(
+    tmp_path: Path, before: Phases, seq_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choices of corpora repeat, and begin anew with each phase."""
+    monkeypatch.setattr("spare_megatron.mcore.model.training_samples._CHOICES", 23)
+    parts = [
+        replace(corpus_of(tmp_path / "a", 0, LENGTHS), weight=2.0),
+        replace(corpus_of(tmp_path / "b", 10_000, [*reversed(LENGTHS), 900]), weight=3.0),
+        corpus_of(tmp_path / "c", 20_000, [5000]),
+    ]
+    samples = [*read(DataConfig(blend=tuple(parts)), [*before, (seq_length, 900)])]
+    for first, num_tokens in ((0, sum(LENGTHS)), (10_000, sum(LENGTHS) + 900), (20_000, 5000)):
+        own = [one for one in samples if first <= one[0][0] < first + 10_000]
+        used, num_read = 0, 0
+        for tokens, _ in own:
+            if num_read + len(tokens) > num_tokens - 1:
+                break
+            used, num_read = used + 1, num_read + len(tokens)
+        assert used < len(own), "a second epoch begins"
+        assert_read_once(own[:used], num_tokens, seq_length)
+    shares = Counter(int(tokens[0]) // 10_000 for tokens, _ in samples[-900:])
+    assert [round(shares[part] / 150) for part in range(3)] == [2, 3, 1]

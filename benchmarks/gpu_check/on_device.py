@@ -190,6 +190,8 @@ def examine(rank: int, name: str, port: int, answer: Connection) -> None:
     if rank == 0:
         store.wait("the other is done", _TIMEOUT_S)  # it needs memory, too
     timed("patterns in memory", device_checks.check_memory(name, is_own=rank == 0))
+    if name != "cpu":
+        torch.cuda.empty_cache()
     store.put("the other is done", "")
     answer.send({"digest": digest, "wrong": repeated + found, "seconds": spent_s, "clock": clock})
 

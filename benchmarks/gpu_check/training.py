@@ -119,28 +119,32 @@ def repeat_bitwise(scene: Scene) -> None:
 
 
 def audit_often(scene: Scene) -> None:
-    """Audits every microbatch of three groups with the kernels of `reproducible`. Raises RuntimeError at a false alarm
-    or if a flipped bit is not found.
-    """
-    shape = ("model.num_layers=4", "model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=1024")
-    rest = ("model.precision=bf16", "model.hidden_dropout=0.1", "model.attention_dropout=0.1", "audit.every_steps=1")
-    three = ("layout.num_groups=3", "spare.redundancy=3", "cluster.ranks_per_gpu=3", "reduce.mode=reproducible")
-    common = scene.settings(*shape, *rest, *three, "train.micro_batch_size=1")
-    common += ["spare.microbatches_per_shard=1"]
+    """Audits every microbatch of three groups in `reproducible` mode. Raises RuntimeError at a false alarm."""
     num_audits = 12 if scene.is_dry else NUM_AUDITS
-    summary = _train(scene, "calm", [*common, "faults.trace=[]", f"train.steps={-(-num_audits // 3)}"])
-    records = read_journal(scene.folder / "calm").of(AuditRecord)
+    summary = _train(scene, "run", [*_audited(scene), "faults.trace=[]", f"train.steps={-(-num_audits // 3)}"])
+    records = read_journal(scene.folder / "run").of(AuditRecord)
     num_compared = sum(len(record.digests) for record in records) // 2  # a microbatch is computed by two groups
-    alarms = _entries(scene.folder / "calm", "retry")
+    alarms = _entries(scene.folder / "run", "retry")
     scene.report(("audits without a fault, three groups that share the GPU", f"{num_compared}, {len(alarms)} alarms"))
     if alarms or summary.groups_lost or num_compared < num_audits:
         raise RuntimeError(f"{len(alarms)} alarms in {num_compared} audits, of which {num_audits} were wanted")
+
+
+def find_flip(scene: Scene) -> None:
+    """Raises RuntimeError unless the audits find the group in which a bit of an activation flips."""
     fault = f'{{phase="forward", step={_FAULT_STEP}, group=1, rank=0, kind="activation_flip", bit=4}}'
-    summary = _train(scene, "flip", [*common, f"faults.trace=[{fault}]", "train.steps=12"])
-    reasons = [entry["reason"] for entry in _entries(scene.folder / "flip", "fence")]
+    summary = _train(scene, "run", [*_audited(scene), f"faults.trace=[{fault}]", "train.steps=12"])
+    reasons = [entry["reason"] for entry in _entries(scene.folder / "run", "fence")]
     if summary.groups_lost != 1 or len(reasons) != 1 or "agree on other values" not in reasons[0]:
         raise RuntimeError(f"a flipped bit: {summary.groups_lost} groups were lost: {', '.join(reasons)}")
     scene.report(("a bit that flips in an activation of one group", reasons[0]))
+
+
+def _audited(scene: Scene) -> list[str]:
+    shape = ("model.num_layers=2", "model.hidden_size=512", "model.num_attention_heads=8", "model.seq_length=1024")
+    rest = ("model.precision=bf16", "model.hidden_dropout=0.1", "model.attention_dropout=0.1", "audit.every_steps=1")
+    three = ("layout.num_groups=3", "spare.redundancy=3", "cluster.ranks_per_gpu=3", "reduce.mode=reproducible")
+    return [*scene.settings(*shape, *rest, *three, "train.micro_batch_size=1"), "spare.microbatches_per_shard=1"]
 
 
 def _entries(run_dir: Path, kind: str) -> list[dict[str, Any]]:

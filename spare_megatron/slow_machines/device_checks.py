@@ -23,7 +23,7 @@ from spare_megatron.machine.machine_signs import starved_s, throttled_s
 
 class Sizes(NamedTuple):
     """Of the work on a device. Operands of `product` rows and columns exceed the cache of a GPU and give work to each
-    multiprocessor. Patterns fill `own_bytes` of an examined machine (None: most of what is free), or `beside_bytes`.
+    multiprocessor. Patterns fill `own_bytes` of an examined CPU, most of a free GPU, and else `beside_bytes`.
     """
 
     product: int
@@ -31,12 +31,12 @@ class Sizes(NamedTuple):
     copy_bytes: int
     piece_bytes: int
     beside_bytes: int
-    own_bytes: int | None
+    own_bytes: int
 
 
 SIZES = {
     "cpu": Sizes(256, 24, 32 << 20, 4 << 20, 16 << 20, 64 << 20),
-    gpu.TYPE: Sizes(8192, 64, 128 << 20, 128 << 20, 1 << 30, None),
+    gpu.TYPE: Sizes(8192, 64, 128 << 20, 128 << 20, 1 << 30, 0),
 }
 _NUM_REPETITIONS = 5
 _TILES = 32
@@ -49,7 +49,8 @@ _OPERANDS = {torch.float32: (255, 8), torch.bfloat16: (255, 8), torch.float8_e4m
 """
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd, so that no two words of a pattern are equal."""
-_FREE_SHARE = 0.9
+_FREE_SHARE, _CONTEXT_BYTES = 0.9, 3 << 30
+"""Where no more is in use than this process may need for CUDA, patterns fill this share of what is free."""
 _DRIFT = 1e-3
 _NUM_CHANNELS = 4
 """Of NCCL's, whose buffers are memory that a machine which trains may lack."""
@@ -173,10 +174,11 @@ def _pieces(device: str, *, is_own: bool) -> Iterator[Tensor]:
     budget = sizes.own_bytes if is_own else sizes.beside_bytes
     if device != "cpu":
         gpu.empty_cache()
-        free = int(_FREE_SHARE * gpu.memory_left(device)[0])
-        budget = free if budget is None else min(budget, free)
+        free, memory = gpu.memory_left(device)
+        is_alone = memory - free < _CONTEXT_BYTES  # groups of the examined machine may go on training
+        budget = int(_FREE_SHARE * (free if is_own and is_alone else min(free, sizes.beside_bytes)))
     with suppress(torch.OutOfMemoryError):  # another process may have taken some meanwhile
-        for _ in range(max(1, (budget or 0) // sizes.piece_bytes - 2)):  # a pattern and the comparison need room
+        for _ in range(max(1, budget // sizes.piece_bytes - 2)):  # a pattern and the comparison need room
             yield torch.empty(sizes.piece_bytes // 8, dtype=torch.int64, device=device)
 
 

@@ -145,8 +145,14 @@ def test_an_examined_machine_fills_more_than_one_that_trains() -> None:
 def test_on_a_gpu_most_free_memory_is_filled_but_beside_training_at_most_1_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "empty", lambda words, **_: torch.empty_strided((words,), (0,), device="meta"))
-    for free, is_own, least, most in ((100, True, 88, 90), (100, False, 0.7, 1.0), (0.6, False, 0.2, 0.6)):
-        monkeypatch.setattr(gpu, "memory_left", lambda _, free=free: (int(free * 2**30), 141 * 2**30))
+    for used, free, is_own, least, most in (
+        (2, 100, True, 88, 90),
+        (1, 100, False, 0.6, 1.0),
+        (41, 100, True, 0.6, 1.0),
+        (41, 0.6, False, 0.2, 0.6),
+    ):
+        found = (int(free * 2**30), int((used + free) * 2**30))
+        monkeypatch.setattr(gpu, "memory_left", lambda _, found=found: found)
         pieces = list(device_checks._pieces("cuda:0", is_own=is_own))
         assert least <= len(pieces) * device_checks.SIZES["cuda"].piece_bytes / 2**30 <= most
 

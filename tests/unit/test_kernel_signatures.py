@@ -117,6 +117,30 @@ def test_nothing_is_compiled_for_the_digests_of_a_recovery(
     assert compiled == at_start
 
 
+@pytest.mark.usefixtures("compiled")
+def test_one_launch_takes_all_tensors_eight_blocks_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table has address, words and first row of each program: of every tensor, those with an odd end in two parts."""
+    from spare_megatron.mcore.gradients import kernels
+
+    tables: list[Tensor] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda table, *_, **__: tables.append(table[: grid[0]])
+
+    monkeypatch.setattr(kernels, "_sum_blocks", Launches())
+    monkeypatch.setattr(digests, "_has_kernel", lambda _: True)
+    block = digests.BLOCK_WORDS
+    whole, short = torch.zeros(17 * block, dtype=torch.int32), torch.zeros(block + 5)
+    odd = torch.zeros(2 * block + 1, dtype=torch.bfloat16)
+    digests.TensorsDigest([("whole", whole), ("empty", short[:0]), ("short", short), ("odd", odd)])
+    (table,) = tables
+    addresses = [whole.data_ptr() + 4 * 8 * block * number for number in range(3)] + [short.data_ptr(), odd.data_ptr()]
+    assert table[:5, 0].tolist() == addresses
+    assert table[:, 1].tolist() == [17 * block, 9 * block, block, block + 5, block, 1]
+    assert table[:, 2].tolist() == [0, 8, 16, 17, 19, 20]
+
+
 def test_the_variants_are_told_apart_as_triton_does() -> None:
     """The rules of this file against Triton's own, where that is installed; it needs no GPU for them."""
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; its 286 MB are too much for the tests")

@@ -9,7 +9,6 @@ other change escapes with a probability of at most 2^-64 a block, unless it was 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +48,20 @@ class TensorsDigest:
 
 
 def _sums_in_order(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The sums of all blocks in the order of the tensors, those of successive ones on a GPU by one kernel."""
-    for device, successive in groupby(tensors, lambda tensor: tensor.device):
-        if _has_kernel(device):
-            from spare_megatron.mcore.gradients.kernels import sum_blocks
+    """The sums of all blocks in the order of the tensors; those of all tensors on the GPU by one kernel."""
+    on_gpu = [tensor for tensor in tensors if _has_kernel(tensor.device)]
+    found: Iterator[Tensor] = iter(())
+    if on_gpu:
+        from spare_megatron.mcore.gradients.kernels import sum_blocks
 
-            yield sum_blocks([part for tensor in successive for part in _parts(tensor)], multipliers_on(device))
+        (device,) = {tensor.device for tensor in on_gpu}
+        sums = sum_blocks([part for tensor in on_gpu for part in _parts(tensor)], multipliers_on(device))
+        found = iter(sums.split([-(-tensor.nbytes // _BLOCK_BYTES) for tensor in on_gpu]))
+    for tensor in tensors:
+        if _has_kernel(tensor.device):
+            yield next(found)
         else:
-            for tensor in successive:
-                yield from block_sums(tensor)
+            yield from block_sums(tensor)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
-"""Limits of single settings, declared in the types of the schema's fields, and the settings that violate them."""
+"""Types of the schema's fields: limits of single settings, and what violates them; terms that may change."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,19 @@ NonNegativeFloat = Annotated[float, Limit(lambda value: value >= 0, "must be at 
 ShareBelowOne = Annotated[
     float, Limit(lambda value: 0 <= value < 1, "lies outside [0, 1); choose a value from 0 to below 1")
 ]
+
+# fmt: off
+ChangeableTerm = Literal[
+    "corpus", "program", "train.seed", "model.seq_length", "model.precision", "model.activation", "model.norm_eps",
+    "model.experts_per_token", "model.rope_base", "model.rope_scaling_factor", "model.sliding_window",
+    "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids", "data.end_of_document",
+    "megatron.activation_func_clamp_value", "megatron.glu_linear_offset", "megatron.moe_apply_probs_on_input",
+    "megatron.moe_router_group_topk", "megatron.moe_router_num_groups", "megatron.moe_router_pre_softmax",
+    "megatron.moe_router_score_function", "megatron.moe_router_topk_scaling_factor", "megatron.no_rope_freq",
+    "megatron.softmax_scale", "megatron.window_attn_skip_freq",
+]
+"""Terms of a training that shape none of its state, nor what the parameters mean."""
+# fmt: on
 
 
 def violations(config: Any, prefix: str = "") -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spare_megatron.config.limits import (
+    ChangeableTerm,
     FloatFromOne,
     NonNegativeFloat,
     NonNegativeInt,
@@ -284,20 +285,6 @@ class ControlConfig:
     end_grace_s: PositiveFloat = 25.0
     """Seconds from SIGTERM or a like signal, which ends the run with the step under way and a checkpoint, until all
     processes end at once; below the KillWait of Slurm, 30 s, and what other schedulers leave until SIGKILL."""
-
-
-# fmt: off
-ChangeableTerm = Literal[
-    "corpus", "program", "train.seed", "model.seq_length", "model.precision", "model.activation", "model.norm_eps",
-    "model.experts_per_token", "model.rope_base", "model.rope_scaling_factor", "model.sliding_window",
-    "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids", "data.end_of_document",
-    "megatron.activation_func_clamp_value", "megatron.glu_linear_offset", "megatron.moe_apply_probs_on_input",
-    "megatron.moe_router_group_topk", "megatron.moe_router_num_groups", "megatron.moe_router_pre_softmax",
-    "megatron.moe_router_score_function", "megatron.moe_router_topk_scaling_factor", "megatron.no_rope_freq",
-    "megatron.softmax_scale", "megatron.window_attn_skip_freq",
-]
-"""Terms of a training that shape none of its state, nor what the parameters mean."""
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

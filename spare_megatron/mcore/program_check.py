@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.model import cpu
-from spare_megatron.mcore.model.batches import UnreadMask, masks_to_read
+from spare_megatron.mcore.model.batches import UnreadMask, masks_to_read, on_device
 from spare_megatron.mcore.model.model import ModelContext, checked
 from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.program import LOSS, Program, StepContext
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 
 _CPU = torch.device("cpu")

@@ -31,8 +31,9 @@ from spare_megatron.mcore import state
 from spare_megatron.mcore.gradients import host_copies
 from spare_megatron.mcore.gradients.digests import TensorsDigest
 from spare_megatron.mcore.model.attention import TorchCoreAttention, document_mask
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.optimizer import parameters
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import Part

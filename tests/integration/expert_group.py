@@ -20,9 +20,10 @@ from torch import Tensor
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.group_checkpoint import model_state
 from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.model import ModelContext, gpt_model
 from spare_megatron.mcore.model.process_groups import build_process_groups
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from spare_megatron.stacking.plans import Microbatch

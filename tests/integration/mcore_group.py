@@ -30,9 +30,10 @@ from spare_megatron.mcore.gradients.flat_gradients import flat_parameters, parts
 from spare_megatron.mcore.gradients.gradients import FloatSums, Totals
 from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.attention import TorchCoreAttention
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.rng import distinct_on_tensor_ranks
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
 from spare_megatron.stacking.layout import ShardId

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.model.training_samples import on_device
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.expert_group import all_units
 from tests.integration.mcore_group import CPU, agreed_loss, all_work, numbers_of, reduce_alone

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.model import model, training_samples
+from spare_megatron.mcore.model import batches, model
 from spare_megatron.mcore.model.attention import (
     TorchCoreAttention,
     document_mask,
     document_offsets,
     within_documents,
 )
-from spare_megatron.mcore.model.training_samples import Corpus, on_device, prepare_index
+from spare_megatron.mcore.model.batches import on_device
+from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import numpy_gpt
@@ -77,7 +78,7 @@ class PackedAttention(TorchCoreAttention):
 
 def packed_and_computed(first: RunConfig, configs: list[RunConfig]) -> list[dict[str, Any]]:
     """The same, as with layers of transformer-engine."""
-    training_samples.uses_transformer_engine = lambda *_: True
+    batches.uses_transformer_engine = lambda *_: True
     model.TorchCoreAttention = within_documents(PackedAttention)
     return computed(first, configs)
 

@@ -21,9 +21,10 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.loss_terms import LossTerms
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.program import LOSS
-from spare_megatron.mcore.model.training_samples import Corpus, on_device, prepare_index
+from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 from spare_megatron.tools.text.corpus_writer import write_corpus
 from tests.integration import mcore_group as group
 from tests.integration import stacked_groups

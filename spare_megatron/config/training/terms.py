@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 from spare_megatron.config.batch_size import sequences_per_microbatch
+from spare_megatron.config.limits import ChangeableTerm
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import SETTING_OF, model_fields
-from spare_megatron.config.schema import ChangeableTerm, RunConfig
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
 from spare_megatron.config.training.phases import OTHER, tokens_read
 from spare_megatron.config.training.skipped import SkippedPlaces, skip_differences, skipped_places

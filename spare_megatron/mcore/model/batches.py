@@ -1,12 +1,16 @@
-"""What a batch holds: the keys that samples need, and the masks of `[data]` that a forward step has to read."""
+"""What a batch holds: the keys that samples need, the masks that a forward step has to read, and which a device gets."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.mcore.model.attention import document_mask, document_offsets
+from spare_megatron.mcore.model.compatibility import part_of_context_rank
+from spare_megatron.mcore.model.model import uses_transformer_engine
 
 _KEY_OF = {"eod_mask_loss": "loss_mask", "reset_attention_mask": "attention_mask", "reset_position_ids": "position_ids"}
 """Settings of `[data]` that act through a tensor of the batch, and its key."""
@@ -93,6 +97,24 @@ def stacked(samples: Sequence[Mapping[str, Tensor]], config: RunConfig, needed: 
         for problem in _problems(sample, config, needed):
             raise BadSample(f"{problem} (samples of datasets_provider have {shapes})")
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def on_device(
+    batch: dict[str, Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
+) -> dict[str, Tensor]:
+    """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    is_masked = config.data.reset_attention_mask
+    end = config.data.end_of_document if is_masked else None
+    assert end is not None or not is_masked, "the driver has found the token that ends a document"
+    if is_packed := end is not None and uses_transformer_engine(config, device):
+        mask = document_offsets(batch["tokens"], end, batch.get("parts"))  # on a GPU it would be waited for
+        batch = {**batch, "attention_mask": mask}
+    if device.type != "cpu":
+        batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
+    parts = batch.pop("parts", None) if is_masked else None
+    if end is not None and not is_packed:
+        batch["attention_mask"] = document_mask(batch["tokens"], end, parts)
+    return part_of_context_rank(batch, context_parallel)
 
 
 def _problems(sample: Mapping[str, Tensor], config: RunConfig, needed: Mapping[str, str]) -> Iterator[str]:

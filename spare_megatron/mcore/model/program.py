@@ -12,18 +12,12 @@ from spare_megatron.config.program_file import LOSS_TERMS, LossTerm, import_prog
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.mcore.model import rng
-from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read
+from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read, on_device
 from spare_megatron.mcore.model.model import Chunk, ModelProvider, gpt_model
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.mcore.model.training_samples import (
-    Corpus,
-    Dataset,
-    corpora_told_apart,
-    corpus_dataset,
-    on_device,
-)
+from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpora_told_apart, corpus_dataset
 
 LOSS = "loss"
 """The term of the loss that every program has, whose count divides the gradient."""

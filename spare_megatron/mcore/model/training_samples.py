@@ -18,7 +18,6 @@ from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
@@ -35,10 +34,7 @@ from spare_megatron.config.training.sample_index_folders import (
 from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
 from spare_megatron.formats.quantities import format_binary_bytes
-from spare_megatron.mcore.model.attention import document_mask, document_offsets
 from spare_megatron.mcore.model.batches import stacked
-from spare_megatron.mcore.model.compatibility import part_of_context_rank
-from spare_megatron.mcore.model.model import uses_transformer_engine
 
 
 class _Vocabulary:
@@ -594,21 +590,3 @@ class Corpus:
     def first_sample(self, step: int, number: int) -> int:
         """Sequences consumed before the first sample of a microbatch; its others follow."""
         return self._sequences_before(step) + number * self._micro_batch_size
-
-
-def on_device(
-    batch: dict[str, torch.Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
-    is_masked = config.data.reset_attention_mask
-    end = config.data.end_of_document if is_masked else None
-    assert end is not None or not is_masked, "the driver has found the token that ends a document"
-    if is_packed := end is not None and uses_transformer_engine(config, device):
-        mask = document_offsets(batch["tokens"], end, batch.get("parts"))  # on a GPU it would be waited for
-        batch = {**batch, "attention_mask": mask}
-    if device.type != "cpu":
-        batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    parts = batch.pop("parts", None) if is_masked else None
-    if end is not None and not is_packed:
-        batch["attention_mask"] = document_mask(batch["tokens"], end, parts)
-    return part_of_context_rank(batch, context_parallel)

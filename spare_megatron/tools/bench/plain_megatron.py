@@ -23,9 +23,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.model import Chunk, build_chunks
 from spare_megatron.mcore.model.pipeline import summed_loss
-from spare_megatron.mcore.model.training_samples import Corpus, on_device
+from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
 

@@ -1,11 +1,13 @@
 """Commands for a run that goes on, or a job of Slurm, by its folder: logs, cancel, supervise, drain and grow."""
 
-from collections.abc import Iterable
+from collections import deque
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spare_megatron.cli import merged_logs
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say
 
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.state.run_state import RunState
 
-_MOST_LOGS = 10
 _RunDir = Annotated[Path, typer.Argument(help="Directory of the run.")]
 _WHICH = typer.Argument(metavar="WHICH...", help="Groups by their numbers, node:N or machine:N for those of one.")
 
@@ -22,53 +23,67 @@ def logs(
     folder: Annotated[Path, typer.Argument(help="Directory of a run, or folder of a job.")],
     group: Annotated[
         int | None,
-        typer.Argument(
-            help="Print the logs of this group's ranks. [default: a job's own log; of a run the logs written last]"
-        ),
+        typer.Argument(help="Print the logs of this group's ranks. [default: a job's own log, or all of a run]"),
     ] = None,
-    lines: Annotated[int, typer.Option(help="Number of lines to print from the end of each file.", min=1)] = 40,
+    lines: Annotated[int, typer.Option(help="Number of lines to print from the end; 0 prints all.", min=0)] = 200,
+    severity: Annotated[str, typer.Option(help="Least severity: info, warning or error.")] = "info",
+    steps: Annotated[
+        str | None, typer.Option(metavar="N[..M]", help="Print what was printed in these steps. [default: all]")
+    ] = None,
 ) -> None:
-    """Print the end of the logs of a run or job.
+    """Print the logs of a run or job, merged by time.
 
     Each supervisor, and each incarnation of each rank, has a log of what it prints: nothing unless something is wrong,
-    so that a run without problems has nothing to show here. For a job with a GROUP, the logs are those of its newest
-    run. `spare status` shows what happened in a run.
+    so that a run without problems has nothing to show here. For a job with a GROUP or --steps, the logs are those of
+    its newest run. A line without a time belongs to the one before it. `spare status` shows what happened in a run.
+
+    Example: `spare logs runs/mine 3 --severity warning --steps 120..125`
     """
-    files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
+    is_run = is_run_dir(folder)
+    if not is_run and (group is not None or steps is not None):
+        folder, is_run = _run_of_job(folder), True
+    files = _logs_of_run(folder, group) if is_run else _log_of_job(folder)
     if not files:
         whose = f"of {folder}" if group is None else f"of group {group} of {folder}"
         say(f"nothing to show: all logs {whose} are empty; see `spare status {folder}`", err=True)
-    for file in files:
-        if len(files) > 1:
-            say(f"==> {file} <==")
-        for line in file.read_text(errors="replace").splitlines()[-lines:]:
-            say(line.expandtabs())
+    found = merged_logs.chosen(folder, files, severity, steps)
+    has_none = bool(files)
+    for at_s, source, _, text in deque(found, maxlen=lines) if lines else found:
+        has_none = False
+        head = f"{datetime.fromtimestamp(at_s):%m-%d %H:%M:%S.%f}"[:-3] + f" {source}: "
+        say(f"{head if len(files) > 1 else ''}{text.expandtabs()}")
+    if has_none:
+        say("nothing to show: no line is of that severity in these steps; lower --severity, or widen --steps", err=True)
 
 
-def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
-    from spare_megatron.driver.slurm.batch_script import LOG
+def _run_of_job(folder: Path) -> Path:
+    """The newest run."""
     from spare_megatron.driver.slurm.slurm_commands import tasks_of
 
     if tasks := tasks_of(folder):
         raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
-    if group is not None:
-        return _logs_of_run(max(folder.glob("attempt-*"), default=folder), group)
+    return max(folder.glob("attempt-*"), default=folder)
+
+
+def _log_of_job(folder: Path) -> list[Path]:
+    from spare_megatron.driver.slurm.batch_script import LOG
+
+    _run_of_job(folder)
     if not (folder / LOG).exists():
         raise ValueError(f"{folder / LOG} is not there: the job has not started; see `spare status {folder}`")
     return [folder / LOG]
 
 
 def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
-    """The logs that hold something: those of a group's ranks, or the last ones in the order of their times."""
-    if group is None:
-        return sorted(_written((run_dir / "logs").glob("*.log")), key=lambda file: file.stat().st_mtime)[-_MOST_LOGS:]
-    files = sorted(run_dir.glob(f"logs/group-{group:04d}-rank-*.log"))
-    if not files:
-        raise ValueError(f"{run_dir} holds no log of group {group}: it has not started, or there is no such group")
-    return _written(files)
-
-
-def _written(files: Iterable[Path]) -> list[Path]:
+    """The logs that hold something, of all processes or of a group's ranks."""
+    name = "*" if group is None else f"group-{group:04d}-rank-*"
+    files = sorted(run_dir.glob(f"logs/{name}.log"))
+    if not files and group is not None:
+        there = sorted({int(file.name[6:10]) for file in run_dir.glob("logs/group-*.log")})
+        raise ValueError(
+            f"{run_dir} holds no log of group {group}: it has not started, or there is no such group; those of groups "
+            f"{', '.join(map(str, there)) or '(none)'} are there"
+        )
     return [file for file in files if file.stat().st_size]
 
 

@@ -122,7 +122,7 @@ def test_status_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "holds no journal" in spare("status", tmp_path, "--watch", expected=2)
 
 
-def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> None:
+def test_logs_of_a_run_are_those_of_all_processes_or_of_a_group(run_dir: Path) -> None:
     logs = run_dir / "logs"
     logs.mkdir()
     assert f"nothing to show: all logs of {run_dir} are empty; see `spare status" in spare("logs", run_dir)
@@ -130,11 +130,18 @@ def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> No
         (logs / f"{name}.log").write_text(text)
         os.utime(logs / f"{name}.log", (at_s, at_s))
     (logs / "group-0002-rank-0.log").touch()
-    output = spare("logs", run_dir, "--lines", 1)
-    assert output == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
-    assert spare("logs", run_dir, 1) == "one\ntwo\n"
+    ends = [line.partition(" group-0001-rank-0: ")[2] or line[-19:] for line in spare("logs", run_dir).splitlines()]
+    assert ends == ["one", "two", "supervisor-0: three"]
+    assert spare("logs", run_dir, "--lines", 1).endswith(" supervisor-0: three\n")
+    assert spare("logs", run_dir, 1) == spare("logs", run_dir, 1, "--lines", 0) == "one\ntwo\n"
     assert f"nothing to show: all logs of group 2 of {run_dir} are empty" in spare("logs", run_dir, 2)
-    assert f"{run_dir} holds no log of group 3" in spare("logs", run_dir, 3, expected=2)
+    refused = spare("logs", run_dir, 3, expected=2)
+    assert f"{run_dir} holds no log of group 3" in refused
+    assert "there is no such group; those of groups 1, 2 are there" in refused
+    assert "nothing to show: no line is of that severity" in spare("logs", run_dir, "--severity", "error")
+    assert "--severity bad: there are info, warning, error; name one" in spare(
+        "logs", run_dir, "--severity", "bad", expected=2
+    )
 
 
 @pytest.mark.parametrize("command", ["report", "timeline"])

@@ -1,4 +1,4 @@
-"""What a batch holds: the keys that samples need, the masks that a forward step has to read, and which a device gets."""
+"""What a batch holds: the keys that samples need, the masks that a forward step has to read, and what a rank gets."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 

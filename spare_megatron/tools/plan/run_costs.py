@@ -14,6 +14,7 @@ from spare_megatron.config.training.run_sizes import RunSizes
 from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.journal.state.follow import read_run_state
+from spare_megatron.journal.state.goodput import tflops_per_rank
 from spare_megatron.stacking.pace_evidence import STEPS_TO_ACT
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.tools.plan.overhead import least_makespans, patch_stacks
@@ -71,20 +72,22 @@ def _assumed(config: RunConfig) -> tuple[float, str, float, str]:
 def _measured(run_dir: Path) -> tuple[float, str, float, str]:
     state = read_run_state(run_dir)
     goodput, run = state.goodput(state.newest_at_s), state.run
-    if goodput is None or run is None or not run.flops_per_step or run.ramp:
+    tflops = tflops_per_rank(run, goodput.step_s, run.num_groups * run.ranks_per_group) if run and goodput else None
+    if run is None or goodput is None or tflops is None or run.ramp:
         raise ValueError(f"--run {run_dir}: it has no steps, was simulated, or its batch grew; name another run")
-    rate, start_s = run.flops_per_step / goodput.step_s / run.num_groups / run.ranks_per_group, goodput.lost_s["start"]
-    speed = f"measured: {rate / 1e12:.3g} TFLOP/s a rank, steps of {format_duration(goodput.step_s)}"
-    return rate, speed, start_s, f"measured: {format_duration(start_s)} to start"
+    speed = f"measured: {tflops:.3g} TFLOP/s a rank, steps of {format_duration(goodput.step_s)}"
+    start_s = goodput.lost_s.get("start", 0.0)
+    return tflops * 1e12, speed, start_s, f"measured: {format_duration(start_s)} to start"
 
 
 def _copies(config: RunConfig, step_s: float, run_s: float, endured_losses: float) -> Iterator[tuple[float, str]]:
     """Seconds between copies of the state, and the setting."""
-    checkpoint, life_s = config.checkpoint, config.checkpoint.group_life_s / config.layout.num_groups
+    checkpoint = config.checkpoint
     yield run_s, "no copy of the state before; checkpoint.interval_s"
     yield (config.snapshot.every_steps or inf) * step_s, "snapshot.every_steps"
     yield (checkpoint.interval_steps or inf) * step_s, "checkpoint.interval_steps"
     yield checkpoint.interval_s or inf, "checkpoint.interval_s"
     if checkpoint.cadence == "optimal":
-        best_s = optimal_cadence_s(SAVE_S, life_s * (endured_losses + 1))
-        yield best_s, f"checkpoint.cadence=optimal, by group_life_s and saves of {format_duration(SAVE_S)} (assumed)"
+        lived_s = checkpoint.group_life_s / config.layout.num_groups * (endured_losses + 1)
+        named = f"checkpoint.cadence=optimal, by group_life_s and saves of {format_duration(SAVE_S)} (assumed)"
+        yield optimal_cadence_s(SAVE_S, lived_s), named

@@ -320,9 +320,7 @@ class GroupTrainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             terms={
-                name: term.mean
-                for name, term in zip(self._program.loss_terms, terms, strict=True)
-                if term.num_tokens  # else there is no mean
+                name: term.mean for name, term in zip(self._program.loss_terms, terms, strict=True) if term.num_tokens
             },
             figures=figures,
         )

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, OptimizerConfig, RunConfig
 from spare_megatron.journal.step_values import model_figures
@@ -92,6 +94,14 @@ def test_experts_count_once_in_norms_and_their_loads_are_those_of_all_tokens(
     expected = {**expected_norms(values, gradients, num_tokens), **loads}
     compare(model_figures(rank[2] for rank in ranks), expected, [rank[3] for rank in ranks])
     assert all(load > 1.0 for load in loads.values())
+
+
+def test_memory_of_a_gpu_is_what_torchs_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in: no GPU is needed."""
+    stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 8, "allocated_bytes.all.peak": 5}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    rank: Any = SimpleNamespace(_device=torch.device("cuda"))
+    assert group.GroupTrainer.memory(rank) == (3, 8, 5)
 
 
 def test_steps_between_have_no_figures(text_corpus: Path) -> None:

@@ -244,7 +244,7 @@ class Rank:
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         self.progress = RankProgress(step=step)
         trainer: Any = SimpleNamespace(
-            gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict
+            gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict, memory=tuple
         )
         self.buckets = BucketExchange(
             position=0,

@@ -45,6 +45,9 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     assert norms_of(run) == norms_of(expected)
     assert min(norms_of(run).values()) > run.config.optimizer.clip_grad, "gradients are clipped"
     assert run.journal.of(RepairRecord), "a copy that a loss has asked for is whole"
+    figures = [record.values for record in run.journal.of(UpdateRecord) if record.step == 0]
+    assert len({values["train/params_norm"] for values in figures}) == 1
+    assert not any(key.startswith("train/grad_norm/") for values in figures for key in values), "no group has all"
 
 
 def test_sums_in_bf16_go_only_where_they_are_needed(text_corpus: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from spare_megatron.mcore.model.model import Chunk, ModelProvider, gpt_model
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpora_told_apart, corpus_dataset
+from spare_megatron.mcore.model.training_samples import Corpus, Dataset, corpus_dataset
 
 LOSS = "loss"
 """The term of the loss that every program has, whose count divides the gradient."""
@@ -139,19 +139,19 @@ def _forward_step_by_corpus(batch: Batch, model: torch.nn.Module, context: StepC
     output, terms = gpt_forward_step(batch, model, context)
     if not context.post_process or "corpus" not in batch:  # as in an evaluation
         return output, terms
-    names = corpora_told_apart(context.config)
+    names = _terms_of_corpora(context.config)
     losses, mask = output.detach().float(), batch.get("loss_mask")
     if mask is None:
         mask = torch.ones_like(losses)
     is_from = batch["corpus"][:, :1] == torch.arange(len(names), device=losses.device)  # sequence, corpus
     sums = ((losses * mask).sum(dim=1, keepdim=True) * is_from).sum(dim=0)
     counts = (mask.count_nonzero(dim=1)[:, None] * is_from).sum(dim=0)
-    return output, {**terms, **dict(zip(map(loss_of, names), zip(sums, counts, strict=True), strict=True))}
+    return output, {**terms, **dict(zip(names, zip(sums, counts, strict=True), strict=True))}
 
 
-def loss_of(corpus: str) -> str:
-    """The term of the loss that is over the tokens of one corpus of a blend."""
-    return f"{LOSS}/{corpus}"
+def _terms_of_corpora(config: RunConfig) -> list[str]:
+    """The terms that are over the tokens of one corpus each."""
+    return [f"{LOSS}/{name}" for name in dict.fromkeys(config.data.corpus_names)]
 
 
 def program_of(config: RunConfig) -> Program:
@@ -163,7 +163,6 @@ def program_of(config: RunConfig) -> Program:
         "datasets_provider": corpus_dataset,
         LOSS_TERMS: {},
     }
-    if "forward_step" not in roles and len(names := corpora_told_apart(config)) > 1:
-        defaults["forward_step"] = _forward_step_by_corpus
-        defaults[LOSS_TERMS] = dict.fromkeys(map(loss_of, names), LossTerm())
+    if "forward_step" not in roles and len(names := _terms_of_corpora(config)) > 1:
+        defaults |= {"forward_step": _forward_step_by_corpus, LOSS_TERMS: dict.fromkeys(names, LossTerm())}
     return Program(**{**defaults, **roles}, own=frozenset(roles) - {LOSS_TERMS})

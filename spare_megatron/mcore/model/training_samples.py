@@ -478,11 +478,6 @@ def _dataset_config(config: RunConfig, prefix: str) -> GPTDatasetConfig:
     )
 
 
-def corpora_told_apart(config: RunConfig) -> tuple[str, ...]:
-    """The names of the corpora of a blend, each once."""
-    return tuple(dict.fromkeys(config.data.corpus_names))
-
-
 def corpus_dataset(config: RunConfig) -> "IndexedCorpora":
     """The corpus or blend of the settings; the default datasets provider. Raises ValueError if it is missing."""
     return IndexedCorpora(config)
@@ -496,16 +491,15 @@ class IndexedCorpora(_Blend):
         super().__init__(config)
         self._keys = _keys(config)
         self._corpora: list[torch.Tensor] = []
-        if len(names := corpora_told_apart(config)) > 1:
-            length = config.model.seq_length
-            of_parts = [names.index(name) for name in config.data.corpus_names]
-            self._corpora = [torch.full((length,), number, dtype=torch.int16) for number in of_parts]
+        if len(names := list(dict.fromkeys(config.data.corpus_names))) > 1:
+            shape = (config.model.seq_length,)
+            self._corpora = [torch.full(shape, names.index(one), dtype=torch.int16) for one in config.data.corpus_names]
         self._renew()
         self[self.first]
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         """`tokens`, `labels`, `position_ids`, with `data.eod_mask_loss` 0/1 `loss_mask` and, of a blend, `corpus` (the
-        place of its name in `corpora_told_apart`) of a sample: each [seq_length].
+        place of its name among the different ones) of a sample: each [seq_length].
         """
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()

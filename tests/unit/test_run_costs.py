@@ -180,7 +180,7 @@ def test_a_measured_run_gives_its_speed_and_its_start(tmp_path: Path) -> None:
     lines = show("--run", str(run_dir))
     assert re.search(r"\nrun +[0-9.e-]+ hours +measured: 1 TFLOP/s a rank", lines)
     assert [
-        name for name in ("lost group", "slow machine", "wipe out") if not re.search(rf"\n{name} +[\d.]+ s ", lines)
+        name for name in ("lost group", "slow machine", "wipe-out") if not re.search(rf"\n{name} +[\d.]+ s ", lines)
     ] == []
 
 

@@ -51,7 +51,10 @@ def show(
         say_json({"settings": table, **dataclasses.asdict(facts), "endured_losses": endured, "costs": figures})
         return
     print_config(loaded, facts, endured)
-    rows = [(name.replace("_", " "), _time(name, seconds), basis) for name, seconds, basis in costs]
+    rows = [
+        ({"wipe_out": "wipe-out"}.get(name, name.replace("_", " ")), _time(name, seconds), basis)
+        for name, seconds, basis in costs
+    ]
     RunConsole().tables(Table(columns=("cost", "of training", "measured or assumed, and what changes it"), rows=rows))
 
 

@@ -124,7 +124,7 @@ def by_hand(documents: Sequence[Sequence[int]], seed: int, phases: Phases) -> It
         shuffle.shuffle(cuts)
         read = [left[cut * length :][:length] for cut in cuts[:number]]
         yield from ((text[places], text[places + 1]) for places in read)
-        left, shuffle = np.setdiff1d(left, np.concatenate(read)), np.random.RandomState(seed)
+        left, shuffle = np.setdiff1d(left, [*read]), np.random.RandomState(seed)
 
 
 @pytest.mark.parametrize(("before", "seq_length"), PHASES[:-1])
@@ -135,7 +135,7 @@ def test_samples_come_in_the_order_that_the_documentation_names(
     ends = np.cumsum([0, *LENGTHS])
     documents = [range(begin, end) for begin, end in pairwise(ends)]
     _, _, left = rest_of(before, sum(LENGTHS))
-    phases = [*before, (seq_length, left // seq_length)]
+    phases = [*before, (seq_length, left // seq_length)][: len(before) + (left >= seq_length)]
     expected = by_hand(documents, epoch_seed(TrainConfig().seed, 0, 0), phases)
     for (tokens, labels), (text, following) in zip(read(data, phases), expected, strict=True):
         assert tokens.tolist() == text.tolist()

@@ -12,13 +12,18 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, OptimizerConfig
+from spare_megatron.config.training.sample_index_folders import epoch_seed
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
 from spare_megatron.state.checkpoint.verification import verify
+from tests.integration.numpy_gpt import token_losses
+from tests.integration.stacked_checkpoint_groups import contents
 from tests.integration.test_run_checkpoint import assert_proven, config_of
+from tests.integration.test_sequence_length import by_hand
 from tests.integration.whole_run import Run, complete_run, kill, losses_of
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -82,6 +87,32 @@ def test_a_run_goes_on_with_longer_sequences_through_a_loss_and_over_a_further_s
     assert "went on with another value of model.seq_length: 64, and the checkpoint was trained with 32" in shown
     metrics = (calm.run_dir / "metrics.jsonl").read_text()
     assert f'"train/tokens": {16 * SHORT + 32 * LONG},' in metrics
+
+
+def test_the_first_loss_of_a_longer_phase_is_that_of_numpy_for_the_text_that_is_left(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """By the parameters as torch alone reads them from the checkpoint, and the samples by the page on data."""
+    text = np.fromfile(text_corpus.with_suffix(".bin"), np.uint16)[:6000].tolist()
+    documents = [text[:7], text[7:2000], text[2000:2900], text[2900:]]
+    write_tiny_corpus(tmp_path / "own", documents)
+    first = trained(tmp_path / "own", tmp_path / "first", SHORT, hidden_dropout=0.0)
+    longer = trained(tmp_path / "own", tmp_path / "longer", LONG, load=after(first, 2), hidden_dropout=0.0)
+    samples = [*by_hand(documents, epoch_seed(first.config.train.seed, 0, 0), [(SHORT, 16), (LONG, 8)])][16:]
+    tensors, _ = contents(after(first, 2))
+    values: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        if name.startswith("decoder.layers."):
+            rest = name.removeprefix("decoder.layers.")
+            for layer, norm in (("self_attention.linear_qkv", "input"), ("mlp.linear_fc1", "pre_mlp")):
+                rest = rest.replace(f"{layer}.layer_norm_", f"{norm}_layernorm.")
+            values |= {f"decoder.layers.{layer}.{rest}": row.numpy() for layer, row in enumerate(value)}
+        elif not name.startswith("optimizer."):
+            values[name] = value.numpy()
+    tokens, labels = (np.stack(rows) for rows in zip(*samples, strict=True))
+    expected = token_losses(longer.config.model, values, tokens, labels).mean()
+    [(loss, _)] = losses_of(longer.journal)[2]
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
 def test_a_wipe_out_before_the_first_save_of_a_phase_goes_back_to_where_it_began(

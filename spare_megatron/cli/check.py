@@ -38,7 +38,7 @@ def check(
     verdict = check_view(view)
     [changes] = [line.record.changes for line in view.rare if isinstance(line.record, RunRecord)] or [{}]
     if as_json:
-        say_json({**asdict(verdict), "changes": changes})
+        say_json(asdict(verdict) | ({"changes": changes} if changes else {}))
     else:
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():

@@ -11,6 +11,8 @@ import pytest
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
+from spare_megatron.config.training.sample_index_folders import epoch_seed
+from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 from spare_megatron.tools.text.corpus_writer import write_corpus
 
@@ -109,6 +111,65 @@ def test_each_token_of_an_epoch_is_read_once_but_for_its_last_ones(
     assert [tokens.tolist() for tokens, _ in samples[end:]] == [
         tokens.tolist() for tokens, _ in plain[(epoch + 1) * per_epoch :]
     ], "the next epoch is that of a training of this length"
+
+
+def by_hand(documents: Sequence[Sequence[int]], seed: int, phases: Phases) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What docs/data.md says that the first epoch has, token by token, with NumPy alone."""
+    shuffle, order = np.random.RandomState(seed), np.arange(len(documents))
+    shuffle.shuffle(order)
+    text = np.concatenate([documents[number] for number in order])
+    left = np.arange(len(text) - 1)
+    for length, number in phases:
+        cuts = np.arange(len(left) // length)
+        shuffle.shuffle(cuts)
+        read = [left[cut * length :][:length] for cut in cuts[:number]]
+        yield from ((text[places], text[places + 1]) for places in read)
+        left, shuffle = np.setdiff1d(left, [*read]), np.random.RandomState(seed)
+
+
+@pytest.mark.parametrize(("before", "seq_length"), PHASES[:-1])
+def test_samples_come_in_the_order_that_the_documentation_names(
+    tmp_path: Path, before: Phases, seq_length: int
+) -> None:
+    data = DataConfig(corpus=corpus_of(tmp_path / "text", 0, LENGTHS).corpus)
+    ends = np.cumsum([0, *LENGTHS])
+    documents = [range(begin, end) for begin, end in pairwise(ends)]
+    _, _, left = rest_of(before, sum(LENGTHS))
+    phases = [*before, (seq_length, left // seq_length)][: len(before) + (left >= seq_length)]
+    expected = by_hand(documents, epoch_seed(TrainConfig().seed, 0, 0), phases)
+    for (tokens, labels), (text, following) in zip(read(data, phases), expected, strict=True):
+        assert tokens.tolist() == text.tolist()
+        assert labels.tolist() == following.tolist()
+
+
+def test_a_part_counts_as_a_document_where_documents_are_kept_apart(tmp_path: Path) -> None:
+    """Every token of a sample attends to those of its own document and part alone, and has its place in them."""
+    end = 59_999
+    lengths = [37, 5, 211, 90, 60, 2, 133]
+    begins = np.cumsum([0, *lengths])
+    documents = [[*range(begin, last - 1), end] for begin, last in pairwise(begins)]
+    write_corpus(documents, tmp_path / "text", vocab_size=VOCABULARY)
+    data = DataConfig(
+        corpus=str(tmp_path / "text"), end_of_document=end, reset_attention_mask=True, reset_position_ids=True,
+        eod_mask_loss=True, phases=("8:30",),
+    )  # fmt: skip
+    config = config_of(data, 32, 38)
+    prepare_index(config)
+    corpus, num_apart = Corpus(config), 0
+    for step in range(30, 38):
+        batch = corpus.microbatch(step, 0)
+        tokens, parts = batch["tokens"][0].tolist(), batch["parts"][0].tolist()
+        starts = [0]
+        for place in range(1, 32):
+            is_new = tokens[place - 1] == end or (tokens[place] != end and tokens[place] != tokens[place - 1] + 1)
+            starts.append(place if is_new else starts[-1])
+            num_apart += is_new and tokens[place - 1] != end
+            assert parts[place] >= parts[place - 1]
+        mask = document_mask(batch["tokens"], end, batch["parts"])[0, 0]
+        assert mask.tolist() == [[starts[i] <= j <= i for j in range(32)] for i in range(32)]
+        assert batch["position_ids"][0].tolist() == [place - start for place, start in enumerate(starts)]
+        assert batch["loss_mask"][0].tolist() == [token != end for token in tokens]
+    assert num_apart > 5
 
 
 def test_a_change_at_the_end_of_an_epoch_goes_on_with_megatrons_order(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "row_size": 1,
         "deal_by_pace": False,
         "skip": "",
+        "phases": "",
     }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier
@@ -138,3 +139,4 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
     assert digest_of_terms({**terms, **later, "ramp": [1, 1, 2]}) != earlier
     assert digest_of_terms({**terms, **later, "max_groups": 6}) != earlier
     assert digest_of_terms({**terms, **later, "lanes": 2}) != earlier
+    assert digest_of_terms({**terms, **later, "phases": "64:8"}) != earlier

@@ -1,5 +1,6 @@
 """What may change when a training goes on, and what a change of the sequence length leaves of an epoch."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -81,6 +82,14 @@ def test_the_settings_that_this_one_replaces_are_read_and_say_so(name: str) -> N
         configured(f"{old}=true")
 
 
+def test_context_parallelism_and_fp8_are_no_terms() -> None:
+    """Neither can be run without GPUs and transformer-engine."""
+    wider = going_on("layout.context_parallel=2", "megatron.fp8=e4m3", "megatron.fp8_recipe=tensorwise")
+    assert changes_of(terms_of(SHORT), wider) == {}
+    longer = replace(wider, model=replace(wider.model, seq_length=128))
+    assert list(changes_of(terms_of(SHORT), longer)) == ["model.seq_length"]
+
+
 # ------------------------------------------------------------------------------------------------------- phases
 
 
@@ -128,6 +137,8 @@ def test_places_of_an_order_that_ends_are_not_taken_for_those_of_the_next() -> N
     assert differences(terms, going_on('data.skip=["3","40-41"]', *change), 24) == [
         "data.skip: 40-41 are places in the order of the checkpoint, which ends; remove them"
     ]
+    earlier = {**terms, "data.phases": "32:8:other"}
+    assert len(differences(earlier, going_on('data.skip=["3","40-41"]', *change), 24)) == 1
     (reason,) = differences(terms, going_on(*change), 24)
     assert "leaves out other places below 24" in reason
 

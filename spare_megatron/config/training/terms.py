@@ -129,13 +129,14 @@ def _function_of(config: RunConfig) -> str:
 
 
 _FIELD = re.compile(r"(\w+)=(.*?)(?=, \w+=|$)")
-_SETTINGS: Mapping[str, str] = {
+_NAMES: Mapping[str, str] = {
+    _PROGRAM: "program",
     **{field: f"model.{setting}" for field, setting in SETTING_OF.items() if field != "gated_linear_unit"},
     "rotary_base": "model.rope_base",
     "rope_scaling_factor": "model.rope_scaling_factor",
     "moe_router_topk": "model.experts_per_token",
 }
-"""Settings by which fields of `[megatron]` are changed; `model.activation` also decides whether there is a gate."""
+"""Names of terms for users, if they have others; `model.activation` also decides whether there is a gate."""
 
 
 def changes_of(theirs: Terms, config: RunConfig) -> dict[str, tuple[object, object]]:
@@ -147,13 +148,11 @@ def changes_of(theirs: Terms, config: RunConfig) -> dict[str, tuple[object, obje
     theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
     apart = (_CORPUS, _ORDER, _SKIP, _PHASES, _MEGATRON)
     keys = [key for key, value in ours.items() if key not in apart and (key, value) != _ANY]
-    found: dict[str, tuple[object, object]] = {
-        key: (theirs.get(key), ours[key]) for key in keys if theirs.get(key) != ours[key]
-    }
-    found |= _function_changes(str(theirs[_MEGATRON]), str(ours[_MEGATRON]))
+    found = dict(_function_changes(str(theirs[_MEGATRON]), str(ours[_MEGATRON])))
+    found |= {_NAMES.get(key, key): (theirs.get(key), ours[key]) for key in keys if theirs.get(key) != ours[key]}
     if other := other_corpus(theirs, config):
         found["corpus"] = (other, config.data.identity)
-    return {"program" if key == _PROGRAM else key: values for key, values in found.items()}
+    return found
 
 
 def _function_changes(theirs: str, ours: str) -> Iterator[tuple[str, tuple[object, object]]]:
@@ -161,7 +160,7 @@ def _function_changes(theirs: str, ours: str) -> Iterator[tuple[str, tuple[objec
     before, now = ({**defaults, **dict(_FIELD.findall(text))} for text in (theirs, ours))
     for field in sorted(before.keys() | now.keys()):
         if before.get(field) != now.get(field):
-            yield _SETTINGS.get(field, f"megatron.{field}"), (before.get(field), now.get(field))
+            yield _NAMES.get(field, f"megatron.{field}"), (before.get(field), now.get(field))
 
 
 def phases_after(theirs: Terms, config: RunConfig, num_samples: int) -> tuple[str, ...]:
@@ -191,7 +190,7 @@ def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None
     num_read = sequences_before(config, config.train.steps) if num_samples is None else num_samples
     skipped = str(theirs.get(_SKIP, ""))
     found += skip_differences(skipped, config.data.skip, num_read)
-    if len(phases_after(theirs, config, num_read)) > str(theirs.get(_PHASES, "")).count(":"):
+    if ",".join(phases_after(theirs, config, num_read)) != theirs.get(_PHASES, ""):
         found += _stale_places(skipped, config, num_read)
     return found
 

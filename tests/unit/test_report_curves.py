@@ -187,7 +187,7 @@ def test_a_run_whose_work_was_never_dealt_anew_has_no_plot_of_paces(history: His
     assert "Pace of each group" not in plots(history)
 
 
-def told(lines: list[Line], step: int, group: int, terms: Mapping[str, float]) -> list[Line]:
+def logged(lines: list[Line], step: int, group: int, terms: Mapping[str, float]) -> list[Line]:
     """The lines, with terms of the last update of a step by a group."""
     place = max(
         place
@@ -202,8 +202,8 @@ def told(lines: list[Line], step: int, group: int, terms: Mapping[str, float]) -
 def test_further_values_have_a_line_each_where_they_are_known(tmp_path: Path) -> None:
     lines = measured_lines(NUM_STEPS)
     for step in range(NUM_STEPS):
-        lines = told(lines, step, 0, {"loss/web": 2.0 - step, **({"loss/a & b": 3.0} if step % 2 else {})})
-    lines = told(lines, 3, 1, {"loss/web": 2.5})  # the largest counts
+        lines = logged(lines, step, 0, {"loss/web": 2.0 - step, **({"loss/a & b": 3.0} if step % 2 else {})})
+    lines = logged(lines, 3, 1, {"loss/web": 2.5})  # the largest counts
     drawn = plots(history_from(tmp_path, lines))["Loss by corpus"].figure
     web, other = drawn.data
     assert (web.name, list(web.x)) == ("web", list(range(NUM_STEPS)))
@@ -214,10 +214,10 @@ def test_further_values_have_a_line_each_where_they_are_known(tmp_path: Path) ->
 def test_further_values_of_undone_steps_are_not_drawn(tmp_path: Path) -> None:
     lines = measured_lines(NUM_STEPS, params={})
     for step in range(NUM_STEPS):
-        lines = told(lines, step, 0, {"loss/web": 1.0})
+        lines = logged(lines, step, 0, {"loss/web": 1.0})
     lines = [*lines[:-1], *redone_lines(NUM_STEPS, 5, {}, {})]
     for step in range(5, NUM_STEPS):
-        lines = told(lines, step, 0, {"loss/web": 2.0})
+        lines = logged(lines, step, 0, {"loss/web": 2.0})
     _, values = values_of(plots(history_from(tmp_path, lines))["Loss by corpus"])
     assert values == [1.0] * 5 + [2.0] * (NUM_STEPS - 5)
 
@@ -226,7 +226,9 @@ def test_many_further_values_are_a_map(tmp_path: Path) -> None:
     lines = measured_lines(NUM_STEPS)
     names = [f"part {number}" for number in range(40)]
     for step in (0, 4):
-        lines = told(lines, step, 0, {f"loss/{name}": number + step for number, name in enumerate(names[: 40 - step])})
+        lines = logged(
+            lines, step, 0, {f"loss/{name}": number + step for number, name in enumerate(names[: 40 - step])}
+        )
     (drawn,) = plots(history_from(tmp_path, lines))["Loss by corpus"].figure.data
     assert (list(drawn.x), list(drawn.y)) == ([0, 4], names)
     assert list(drawn.z[:, 0]) == list(range(40))
@@ -234,7 +236,7 @@ def test_many_further_values_are_a_map(tmp_path: Path) -> None:
 
 
 def test_two_runs_have_their_further_values_in_one_plot(tmp_path: Path) -> None:
-    lines = told(measured_lines(NUM_STEPS), 2, 0, {"loss/web": 1.0})
+    lines = logged(measured_lines(NUM_STEPS), 2, 0, {"loss/web": 1.0})
     runs = {name: history_from(tmp_path / name, lines) for name in ("one", "other")}
     drawn = {plot.title: plot for plot in curves_of(runs)}["Loss by corpus"].figure
     assert [line.name for line in drawn.data] == ["one: web", "other: web"]

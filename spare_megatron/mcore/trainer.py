@@ -77,7 +77,7 @@ class UpdateResult:
     learning_rate: float
     terms: Mapping[str, float] = field(hash=False)
     """Means of the further terms of the loss that anything counted for."""
-    figures: Mapping[str, Sequence[float]] | None = field(default=None, hash=False)
+    figures: Mapping[str, Sequence[float]] | None = field(default=None, compare=False)
     """What this rank adds to figures of the model (`step_values.model_figures`); None in steps without."""
 
 

@@ -168,7 +168,7 @@ def test_other_processes_reach_a_moved_directory_by_the_same_path(tmp_path: Path
         (tmp_path / "run").rename(tmp_path / "moved")
         process = multiprocessing.get_context("spawn").Process(target=_touch, args=(held / "file",))
         process.start()
-        process.join(60.0)
+        process.join(200.0)
     assert process.exitcode == 0
     assert (tmp_path / "moved" / "file").exists()
 
@@ -181,7 +181,7 @@ def test_a_process_that_is_hidden_from_others_uses_the_path_of_the_directory(tmp
     """Its descriptors are closed to the ranks: they found no directory by them."""
     process = multiprocessing.get_context("spawn").Process(target=_hold_in_hiding, args=(tmp_path,))
     process.start()
-    process.join(60.0)
+    process.join(200.0)
     assert process.exitcode == 0
 
 

@@ -36,7 +36,7 @@ def check(
 
     view = JournalIndex(run_dir, settings=terms_in(run_dir))
     verdict = check_view(view)
-    [changes] = [line.record.changes for line in view.rare if isinstance(line.record, RunRecord)] or [{}]
+    changes = next((line.record.changes for line in view.rare if isinstance(line.record, RunRecord)), {})
     if as_json:
         say_json(asdict(verdict) | ({"changes": changes} if changes else {}))
     else:

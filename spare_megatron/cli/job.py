@@ -80,9 +80,9 @@ def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
     files = sorted(run_dir.glob(f"logs/{name}.log"))
     if not files and group is not None:
         there = sorted({int(file.name[6:10]) for file in run_dir.glob("logs/group-*.log")})
+        others = f"there are those of groups {', '.join(map(str, there))}" if there else "no group has one yet"
         raise ValueError(
-            f"{run_dir} holds no log of group {group}: it has not started, or there is no such group; those of groups "
-            f"{', '.join(map(str, there)) or '(none)'} are there"
+            f"{run_dir} holds no log of group {group}: it has not started, or there is no such group; {others}"
         )
     return [file for file in files if file.stat().st_size]
 

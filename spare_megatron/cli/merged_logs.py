@@ -80,7 +80,9 @@ def _texts(file: Path) -> Iterator[str]:
 
 
 def _stamp(text: str, written_s: float) -> tuple[float, int] | None:
-    """Time and severity. Glog leaves the year out: it is the last one that is not after the last write of the file."""
+    """Time and severity; None of a time after the last write of the file, which only a text names. Glog leaves the year
+    out: it is the last one that is not after that.
+    """
     match = _STAMP.search(text, 0, _HEAD)
     if match is None:
         return None
@@ -90,6 +92,6 @@ def _stamp(text: str, written_s: float) -> tuple[float, int] | None:
     for one in (int(year),) if year else (last, last - 1):
         with contextlib.suppress(ValueError):  # figures that are no date
             at_s = datetime(one, month, day, hour, minute, second).timestamp() + float(f"0.{part or 0}")
-            if year or at_s <= written_s + _DAY_S:
+            if at_s <= written_s + _DAY_S:
                 return at_s, _OF_LETTER.get(letter, 0)
     return None

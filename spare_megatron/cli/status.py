@@ -26,7 +26,7 @@ SinceOption = Annotated[str, typer.Option(help="Window of events and costs, befo
 _POLLS_PER_S = 4
 _NUM_EVENTS = 20
 _PROOF_S = 2.0
-"""For which the journal is looked at: whoever asks waits."""
+"""Longest time to prove the journal, for which the user waits."""
 _NEAR_QUOTA = 0.9
 """Share of etcd's quota in use from which on there is an alarm."""
 _SILENCE_S = 5.0

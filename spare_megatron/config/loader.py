@@ -29,6 +29,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _LEAST_LIKENESS = 0.6
 _MOST_SUGGESTED = 4
 
+_SET = "--set "
+"""The origin of an override begins so."""
+
 RETIRED: Mapping[str, tuple[object, str]] = {
     "checkpoint.allow_other_corpus": (False, 'checkpoint.allow_changes=["corpus"] allows it'),
     "checkpoint.allow_other_program": (False, 'checkpoint.allow_changes=["program"] allows it'),
@@ -108,6 +111,8 @@ def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake
         else:
             meant = nearest(setting.key, known) or setting.key
             mistakes.append(_Mistake(key=meant, text=_describe_unknown(setting, known)))
+    for key in _superseded(settings, merged):
+        del merged[key]
     for setting in [merged.pop(key) for key in RETIRED if key in merged]:
         only, reason = RETIRED[setting.key]
         if setting.value != only:
@@ -121,6 +126,16 @@ def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake
     origins = {key: setting.origin for key, setting in merged.items()}
     followed = {key: f"{source}, {origins[source]}" for key, source in IN_SAMPLES.items() if source in origins}
     return LoadedConfig(config=config, provenance=followed | origins), mistakes
+
+
+def _superseded(settings: Sequence[_Setting], merged: Mapping[str, _Setting]) -> set[str]:
+    """Settings of the batch in the place of which a later preset, or `--set`, has those in the other unit."""
+    sources = {setting.origin: number for number, setting in enumerate(settings)}
+    last = len(settings)
+    at = {key: last if one.origin.startswith(_SET) else sources[one.origin] for key, one in merged.items()}
+    found = {key for key, in_samples in IN_SAMPLES.items() if key in at and at[key] < at.get(in_samples, -1)}
+    batch = "spare.microbatches_per_shard"
+    return found | {key for key in (IN_SAMPLES[batch],) if key in at and at[key] < at.get(batch, -1)}
 
 
 def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:
@@ -185,7 +200,7 @@ def _parse_override(text: str) -> Iterator[_Setting]:
         value = parsed["value"] if set(parsed) == {"value"} else value
     except ValueError:
         pass  # a bare string
-    yield from _flatten({key: value}, f"--set {text}")
+    yield from _flatten({key: value}, f"{_SET}{text}")
 
 
 def _flatten(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[_Setting]:

@@ -85,7 +85,7 @@ class DataConfig:
 
     @property
     def corpus_names(self) -> tuple[str, ...]:
-        """What metrics call each of `corpora`: as much of the end of its path as tells it from others.
+        """What metrics call each of `corpora`: the shortest end of its path that no other has.
 
         >>> DataConfig(blend=tuple(BlendedCorpus(corpus=path) for path in ("a/text", "b/text", "b/text"))).corpus_names
         ('a/text', 'b/text', 'b/text')

@@ -10,7 +10,7 @@ from spare_megatron.journal import records
 
 EventKind = Literal[
     "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "checkpoint", "failed save",
-    "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
+    "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
 ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def texts_of_record(record: records.Record) -> Iterator[tuple[EventKind, str]]:
         case records.ExaminationRecord():
             yield "quarantine", text_of_examination(record)
         case records.RestartRecord():
-            yield from (("failed save", text) for text in record.rejected)
+            yield from (("rejected checkpoint", text) for text in record.rejected)
         case records.CheckpointRecord(outcome="saved"):
             figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
             end = f"; {record.reason}" if record.reason else ""

@@ -77,10 +77,10 @@ class RestartLoader:
                 rejected.append(str(error))
                 continue
             found = differences(manifest.terms, self._ctx.config, manifest.num_samples)
-            if manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
-                found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
             if phases_after(manifest.terms, self._ctx.config, manifest.num_samples) != self._ctx.config.data.phases:
                 found.append("it is not of the phase that this run goes on with")
+            elif manifest.num_samples != (expected := sequences_before(self._ctx.config, step)):
+                found.append(f"its steps have read {manifest.num_samples} sequences, and those of this run {expected}")
             if found:
                 rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue

@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import (
+    CheckpointConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
 from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
 from spare_megatron.config.training.sample_index_folders import epoch_seed
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
+from spare_megatron.tools.replay.data_command import samples_of
 from spare_megatron.tools.text.corpus_writer import write_corpus
 
 VOCABULARY = 60_000
@@ -176,6 +184,27 @@ def test_a_change_at_the_end_of_an_epoch_goes_on_with_megatrons_order(tmp_path: 
     data = DataConfig(corpus=corpus_of(tmp_path / "text", 0, [400, 113]).corpus)
     changed, plain = [*read(data, [(16, 32), (32, 30)])], [*read(data, [(32, 46)])]
     assert [tokens.tolist() for tokens, _ in changed[32:]] == [tokens.tolist() for tokens, _ in plain[16:]]
+
+
+def test_phases_of_another_corpus_may_have_samples_longer_than_this_one(tmp_path: Path) -> None:
+    """Epochs of what they have read were counted in this corpus, which has none of that length."""
+    data = DataConfig(corpus=corpus_of(tmp_path / "text", 0, [40, 60]).corpus)
+    config = config_of(replace(data, phases=("4096:3", "2048:10:other")), 16, 16)
+    prepare_index(config)
+    plain = [*read(data, [(16, 6)])]
+    changed = [Corpus(config).microbatch(step, 0)["tokens"][0].tolist() for step in range(10, 16)]
+    assert changed == [tokens.tolist() for tokens, _ in plain]
+
+
+def test_steps_of_the_run_before_are_not_shown_as_those_of_this_one() -> None:
+    """They were shown with samples that no run has read."""
+    config = config_of(DataConfig(corpus="text", phases=("16:6",)), 32, 9)
+    config = replace(config, checkpoint=CheckpointConfig(load="first/checkpoints/step-00000006"))
+    reason = (
+        r"step 5: the run has the steps 6 to 8 \(train.steps\); .* saved checkpoint.load=first/.*: name its directory"
+    )
+    with pytest.raises(ValueError, match=reason):
+        next(samples_of(config, 5, None, None))
 
 
 @pytest.mark.parametrize(("before", "seq_length"), [PHASES[0], PHASES[2], PHASES[4]])

@@ -150,6 +150,23 @@ def test_a_batch_that_is_given_twice_has_to_be_the_same() -> None:
     assert "=[16, 16, 400] means spare.ramp_start=2, but spare.ramp_start=3; remove one of them" in message_of(*ramp)
 
 
+def test_of_a_batch_in_two_units_the_later_source_wins(tmp_path: Path) -> None:
+    """All shipped presets of runs have microbatches."""
+    demo = Path("demo_cpu")  # 4 groups x 2 sequences, 4 microbatches per shard
+    in_samples = ["train.global_batch_size=64", "train.rampup_batch_size=[16,16,400]"]
+    loaded = load_run_config(demo, in_samples)
+    assert loaded.config.spare.ramp == BatchRamp(largest=8, start=2, increment=2, steps=13)
+    assert loaded.provenance["spare.microbatches_per_shard"] == f"train.global_batch_size, --set {in_samples[0]}"
+    own = tmp_path / "own.toml"
+    own.write_text('include = ["demo_cpu"]\n[train]\nglobal_batch_size = 64\n')
+    assert load_run_config(own).config.spare.microbatches_per_shard == 8
+    back = load_run_config(own, ["spare.microbatches_per_shard=3"])
+    assert back.config.spare.microbatches_per_shard == 3
+    assert "train.global_batch_size" not in back.provenance
+    with pytest.raises(ConfigError, match=r"means spare.microbatches_per_shard=8, but spare.microbatches_per_shard=3"):
+        load_run_config(demo, ["train.global_batch_size=64", "spare.microbatches_per_shard=3"])
+
+
 def test_a_mistyped_batch_is_one_problem_and_not_two() -> None:
     assert message_of("train.global_batch_size=64", "spare.microbatches_per_shard=x").count("\n") == 0
     assert message_of("train.global_batch_size=x").count("\n") == 0

@@ -432,6 +432,25 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
     assert reason.startswith("step-00000005 is of another training: data.corpus = OTHER (60303ae2, 300 tokens)")
 
 
+def test_a_restart_does_not_count_an_earlier_phase_in_batches_of_this_one(tmp_path: Path) -> None:
+    """It said how many sequences steps before its first one would have read: a negative number."""
+    from spare_megatron.rank.restart_loader import RestartLoader
+
+    config = reading("60303ae2, 300 tokens")
+    config = replace(config, name="run", model=replace(config.model, position_embedding="rope", seq_length=16))
+    save(tmp_path / "checkpoints", 3, config=config)
+    longer = replace(
+        config,
+        model=replace(config.model, seq_length=32),
+        data=replace(config.data, phases=("16:500",), offset=-4000),
+        checkpoint=replace(config.checkpoint, allow_changes=("model.seq_length",)),
+    )
+    starting = RestartLoader(rank_context(config=longer, run_dir=tmp_path), None)
+    assert starting.candidates() == ()
+    named = "step-00000003 is of another training: it is not of the phase that this run goes on with"
+    assert starting.rejected == (named,)
+
+
 def test_a_checkpoint_that_holds_all_steps_leaves_nothing_to_train(tmp_path: Path) -> None:
     save(tmp_path, CONFIG.train.steps)
     with pytest.raises(ValueError, match="nothing left to train"):

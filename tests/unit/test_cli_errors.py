@@ -137,7 +137,7 @@ def test_logs_of_a_run_are_those_of_all_processes_or_of_a_group(run_dir: Path) -
     assert f"nothing to show: all logs of group 2 of {run_dir} are empty" in spare("logs", run_dir, 2)
     refused = spare("logs", run_dir, 3, expected=2)
     assert f"{run_dir} holds no log of group 3" in refused
-    assert "there is no such group; those of groups 1, 2 are there" in refused
+    assert "there is no such group; there are those of groups 1, 2" in refused
     assert "nothing to show: no line is of that severity" in spare("logs", run_dir, "--severity", "error")
     assert "--severity bad: there are info, warning, error; name one" in spare(
         "logs", run_dir, "--severity", "bad", expected=2

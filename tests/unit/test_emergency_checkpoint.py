@@ -199,6 +199,11 @@ def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is the state of single ranks") as error:
         resolve_load(other, tmp_path / "new", pytest.fail)
     assert "layout.pipeline_parallel = 2, and it was saved with 1" in str(error.value)
+    own = load_config(path)
+    allowed = replace(own.checkpoint, allow_changes=("model.precision",))
+    other = replace(own, model=replace(own.model, precision="bf16"), checkpoint=allowed)
+    with pytest.raises(ValueError, match=r"model\.precision = bf16, and it was saved with fp32"):
+        resolve_load(other, tmp_path / "new", pytest.fail)
     rules = (ParameterRule(pattern="*.bias", learning_rate_factor=0.5),)
     grouped = load_config(path)
     grouped = replace(grouped, optimizer=replace(grouped.optimizer, rules=rules))

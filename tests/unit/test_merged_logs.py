@@ -156,6 +156,17 @@ def test_stamps_without_a_year_are_of_the_last_one(tmp_path: Path) -> None:
     assert found["c"] == datetime(2027, 1, 1, 9)  # neither year has that day
 
 
+def test_a_time_to_come_is_no_stamp(tmp_path: Path) -> None:
+    """A line that named one was printed then, with all that came after it."""
+    at_s = datetime(2027, 1, 1, 9).timestamp()
+    (file := tmp_path / "a.log").write_text(
+        "2027-01-01 08:00:00 a\nvalid until 2036-01-01 00:00:00\n2027-01-01 08:30:00 b\n"
+    )
+    os.utime(file, (at_s, at_s))
+    found = [datetime.fromtimestamp(line[0]) for line in chosen(tmp_path, [file], "info", None)]
+    assert found == [datetime(2027, 1, 1, 8), datetime(2027, 1, 1, 8), datetime(2027, 1, 1, 8, 30)]
+
+
 def test_large_logs_of_many_processes_are_neither_held_in_memory_nor_open(tmp_path: Path) -> None:
     text = "".join(stamped("glog", BEGAN_S + number / 1000, 0, "x" * 400) + "\n" for number in range(500))
     files = [tmp_path / f"{number}.log" for number in range(12)]

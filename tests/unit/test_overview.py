@@ -303,3 +303,11 @@ def test_status_and_report_answer_first(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["status", str(run_dir), "--since", "8"])
     assert result.exit_code == 2
     assert "--since 8: no unit" in result.output
+
+
+def test_a_journal_of_two_runs_is_unknown_to_check(tmp_path: Path) -> None:
+    """It was an error of unpacking."""
+    run_dir = write(tmp_path / "run", [*NIGHT, NIGHT[0]])
+    result = CliRunner().invoke(app, ["check", str(run_dir)])
+    assert result.exit_code == 3, result.output
+    assert "2 run records, expected 1" in result.stdout

@@ -442,6 +442,8 @@ def test_checkpoints_that_no_group_could_use_are_shown_once_for_each_restart() -
         restarts += [line(103.0, replace(record, group=group)) for group in (0, 1)]
     run_state = run_state_of(commit(101.0, 0, 0, save=True), *restarts)
     shown_lines = [event.text for event in run_state.events()]
+    kinds = {event.kind for event in run_state.events() if event.text == "step 2: damaged"}
+    assert kinds == {"rejected checkpoint"}, "and no failed save, which is an alarm for an hour"
     assert (
         shown_lines.count("step 2: damaged")
         == shown_lines.count("training starts again from the checkpoint after 1 step")

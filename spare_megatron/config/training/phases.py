@@ -1,4 +1,4 @@
-"""Phases of a training: what runs with another sequence length have read of a corpus, and what that leaves."""
+"""Phases of a training: how much of a corpus runs with another sequence length have read, and what is left of it."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -84,8 +84,8 @@ Runs = npt.NDArray[np.int64]
 
 
 def left_over(runs: Runs, seq_length: int, samples: npt.NDArray[Any]) -> Runs:
-    """What of these runs, laid end to end and cut into samples, is left after some samples, with the last tokens that
-    make up none.
+    """The parts of these runs, laid end to end and cut into samples, that none of `samples` has, with the last tokens,
+    which are too few for a sample.
     """
     begins = np.cumsum(runs[:, 1]) - runs[:, 1]
     total = int(runs[:, 1].sum())

@@ -208,6 +208,8 @@ def _refusal(name: str, theirs: object, ours: object, config: RunConfig, *, can_
         what = f"{named}, and the checkpoint was trained with {_named(theirs)}; choose that one"
     else:
         what = f"{name} = {_shown(ours)}, and the checkpoint was trained with {_shown(theirs)}; set it to that"
+    if name == "model.seq_length" and not can_be_allowed:
+        what += f", as model.position_embedding={config.model.position_embedding} has parameters for each position"
     return f"{what}, or {how_to_allow(name, config)} to go on with this one" if can_be_allowed else what
 
 

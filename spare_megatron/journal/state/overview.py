@@ -28,7 +28,7 @@ _CAUSES: Mapping[EventKind, Sequence[str]] = {
     "restart": ("rework", "restart"),
     "evaluation": ("evaluation",),
 }
-"""What of `Goodput.lost_s` events of a kind have cost."""
+"""Causes in `Goodput.lost_s` whose time events of a kind have cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

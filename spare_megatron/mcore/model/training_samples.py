@@ -184,12 +184,14 @@ class _Blend:
         self.first = 0
         """The place at which the present phase begins."""
         self._ended: list[tuple[int, int, int]] = []  # first place, place after the last, and length of what was read
-        for phase in phases_in(config.data.phases):
+        ended = phases_in(config.data.phases)
+        num_of_other = max((number for number, phase in enumerate(ended, 1) if phase.is_of_other), default=0)
+        for index, phase in enumerate(ended):
             end = skipped_places(config.data.skip).place(phase.sequences - 1) + 1
-            for part, number in zip(self.parts, self._read(end), strict=True):
-                at = part.cursor.after(phase.seq_length, number)
-                part.cursor = Cursor(num_tokens=part.num_tokens) if phase.is_of_other else at
-            self._ended = [] if phase.is_of_other else [*self._ended, (self.first, end, phase.seq_length)]
+            if index >= num_of_other:
+                for part, number in zip(self.parts, self._read(end), strict=True):
+                    part.cursor = part.cursor.after(phase.seq_length, number)
+                self._ended.append((self.first, end, phase.seq_length))
             self.first = end
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:

@@ -28,8 +28,8 @@ ABSENCE_S, SLOW_S, SAVE_S, START_S = 600.0, 3600.0, 60.0, 300.0
 def run_costs(
     config: RunConfig, sizes: RunSizes, endured_losses: float, measured: Path | None = None
 ) -> Iterator[tuple[str, float, str]]:
-    """What is paid for, in seconds of training, and what of that is measured or assumed, and the settings that change
-    it; at the speed of a `measured` run or an assumed one. ValueError: that run has none.
+    """Costs: name, seconds of training, and the basis: figures that are measured or assumed, and the settings that
+    change them. At the speed of a `measured` run or an assumed one. ValueError: that run has none.
     """
     spare, n, is_shared = config.spare, config.layout.num_groups, config.data.access == "shared"
     rate, speed, start_s, start = _assumed(config) if measured is None else _measured(measured)

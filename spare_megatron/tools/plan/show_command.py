@@ -28,8 +28,8 @@ def show(
     """Print every setting with its origin; sizes, time and costs.
 
     Sizes: ranks, parameters, global batch, memory of the fullest rank, a checkpoint. Costs: seconds of training for a
-    lost group, a slow machine and a wipe-out, with what of them is measured or assumed and the settings that change
-    them. Needs no corpus, so a preset of a model can be shown, too.
+    lost group, a slow machine and a wipe-out, with the figures that are measured or assumed and the settings that
+    change them. Needs no corpus, so a preset of a model can be shown, too.
     """
     from spare_megatron.config.checks.validate import on_device
     from spare_megatron.config.training.run_sizes import run_sizes

@@ -81,13 +81,20 @@ def data(given: DataOptions) -> None:
 def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer: str | None) -> Iterator[Sample]:
     """ValueError: there is no such step or microbatch, or a sample cannot be read."""
     from spare_megatron.config.training.sample_index_folders import leased
+    from spare_megatron.config.training.terms import step_of
     from spare_megatron.mcore.model.training_samples import Corpus, corpus_dataset, prepare_index
     from spare_megatron.tools.text.tokenizer import BYTE, build, read_tokenizer
 
     if not config.data.corpora:
         raise ValueError(f"the samples of this run come from its program, {config.program.file}: they are in no corpus")
-    if not 0 <= step < config.train.steps:
-        raise ValueError(f"step {step}: the run has the steps 0 to {config.train.steps - 1} (train.steps)")
+    load = config.checkpoint.load
+    first = step_of(Path(load)) if load else 0
+    if not first <= step < config.train.steps:
+        earlier = f"; steps before these are of the run that saved checkpoint.load={load}: name its directory"
+        raise ValueError(
+            f"step {step}: the run has the steps {first} to {config.train.steps - 1} (train.steps)"
+            f"{earlier if 0 <= step < first else ''}"
+        )
     per_shard = config.spare.ramp.at(step)
     wanted = range(config.layout.num_groups * per_shard)
     if microbatch is not None:

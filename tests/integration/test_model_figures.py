@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, OptimizerConfig, RunConfig
+from spare_megatron.devices import gpu
 from spare_megatron.journal.step_values import model_figures
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group
@@ -99,7 +100,7 @@ def test_experts_count_once_in_norms_and_their_loads_are_those_of_all_tokens(
 def test_memory_of_a_gpu_is_what_torchs_allocator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in: no GPU is needed."""
     stats = {"allocated_bytes.all.current": 3, "reserved_bytes.all.current": 8, "allocated_bytes.all.peak": 5}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    monkeypatch.setattr(gpu, "memory_stats", lambda _: stats)
     rank: Any = SimpleNamespace(_device=torch.device("cuda"))
     assert group.GroupTrainer.memory(rank) == (3, 8, 5)
 

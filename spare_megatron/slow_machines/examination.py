@@ -26,6 +26,8 @@ from spare_megatron.store.spec import StoreSpec
 
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _MOST_ERRORS = 16
+_LEAST_TIMEOUT_S = 0.1
+"""0 would be no timeout."""
 _LASTING = ("drift", "stuck_bit", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
 
@@ -134,13 +136,15 @@ def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[Machin
     """
     from spare_megatron.slow_machines.device_checks import transfer
 
-    wanted, timeout_s, linked, wrong = task.wanted, task.transfer_timeout_s, list[MachineId](), list[str]()
+    wanted, linked, wrong = task.wanted, list[MachineId](), list[str]()
+    ends_at_s = time.monotonic() + task.transfer_timeout_s
 
     def run(helper: MachineId) -> None:
         what, rank = f"transfer between machines {wanted.examined} and {helper}", 0 if wanted.is_own else 1
         with suppress(RuntimeError, OSError, StoreLost, StoreTimeout):  # the other one is late, gone, or out of reach
             for number, own in enumerate(task.devices):
                 name = f"{keys.exchanged(wanted.examined, wanted.number, helper)}/{number}"
+                timeout_s = max(_LEAST_TIMEOUT_S, ends_at_s - time.monotonic())
                 meeting, device = store.rendezvous(name, rank, timeout_s), own if wanted.is_own else task.devices[0]
                 wrong.extend(transfer(meeting, rank, device, what, timedelta(seconds=timeout_s)))
             linked.append(helper)
@@ -150,7 +154,6 @@ def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[Machin
     threads = [threading.Thread(target=run, args=(helper,), daemon=True) for helper in others]
     for thread in threads:
         thread.start()
-    ends_at_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, ends_at_s - time.monotonic()))
     return tuple(linked), list(wrong)

@@ -198,7 +198,7 @@ def transfer(meeting: Any, rank: int, device: str, what: str, timeout: timedelta
     cross-group communicators use. Collective over: both, which meet at a store. RuntimeError: the other one is late or
     gone.
     """
-    _meet(meeting, "here", rank, timeout)  # NCCL would wait for ever
+    _meet(meeting, "here", rank, timeout)  # NCCL would wait forever
     if device == "cpu":
         yield from _send(dist.ProcessGroupGloo(meeting, rank, 2, timeout), rank, device, what, timeout)
         _meet(meeting, "done", rank, timeout)  # before one of them closes the connection

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, TRANSFER_S, Figures, Load
+from spare_megatron.core.slow_machines.examination_rules import (
+    LEAST_LIMIT_S,
+    LIMIT_INTERVALS,
+    TRANSFER_INTERVALS,
+    TRANSFER_S,
+    Figures,
+    Load,
+)
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
 from spare_megatron.machine.gpus import name_in_torch
-from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
+from spare_megatron.process.processes import Child, end_child, leave, rank_context, say, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
@@ -52,6 +59,8 @@ class ExaminationTask:
     """All that the ranks of the machine use."""
     store: StoreSpec
     transfer_timeout_s: float
+    limit_s: float
+    """After which the answer counts no longer."""
     load: Load
 
 
@@ -84,6 +93,7 @@ class Examiner:
             devices=devices,
             store=self._spec.store,
             transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s + TRANSFER_S * len(devices),
+            limit_s=max(LIMIT_INTERVALS * config.control.heartbeat_interval_s, LEAST_LIMIT_S),
             load=Load(
                 seed=wanted.number,
                 leaves_waits_out=config.cluster.launcher == "local" or not wanted.is_own,
@@ -100,7 +110,23 @@ class Examiner:
 
 
 def _examine(task: ExaminationTask, _: Connection) -> None:
-    """Main function of the process."""
+    """Main function of the process. If a device hangs, it ends at its limit, as its memory is wanted here."""
+    limit = threading.Timer(task.limit_s, _give_up, [task.limit_s])
+    limit.daemon = True
+    limit.start()
+    try:
+        _answer(task)
+    finally:
+        limit.cancel()
+    leave(0)
+
+
+def _give_up(limit_s: float) -> None:
+    say(f"an examination has not ended within {limit_s:g} s", err=True)
+    leave(1)
+
+
+def _answer(task: ExaminationTask) -> None:
     from spare_megatron.slow_machines import device_checks
 
     wanted, load = task.wanted, task.load
@@ -127,7 +153,6 @@ def _examine(task: ExaminationTask, _: Connection) -> None:
         linked=linked if wanted.is_own else None,
     )
     store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
-    leave(0)
 
 
 def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[MachineId, ...], list[str]]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -273,6 +274,7 @@ def task_of(machine: int, helpers: Sequence[int] = (), timeout_s: float = TIMEOU
         devices=("cpu", "cpu"),
         store=TcpStoreSpec(host="127.0.0.1", port=1),
         transfer_timeout_s=timeout_s,
+        limit_s=TIMEOUT_S,
         load=LOAD,
     )
 
@@ -328,6 +330,18 @@ def test_what_a_link_changes_is_found_by_the_machine_that_receives_it(
     assert len(wrong) == 2, "of each device"
     assert all("1 of 524288 values of a transfer between machines 1 and 0 on cpu are wrong" in text for text in wrong)
     assert found[0 if at_examined else 1][1] == []
+
+
+def test_an_examination_on_a_device_that_hangs_ends_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would keep memory of a machine that trains until the next one, which may never come."""
+    codes, has_ended = list[int](), threading.Event()
+    monkeypatch.setattr(examination, "leave", lambda code: (codes.append(code), has_ended.set()))
+    monkeypatch.setattr(examination, "_answer", lambda _: has_ended.wait(TIMEOUT_S))
+    examination._examine(replace(task_of(0), limit_s=0.05), None)  # type: ignore[arg-type]
+    assert codes == [1, 0], "here it goes on"
+    assert capsys.readouterr().err == "an examination has not ended within 0.05 s\n"
 
 
 class Nccl:

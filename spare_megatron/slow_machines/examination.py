@@ -33,8 +33,8 @@ from spare_megatron.store.spec import StoreSpec
 
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _MOST_ERRORS = 16
-_LEAST_TIMEOUT_S = 0.1
-"""0 would be no timeout."""
+_LEAST_TIMEOUT_S, _ABORT_S = 0.1, 5.0
+"""0 would be no timeout. An abort frees memory, for which CUDA waits until no other transfer of the device hangs."""
 _LASTING = ("drift", "stuck_bit", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
 
@@ -180,7 +180,7 @@ def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[Machin
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, ends_at_s - time.monotonic()))
+        thread.join(max(0.0, ends_at_s + _ABORT_S - time.monotonic()))
     return tuple(linked), list(wrong)
 
 

@@ -55,7 +55,7 @@ class LossTerms:
         total, number = self.of_microbatch(terms)
         gradients.add_loss(total, number)
         if self._declared:
-            sums = torch.stack([terms[name][0].detach() for name in self._declared])
+            sums = torch.stack([terms[name][0].detach().to(total.device) for name in self._declared])
             counts = torch.stack([self._tensor(name, self._number(terms[name][1])) for name in self._declared])
             gradients.add_terms(self._over_context(sums), self._over_context(counts))
         return total, number

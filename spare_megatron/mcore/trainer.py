@@ -307,9 +307,8 @@ class GroupTrainer:
             self._optimizer.gather_gradients()
         every = self._config.metrics.model_every_steps
         has_figures = every > 0 and self._step % every == 0
-        tokens = self.gradients.experts.by_layer() if has_figures else {}  # Megatron forgets them
         sum_inside_group(self.chunks, self.process_groups)
-        figures = self._figures(tokens, has_gradients=squares is None) if has_figures else None
+        figures = self._figures(has_gradients=squares is None) if has_figures else None
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
         else:
@@ -325,9 +324,9 @@ class GroupTrainer:
             figures=figures,
         )
 
-    def _figures(self, tokens: Mapping[str, Sequence[float]], *, has_gradients: bool) -> dict[str, Sequence[float]]:
-        """Squares of gradients and parameters before an update, and `tokens` of experts, each on one rank that has it.
-        Gradients of which other groups have parts are left out.
+    def _figures(self, *, has_gradients: bool) -> dict[str, Sequence[float]]:
+        """Squares of gradients and parameters before an update, and tokens of experts, each on one rank that has it.
+        Gradients of which other groups have parts are left out. Waits for the device, once.
         """
         groups, optimizer = self.process_groups, self._optimizer
         named = self.parameters_named() if groups.cp.rank() == 0 else ()
@@ -343,10 +342,11 @@ class GroupTrainer:
             squared += [(f"grad_norm/{counted[one.parameter].part}", one.gradient) for one in strips]
         elif has_gradients:
             squared += [(f"grad_norm/{one.part}", one.main_grad) for one in own]
-        load = {} if groups.lanes.rank() else tokens
+        experts = self.gradients.experts
+        load = {} if groups.lanes.rank() else experts.by_layer(self.gradients.tokens_of_experts())
         return {
             **{f"train/{name}": [squares] for name, squares in sums_of_squares(squared).items()},
-            **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load.items()},
+            **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load.items() if len(of_layer) > 1},
         }
 
     def memory(self) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@ result that is known beforehand is a text with the device and what failed.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from torch import Tensor
 from spare_megatron.core.slow_machines.examination_rules import Load
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus import maker, shown_now
+from spare_megatron.machine.gpus.gpu import PLATFORMS
 from spare_megatron.machine.machine_signs import starved_s, throttled_s
 
 
@@ -124,7 +126,7 @@ def integers(dtype: torch.dtype, num_rows: int, size: int, generator: torch.Gene
 def _types(device: str) -> Sequence[torch.dtype]:
     if device == "cpu":
         return (torch.float32,)
-    has_fp8 = gpu.capability(device) >= (8, 9)
+    has_fp8 = gpu.platform()[0] == PLATFORMS[0] and gpu.capability(device) >= (8, 9)  # AMD's may have another format
     return (torch.bfloat16, torch.float8_e4m3fn) if has_fp8 else (torch.bfloat16,)
 
 
@@ -193,26 +195,36 @@ def check_links(devices: Sequence[str]) -> Iterator[str]:
 
 def transfer(meeting: Any, rank: int, device: str, what: str, timeout: timedelta) -> Iterator[str]:
     """Sends known content from rank 0, the examined machine, to rank 1, and its complement back, through what
-    cross-group communicators use. Collective over: both, which meet at a store.
+    cross-group communicators use. Collective over: both, which meet at a store. RuntimeError: the other one is late or
+    gone.
     """
-    _meet(meeting, "here", rank, timeout)  # NCCL would wait for ever
+    _meet(meeting, "here", rank, timeout)  # NCCL would wait forever
     if device == "cpu":
-        group = dist.ProcessGroupGloo(meeting, rank, 2, timeout)
-    else:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch would end the process
-        gpu.set_device(device)
-        of_nccl = dist.ProcessGroupNCCL.Options()
-        of_nccl._timeout, of_nccl.config.max_ctas = timeout, _NUM_CHANNELS
-        group = dist.ProcessGroupNCCL(meeting, rank, 2, of_nccl)
+        yield from _send(dist.ProcessGroupGloo(meeting, rank, 2, timeout), rank, device, what, timeout)
+        _meet(meeting, "done", rank, timeout)  # before one of them closes the connection
+        return
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch would end the process
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{rank}"  # emulated machines may share a GPU
+    gpu.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.config.max_ctas = timeout, _NUM_CHANNELS
+    group = dist.ProcessGroupNCCL(meeting, rank, 2, options)
+    try:
+        with gpu.stream(gpu.Stream(device)):  # a kernel that waits for a lost machine holds up all of its stream
+            yield from _send(group, rank, device, what, timeout)
+        _meet(meeting, "done", rank, timeout)
+    finally:
+        group.abort()  # its memory is wanted
+        gpu.empty_cache()
+
+
+def _send(group: Any, rank: int, device: str, what: str, timeout: timedelta) -> Iterator[str]:
     for sender, mask in enumerate((0, -1)):
         expected, options = pattern(device, mask=mask), dist.BroadcastOptions()
         content = expected.clone() if rank == sender else torch.zeros_like(expected)
         options.rootRank = sender
-        group.broadcast([content], options).wait()
-        yield from compare(device, what, content, expected)  # also waits for the device
-    _meet(meeting, "done", rank, timeout)  # before one of them closes the connection
-    if device != "cpu":
-        group.abort()  # its memory is wanted
+        group.broadcast([content], options).wait(timeout)  # without a timeout NCCL's would not wait, and never end
+        yield from compare(device, what, content, expected)
 
 
 def _meet(meeting: Any, name: str, rank: int, timeout: timedelta) -> None:

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.slow_machines.examination_rules import TRANSFER_INTERVALS, TRANSFER_S, Figures, Load
+from spare_megatron.core.slow_machines.examination_rules import (
+    LEAST_LIMIT_S,
+    LIMIT_INTERVALS,
+    TRANSFER_INTERVALS,
+    TRANSFER_S,
+    Figures,
+    Load,
+)
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
 from spare_megatron.machine.gpus import name_in_torch
-from spare_megatron.process.processes import Child, end_child, leave, rank_context, start_child
+from spare_megatron.process.processes import Child, end_child, leave, rank_context, say, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
@@ -26,6 +33,8 @@ from spare_megatron.store.spec import StoreSpec
 
 _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _MOST_ERRORS = 16
+_LEAST_TIMEOUT_S, _ABORT_S = 0.1, 5.0
+"""0 would be no timeout. An abort frees memory, for which CUDA waits until no other transfer of the device hangs."""
 _LASTING = ("drift", "stuck_bit", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
 
@@ -50,6 +59,8 @@ class ExaminationTask:
     """All that the ranks of the machine use."""
     store: StoreSpec
     transfer_timeout_s: float
+    limit_s: float
+    """After which the answer counts no longer."""
     load: Load
 
 
@@ -82,6 +93,7 @@ class Examiner:
             devices=devices,
             store=self._spec.store,
             transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s + TRANSFER_S * len(devices),
+            limit_s=max(LIMIT_INTERVALS * config.control.heartbeat_interval_s, LEAST_LIMIT_S),
             load=Load(
                 seed=wanted.number,
                 leaves_waits_out=config.cluster.launcher == "local" or not wanted.is_own,
@@ -98,7 +110,23 @@ class Examiner:
 
 
 def _examine(task: ExaminationTask, _: Connection) -> None:
-    """Main function of the process."""
+    """Main function of the process. If a device hangs, it ends at its limit, as its memory is wanted here."""
+    limit = threading.Timer(task.limit_s, _give_up, [task.limit_s])
+    limit.daemon = True
+    limit.start()
+    try:
+        _answer(task)
+    finally:
+        limit.cancel()
+    leave(0)
+
+
+def _give_up(limit_s: float) -> None:
+    say(f"an examination has not ended within {limit_s:g} s", err=True)
+    leave(1)
+
+
+def _answer(task: ExaminationTask) -> None:
     from spare_megatron.slow_machines import device_checks
 
     wanted, load = task.wanted, task.load
@@ -125,7 +153,6 @@ def _examine(task: ExaminationTask, _: Connection) -> None:
         linked=linked if wanted.is_own else None,
     )
     store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
-    leave(0)
 
 
 def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[MachineId, ...], list[str]]:
@@ -134,13 +161,15 @@ def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[Machin
     """
     from spare_megatron.slow_machines.device_checks import transfer
 
-    wanted, timeout_s, linked, wrong = task.wanted, task.transfer_timeout_s, list[MachineId](), list[str]()
+    wanted, linked, wrong = task.wanted, list[MachineId](), list[str]()
+    ends_at_s = time.monotonic() + task.transfer_timeout_s
 
     def run(helper: MachineId) -> None:
         what, rank = f"transfer between machines {wanted.examined} and {helper}", 0 if wanted.is_own else 1
         with suppress(RuntimeError, OSError, StoreLost, StoreTimeout):  # the other one is late, gone, or out of reach
             for number, own in enumerate(task.devices):
                 name = f"{keys.exchanged(wanted.examined, wanted.number, helper)}/{number}"
+                timeout_s = max(_LEAST_TIMEOUT_S, ends_at_s - time.monotonic())
                 meeting, device = store.rendezvous(name, rank, timeout_s), own if wanted.is_own else task.devices[0]
                 wrong.extend(transfer(meeting, rank, device, what, timedelta(seconds=timeout_s)))
             linked.append(helper)
@@ -150,9 +179,8 @@ def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[Machin
     threads = [threading.Thread(target=run, args=(helper,), daemon=True) for helper in others]
     for thread in threads:
         thread.start()
-    ends_at_s = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(max(0.0, ends_at_s - time.monotonic()))
+        thread.join(max(0.0, ends_at_s + _ABORT_S - time.monotonic()))
     return tuple(linked), list(wrong)
 
 

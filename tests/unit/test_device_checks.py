@@ -1,9 +1,12 @@
 """What an examination computes, keeps and moves on devices: right on this machine, and each planted fault is found."""
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +129,13 @@ def test_a_gpu_multiplies_in_bf16_and_in_fp8_where_it_has_that(monkeypatch: pyte
     for capability, types in (((8, 0), (BF16,)), ((8, 9), (BF16, FP8)), ((9, 0), (BF16, FP8))):
         monkeypatch.setattr(gpu, "capability", lambda _, found=capability: found)
         assert device_checks._types("cuda:1") == types
+
+
+def test_a_gpu_of_amd_multiplies_in_bf16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300 counts as 9.4 and has another fp8, in which the product would end the examination."""
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 4))
+    assert device_checks._types("cuda:1") == (BF16,)
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -264,6 +274,7 @@ def task_of(machine: int, helpers: Sequence[int] = (), timeout_s: float = TIMEOU
         devices=("cpu", "cpu"),
         store=TcpStoreSpec(host="127.0.0.1", port=1),
         transfer_timeout_s=timeout_s,
+        limit_s=TIMEOUT_S,
         load=LOAD,
     )
 
@@ -311,7 +322,7 @@ def test_what_a_link_changes_is_found_by_the_machine_that_receives_it(
             self._group.broadcast(tensors, options).wait()
             if options.rootRank != self._rank and at_examined == (self._rank == 0):
                 tensors[0][11] ^= 1
-            return SimpleNamespace(wait=lambda: None)
+            return SimpleNamespace(wait=lambda _: None)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", Corrupting)
     found = transfers_of(server, [task_of(1, (0,)), task_of(0)])
@@ -319,6 +330,72 @@ def test_what_a_link_changes_is_found_by_the_machine_that_receives_it(
     assert len(wrong) == 2, "of each device"
     assert all("1 of 524288 values of a transfer between machines 1 and 0 on cpu are wrong" in text for text in wrong)
     assert found[0 if at_examined else 1][1] == []
+
+
+def test_an_examination_on_a_device_that_hangs_ends_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would keep memory of a machine that trains until the next one, which may never come."""
+    codes, has_ended = list[int](), threading.Event()
+    monkeypatch.setattr(examination, "leave", lambda code: (codes.append(code), has_ended.set()))
+    monkeypatch.setattr(examination, "_answer", lambda _: has_ended.wait(TIMEOUT_S))
+    examination._examine(replace(task_of(0), limit_s=0.05), None)  # type: ignore[arg-type]
+    assert codes == [1, 0], "here it goes on"
+    assert capsys.readouterr().err == "an examination has not ended within 0.05 s\n"
+
+
+class Nccl:
+    """A communicator whose other member is gone when the content is sent; `wait` is that of torch with a timeout."""
+
+    Options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+
+    def __init__(self, *_: object) -> None:
+        self.used: list[Any] = []
+        COMMUNICATORS.append(self)
+
+    def broadcast(self, _tensors: list[Tensor], _options: Any) -> Any:
+        def wait(timeout: timedelta) -> None:
+            assert timeout
+            raise RuntimeError("timed out in blocking wait")
+
+        self.used.append(STREAMS[-1])
+        return SimpleNamespace(wait=wait)
+
+    def abort(self) -> None:
+        self.used.append("abort")
+
+
+COMMUNICATORS: list[Nccl] = []
+STREAMS: list[str] = ["default"]
+
+
+def test_a_machine_that_goes_while_nccl_sends_holds_up_neither_the_device_nor_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the stream of everything else its kernel would hold up the rest of the examination, for ever."""
+    expected = device_checks.pattern("cpu")
+    monkeypatch.setattr(device_checks, "pattern", lambda *_, **__: expected)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(gpu, "set_device", lambda _: None)
+    monkeypatch.setattr(gpu, "Stream", lambda device: f"own of {device}")
+    monkeypatch.setattr(gpu, "stream", current)
+    monkeypatch.setattr(gpu, "empty_cache", lambda: COMMUNICATORS[0].used.append("memory freed"))
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "as before")
+    meeting = torch.distributed.HashStore()
+    meeting.set("here/1", "")
+    with pytest.raises(RuntimeError, match="timed out"):
+        list(device_checks.transfer(meeting, 0, "cuda:1", "transfer", timedelta(seconds=1)))
+    (nccl,) = COMMUNICATORS
+    assert nccl.used == ["own of cuda:1", "abort", "memory freed"]
+    assert os.environ["NCCL_HOSTID"].endswith("-0"), "two machines that are emulated on a computer share a GPU"
+
+
+@contextmanager
+def current(stream: str) -> Iterator[None]:
+    STREAMS.append(stream)
+    yield
+    STREAMS.pop()
 
 
 # --------------------------------------------------------------------------------------------- times and clocks

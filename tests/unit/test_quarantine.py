@@ -95,6 +95,14 @@ def test_of_two_different_digests_none_passes_and_a_third_decides() -> None:
     assert judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong})
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): wrong, MachineId(3): GOOD})
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): replace(wrong, wrong=(WRONG,))})
+
+
+def test_a_machine_whose_content_arrives_wrong_everywhere_does_not_pass_and_the_reason_names_the_transfer() -> None:
+    """Those that receive it find it. The reason was once that the others compute different products."""
+    text = "1 of 8 values of a transfer between machines 1 and {} on cpu are wrong, the first is 3 instead of 2"
+    likes = {MachineId(one): replace(GOOD, wrong=(text.format(one),)) for one in (0, 2, 3)}
+    assert judge_examination(GOOD, likes) == f"machine 0 has found that {text.format(0)}"
+    assert not judge_examination(GOOD, likes | {MachineId(2): GOOD}), "the receivers may be at fault"
     inconsistent = replace(GOOD, digests=("a", "b"))
     assert not judge_examination(GOOD, {MachineId(0): GOOD, MachineId(2): inconsistent})
     assert judge_examination(GOOD, {MachineId(2): inconsistent})

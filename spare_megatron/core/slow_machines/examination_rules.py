@@ -110,6 +110,8 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
 
 def _why_wrong(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
     sound = [(machine, like.digests) for machine, like in likes.items() if not like.wrong]
+    if not sound:  # perhaps by what the examined machine has sent to them
+        return f"machine {min(likes)} has found that {likes[min(likes)].wrong[0]}"
     consistent = {machine: digests[0] for machine, digests in sound if len(set(digests)) == 1}
     if not consistent:
         return "the other machines compute the same matrix product to different values"

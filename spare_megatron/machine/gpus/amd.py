@@ -60,7 +60,7 @@ def _described(numbers: dict[str, int]) -> Gpu:
 
 
 def _chosen(gpus: Sequence[Gpu], names: str | None) -> Sequence[Gpu]:
-    """Those of these indices and beginnings of UUIDs, up to the first that is none's, several's or comes again."""
+    """Those that indices or beginnings of UUIDs name, up to the first name of no GPU, of several or of one again."""
     found: list[Gpu] = []
     for name in () if names is None else names.lower().split(","):
         start = name.strip() if name.strip().startswith("gpu-") else "none"

@@ -1,4 +1,4 @@
-"""One GPU, whoever made it, and what torch calls it."""
+"""One GPU of any maker, and its name in torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

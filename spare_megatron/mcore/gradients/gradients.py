@@ -310,14 +310,18 @@ class GradientSums(ABC):
         terms = tuple(LossSum(total / self._scale, _number(high, low)) for total, high, low in of_terms)
         return Totals(num_microbatches=counts, loss=LossSum(last[_LOSS] / self._scale, num_tokens), terms=terms)
 
+    def tokens_of_experts(self) -> Tensor:
+        """As `ExpertCounts.tokens`, by the sums over groups that have arrived, on the host."""
+        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
+        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
+        return high * _TOKENS_BASE + low
+
     def finish(self, factor: float = 1.0) -> None:
         """Writes all sums, times a factor, to `main_grad` of every parameter, as far as it is in own strips.
 
         The tokens of experts become those of the sums.
         """
-        digits = torch.tensor(self._extras_of[-1][self._of_experts], dtype=torch.int64)
-        high, low = digits.view(_DIGITS, *self.experts.tokens.shape)
-        self.experts.tokens.copy_(high * _TOKENS_BASE + low)
+        self.experts.tokens.copy_(self.tokens_of_experts())
         for segment in self.space.own_segments:
             self._write_back(segment, factor)
 

@@ -111,7 +111,7 @@ def on_device(
         batch = {**batch, "attention_mask": mask}
     if device.type != "cpu":
         batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    parts = batch.pop("parts", None) if is_masked else None
+    parts = batch.pop("parts", None) if is_masked and config.data.phases else None
     if end is not None and not is_packed:
         batch["attention_mask"] = document_mask(batch["tokens"], end, parts)
     return part_of_context_rank(batch, context_parallel)

@@ -86,10 +86,10 @@ class ExpertCounts:
             if router.enable_expert_bias:
                 yield f"expert biases of layer {router.layer_number}", router.expert_bias
 
-    def by_layer(self) -> dict[str, list[int]]:
-        """Tokens for each expert of a layer, by its name in metrics; the numbers of layers count from 0."""
+    def by_layer(self, tokens: Tensor) -> dict[str, list[int]]:
+        """Such tokens for each expert of a layer, by its name in metrics; the numbers of layers count from 0."""
         layers = (f"layer_{router.layer_number - 1}" for router in self._routers)
-        return dict(zip(layers, self.tokens.tolist(), strict=True))
+        return dict(zip(layers, tokens.tolist(), strict=True))
 
     def _counter(self, row: Tensor) -> Callable[..., None]:
         def count(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

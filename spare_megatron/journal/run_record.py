@@ -115,7 +115,7 @@ class RunRecord(RunTerms):
     """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
     loaded_corpus: str = ""
     """Written by earlier versions, for `changes` of the corpus alone."""
-    changes: dict[str, list[Any]] = field(default_factory=dict)
+    changes: dict[str, list[str | int | float | bool | None]] = field(default_factory=dict)
     """Terms that differ from those of the loaded checkpoint, as `checkpoint.allow_changes` names them: its value, and
     the run's."""
     terms: str = ""

@@ -50,6 +50,9 @@ def answers_of(run_dir: Path) -> dict[str, Any]:
     """What this version answers of a run, as JSON has it, without the path of the directory and rounding errors."""
     status = json.loads(_output("status", run_dir, "--json"))
     of_now = _OF_NOW + (_OF_NOW_WITHOUT_END if status["outcome"] == "going on" else ())
+    del status["overview"]  # later than the kept answers, as the kinds of events are
+    for event in status["events"]:
+        del event["kind"]
     summary = sum_up(JournalIndex(run_dir, settings=terms_in(run_dir)))
     answers: Mapping[str, Any] = {
         "check": json.loads(_output("check", run_dir, "--json")),

@@ -229,8 +229,7 @@ def test_sums_and_counts_of_further_terms_ride_in_the_last_bucket(mode: str) -> 
     groups = [make_sums(mode, all_count=100, num_terms=2) for _ in range(3)]
     for number, sums in enumerate(groups):
         sums.add_loss(torch.tensor(2.0), None)
-        sums.add_term(0, torch.tensor(0.25), torch.tensor(2**24 + 1))
-        sums.add_term(1, torch.tensor(1.0 + number), torch.tensor(number))
+        sums.add_terms(torch.tensor([0.25, 1.0 + number]), torch.tensor([2**24 + 1, number]))
         sums.add_count(1)
     assert summed(groups) == LossSum(6.0, 300)
     assert groups[0].totals().terms == (LossSum(0.75, 3 * (2**24 + 1)), LossSum(6.0, 3))
@@ -249,7 +248,7 @@ def test_the_tokens_of_each_expert_ride_in_the_last_bucket(mode: str) -> None:
     for sums, count in zip(groups, counts, strict=True):
         sums.experts.tokens += count
         sums.add_loss(torch.tensor(2.0), torch.tensor(5))
-        sums.add_term(0, torch.tensor(1.0), torch.tensor(7))
+        sums.add_terms(torch.tensor([1.0]), torch.tensor([7]))
     assert summed(groups) == LossSum(6.0, 15)
     groups[0].finish()
     assert torch.equal(groups[0].experts.tokens, sum(counts))
@@ -264,5 +263,5 @@ def test_the_tokens_of_each_expert_ride_in_the_last_bucket(mode: str) -> None:
 def test_a_term_that_does_not_fit_is_unsound_as_the_loss_would_be(mode: str, value: float) -> None:
     sums = make_sums(mode, num_terms=1)
     sums.add_loss(torch.tensor(0.0), torch.tensor(1))
-    sums.add_term(0, torch.tensor(value), torch.tensor(1))
+    sums.add_terms(torch.tensor([value]), torch.tensor([1]))
     assert unsound_over([sums])[LAST] == (value != 1.0)

@@ -63,7 +63,7 @@ def _sizes(device: str) -> Sizes:
 
 
 def compare(device: str, what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
-    """Says what of `found` differs, if anything does; `expected` is broadcast."""
+    """Reports how many values of `found` differ, and the first, if any do; `expected` is broadcast."""
     differs = found != expected
     if num_wrong := int(differs.sum()):
         first = torch.unravel_index(differs.flatten().byte().argmax(), differs.shape)

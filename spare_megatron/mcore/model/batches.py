@@ -103,18 +103,25 @@ def on_device(
     batch: dict[str, Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
 ) -> dict[str, Tensor]:
     """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
-    is_masked = config.data.reset_attention_mask
-    end = config.data.end_of_document if is_masked else None
-    assert end is not None or not is_masked, "the driver has found the token that ends a document"
-    if is_packed := end is not None and uses_transformer_engine(config, device):
-        mask = document_offsets(batch["tokens"], end, batch.get("parts"))  # on a GPU it would be waited for
-        batch = {**batch, "attention_mask": mask}
+    if config.data.reset_attention_mask:
+        batch = _masked(dict(batch), config, device)
     if device.type != "cpu":
         batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    parts = batch.pop("parts", None) if is_masked and config.data.phases else None
-    if end is not None and not is_packed:
-        batch["attention_mask"] = document_mask(batch["tokens"], end, parts)
     return part_of_context_rank(batch, context_parallel)
+
+
+def _masked(batch: dict[str, Tensor], config: RunConfig, device: torch.device) -> dict[str, Tensor]:
+    """The batch with what keeps its documents apart, in the form that the layers take."""
+    end = config.data.end_of_document
+    assert end is not None, "the driver has found the token that ends a document"
+    parts = batch.pop("parts", None) if config.data.phases else None  # else a key of a program's own samples
+    tokens = batch["tokens"]
+    if uses_transformer_engine(config, device):
+        batch["attention_mask"] = document_offsets(tokens, end, parts)  # on a GPU it would be waited for
+    else:
+        parts = None if parts is None else parts.to(device)
+        batch["attention_mask"] = document_mask(tokens.to(device), end, parts)  # large: made where it is needed
+    return batch
 
 
 def _problems(sample: Mapping[str, Tensor], config: RunConfig, needed: Mapping[str, str]) -> Iterator[str]:

@@ -143,6 +143,8 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "fuses swiglu and, without experts, gelu and geglu alone; remove it, or choose of these")),
     ("cp_comm_type", Condition(lambda c: {*map(str, _listed(c, "cp_comm_type"))} <= {"p2p", "all_gather", "a2a"},
          "cannot be had: process groups for it are not made here; choose p2p, all_gather or a2a")),
+    ("cp_comm_type", Condition(lambda c: not c.data.reset_attention_mask,
+         "has no effect with data.reset_attention_mask=true, for which keys and values are gathered; remove it")),
     ("fused_single_qkv_rope", Condition(lambda c: not model_fields(c)["qk_layernorm"],
          "does not go with model.qk_norm=true, whose norms stand between; remove one of them")),
     ("gradient_accumulation_fusion", _reproducible(

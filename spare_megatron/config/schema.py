@@ -568,6 +568,11 @@ class RunConfig:
         return self.layout.expert_parallel or self.layout.data_parallel
 
     @property
+    def may_use_transformer_engine(self) -> bool:
+        """Whether layers are those of transformer-engine where it is installed."""
+        return self.cluster.device != "cpu" and self.model.transformer_impl != "local"
+
+    @property
     def unit_ramp(self) -> BatchRamp:
         """`spare.ramp` in units of work."""
         return self.spare.ramp.in_units_of(self.row_size)

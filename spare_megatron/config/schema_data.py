@@ -51,7 +51,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Leaves the predictions made from end-of-document tokens, which are of the next document, out of the loss."""
     reset_attention_mask: bool = False
-    """Restricts attention to tokens of the same document; not with context parallelism."""
+    """Restricts attention to tokens of the same document."""
     reset_position_ids: bool = False
     """Counts positions from 0 in each document; for learned positions."""
     end_of_document: NonNegativeInt | None = None

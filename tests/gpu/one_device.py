@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from spare_megatron.formats.pieces import pieces_of
 from spare_megatron.mcore import state
 from spare_megatron.mcore.gradients import host_copies
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.model.attention import TorchCoreAttention, document_mask
+from spare_megatron.mcore.model.attention import TorchCoreAttention, chunks_of, document_mask
 from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.model.training_samples import Corpus
@@ -153,14 +154,18 @@ def sums_of(device: torch.device, config: RunConfig, *ways: Sequence[Sequence[Mi
 
 def attention_within_documents(device: torch.device, config: RunConfig) -> list[Arrays]:
     """What the attention of the first layer yields, and the gradients of query, key and value: with the documents of
-    the first microbatch, by the mask of all pairs in fp32 on the CPU, and on the CPU without any mask.
+    the first microbatch, by the mask of all pairs in fp32 on the CPU, and on the CPU without any mask. All are those of
+    the places that this rank computes; the CPU has the whole sequence.
     """
     trainer, (batch, size) = GroupTrainer(config, device), (Corpus(config).microbatch(0, 0), config.model)
     layer = next(part for name, part in trainer.chunks[0].module.named_modules() if name.endswith("core_attention"))
+    groups = trainer.process_groups
+    alone = SimpleNamespace(tp=groups.tp, cp=groups.dp)
     reference = TorchCoreAttention(
-        layer.config, 1, AttnMaskType.causal, "self", attention_dropout=0.0, pg_collection=trainer.process_groups
+        layer.config, 1, AttnMaskType.causal, "self", attention_dropout=0.0, pg_collection=alone
     )
-    given = on_device(batch, config, device, trainer.process_groups.cp)["attention_mask"]
+    places = [place for chunk in chunks_of(size.seq_length, groups.cp) for place in chunk]
+    given = on_device(batch, config, device, groups.cp)["attention_mask"]
     mask = document_mask(batch["tokens"], config.data.end_of_document)
     dtype = torch.float32 if config.model.precision == "fp32" else torch.bfloat16
     shape = size.seq_length, config.train.micro_batch_size, size.num_attention_heads, -1
@@ -171,11 +176,14 @@ def attention_within_documents(device: torch.device, config: RunConfig) -> list[
         (reference, torch.device("cpu"), torch.float32, mask),
         (reference, torch.device("cpu"), torch.float32, None),
     ):
-        *inputs, weights = (part.to(dtype).to(place, precision) for part in hidden)
-        three = [part.reshape(shape).requires_grad_() for part in inputs]
+        here = hidden[:, places] if attend is layer else hidden
+        *inputs, weights = (part.to(dtype).to(place, precision) for part in here)
+        three = [part.reshape(len(part), *shape[1:]).requires_grad_() for part in inputs]
         attended = attend(*three, keeps_apart, attn_mask_type=AttnMaskType.causal)
         gradients = torch.stack(torch.autograd.grad(attended, three, weights))
-        results = {"attended": attended.detach(), "gradients": gradients}
+        results = {"attended": attended.detach(), "gradients": gradients.transpose(0, 1)}
+        if attend is not layer:
+            results = {name: tensor[places] for name, tensor in results.items()}
         found.append({name: tensor.float().cpu().numpy() for name, tensor in results.items()})
     return found
 

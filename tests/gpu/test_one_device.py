@@ -15,7 +15,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.gpu import one_device
-from tests.gpu.one_device import DEVICES, GPU, run_on
+from tests.gpu.one_device import DEVICES, GPU, run_on, run_ranks_on
 from tests.integration import mcore_group
 from tests.integration.mcore_group import run_group, work_of
 from tests.integration.reference import relative_distance
@@ -146,21 +146,23 @@ def test_training_begins_at_the_entropy_of_guessing_and_learns(
 
 
 @pytest.mark.parametrize(("device", "implementation"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "ranks"), [(None, 1), (5, 1), (None, 2)])
 def test_documents_are_kept_apart_by_all_layers(
-    make_config: MakeConfig, device: str, implementation: str, window: int | None
+    make_config: MakeConfig, device: str, implementation: str, window: int | None, ranks: int
 ) -> None:
+    """Also where ranks that share the device split each sequence."""
     config = make_config(precision=precision_of(device), transformer_impl=implementation, sliding_window=window)
+    config = replace(config, layout=replace(config.layout, context_parallel=ranks))
     config = replace(
         config,
         data=replace(config.data, reset_attention_mask=True, end_of_document=ord(" ")),
         train=replace(config.train, micro_batch_size=3),
     )
-    found, expected, unmasked = run_on(device, one_device.attention_within_documents, config)
     limit = 0.02 if device == GPU else 1e-5
-    for name, values in expected.items():
-        assert relative_distance({name: found[name]}, {name: values}) < limit
-        assert relative_distance({name: unmasked[name]}, {name: values}) > 0.1
+    for found, expected, unmasked in run_ranks_on(ranks, device, one_device.attention_within_documents, config):
+        for name, values in expected.items():
+            assert relative_distance({name: found[name]}, {name: values}) < limit
+            assert relative_distance({name: unmasked[name]}, {name: values}) > 0.1
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.model import batches, model
 from spare_megatron.mcore.model.attention import (
     TorchCoreAttention,
+    chunk_offsets,
+    chunks_of,
     document_mask,
     document_offsets,
     within_documents,
@@ -23,7 +26,7 @@ from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.tools.text.corpus_writer import write_corpus
-from tests.integration import numpy_gpt
+from tests.integration import mcore_group, numpy_gpt
 from tests.integration.mcore_group import CPU, run_group
 from tests.integration.numpy_gpt import Arrays
 
@@ -60,27 +63,50 @@ def documents_in(tokens: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 class PackedAttention(TorchCoreAttention):
-    """In place of transformer-engine's, which needs a GPU: causal within each of the documents that are joined."""
+    """In place of transformer-engine's, which needs a GPU: in each segment the last query attends to all its keys."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: None, *others: Any, **options: Any) -> Tensor:
-        (packed,) = options.values()
+        (packed,), (kind,) = options.values(), others
         assert mask is None
-        assert others == (AttnMaskType.causal,)
         assert packed.qkv_format == "thd"
-        assert packed.cu_seqlens_q.dtype == torch.int32
-        assert packed.cu_seqlens_q is packed.cu_seqlens_kv
-        sizes = packed.cu_seqlens_q.diff()
-        assert packed.max_seqlen_q == packed.max_seqlen_kv >= sizes.max()
-        parts = zip(*(tensor.split(sizes.tolist()) for tensor in (query, key, value)), strict=True)
-        attended = [super(PackedAttention, self).forward(*(part[:, None] for part in three), None) for three in parts]
-        return torch.cat(attended)[:, 0]
+        offsets = packed.cu_seqlens_q, packed.cu_seqlens_kv
+        assert {each.dtype for each in offsets} == {torch.int32}
+        assert offsets[0] is offsets[1] if kind is AttnMaskType.causal else kind.name == "padding_causal_bottom_right"
+        of_queries, of_keys = (each.diff() for each in offsets)
+        assert self.config.context_parallel_size == 1, "it would exchange keys and values itself"
+        assert (of_queries > 0).all()
+        assert (of_keys >= of_queries).all()
+        assert packed.max_seqlen_q >= of_queries.max()
+        assert packed.max_seqlen_kv >= max(of_keys.max(), packed.max_seqlen_q)
+        sizes = of_queries.tolist(), of_keys.tolist(), of_keys.tolist()
+        parts = zip(*map(Tensor.split, (query, key, value), sizes), strict=True)
+        return torch.cat([self._of_segment(*three) for three in parts])
+
+    def _of_segment(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """By the definition, [query, hidden here]."""
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+        sees = torch.ones(scores.shape[1:], dtype=torch.bool).tril(len(key) - len(query))
+        if self._num_before is not None:
+            sees = sees.triu(len(key) - len(query) - self._num_before)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value).flatten(1)
 
 
 def packed_and_computed(first: RunConfig, configs: list[RunConfig]) -> list[dict[str, Any]]:
     """The same, as with layers of transformer-engine."""
+    take_packed_attention()
+    return computed(first, configs)
+
+
+def packed_sums(config: RunConfig, *calls: Any) -> Any:
+    """As `compute_sums`, with such layers."""
+    take_packed_attention()
+    return mcore_group.compute_sums(config, *calls)
+
+
+def take_packed_attention() -> None:
     batches.uses_transformer_engine = lambda *_: True
     model.TorchCoreAttention = within_documents(PackedAttention)
-    return computed(first, configs)
 
 
 def computed(_first: RunConfig, configs: list[RunConfig]) -> list[dict[str, Any]]:
@@ -180,3 +206,34 @@ def test_offsets_of_documents_are_those_of_the_mask(seed: int, has_parts: bool) 
     of_all = (number[:, None] == number).tril()
     expected = torch.block_diag(*document_mask(tokens, 1, parts)[:, 0].int()).bool()
     assert torch.equal(of_all, expected)
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_of_chunks_pair_what_the_mask_pairs(seed: int, has_parts: bool) -> None:
+    """For each of up to three ranks; what the first segment of a chunk has beside keys without a query is repeated."""
+    random, length = np.random.default_rng(seed), 12
+    tokens = torch.from_numpy(random.integers(0, 2 + seed, (3, length)))
+    parts = torch.from_numpy(random.integers(0, 2, (3, length)).cumsum(axis=1)) if has_parts else None
+    num_ranks = 2 + seed % 2
+    for rank in range(num_ranks):
+        group = SimpleNamespace(size=lambda: num_ranks, rank=lambda rank=rank: rank)
+        chunks = chunks_of(length, group)
+        of_queries, of_keys = chunk_offsets(document_offsets(tokens, 1, parts), length, chunks)
+        queries = [
+            (row, place) for chunk in chunks for row in range(3) for place in (None, *range(chunk.start, chunk.stop))
+        ]
+        keys = [(row, place) for chunk in chunks for row in range(3) for place in (None, *range(chunk.stop))]
+        assert (len(queries), len(keys)) == (of_queries[-1], of_keys[-1])
+        pairs = []
+        for segment in range(len(of_queries) - 1):
+            some, others = (slice(each[segment], each[segment + 1]) for each in (of_queries, of_keys))
+            for number, (row, place) in enumerate(reversed(queries[some])):
+                seen = keys[others][: len(keys[others]) - number]
+                pairs += [(row, place, key) for of_row, key in seen if place is not None and of_row == row]
+                assert {of_row for of_row, _ in seen} == {row}
+        mask = document_mask(tokens, 1, parts, chunks)[:, 0]
+        places = [*chunks[0], *chunks[1]]
+        expected = [(int(row), places[query], int(key)) for row, query, key in mask.nonzero()]
+        assert sorted(pairs) == sorted(expected)
+        assert torch.equal(mask, document_mask(tokens, 1, parts)[:, 0, places])

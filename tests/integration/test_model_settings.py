@@ -98,7 +98,7 @@ def test_each_model_computes_what_its_settings_say(text_corpus: Path) -> None:
 @pytest.mark.parametrize(("length", "num_before"), [(7, 0), (7, 2), (6, 5), (6, 9), (1, 0)])
 def test_the_window_mask_is_that_of_every_pair(length: int, num_before: int) -> None:
     pairs = [[0 <= query - key <= num_before for key in range(length)] for query in range(length)]
-    assert window_mask(length, num_before, CPU).tolist() == pairs
+    assert window_mask(length, length, num_before, CPU).tolist() == pairs
 
 
 def test_a_llama_ends_with_the_bits_of_the_run_without_failures(text_corpus: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ UNSAFE = {
         ["layout.tensor_parallel=2", "megatron.sequence_parallel=true"],
         "megatron.sequence_parallel",
     ),
-    "context parallelism on a CPU": (["layout.context_parallel=2"], "layout.context_parallel=2"),
+    "sequences that ranks cannot split": (["layout.context_parallel=3"], "2 x layout.context_parallel=6"),
     "a decision that cannot be waited for": (["control.decision_timeout_s=10"], "control.decision_timeout_s"),
     "a corpus that is not there": (["data.corpus=nowhere"], "data.corpus=nowhere"),
     "an unknown setting": (["spare.redundency=2"], "spare.redundancy"),

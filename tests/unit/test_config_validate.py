@@ -232,7 +232,6 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
         ),
         (["model.rope_scaling_factor=8"], "model.rope_scaling_factor=8.0 has no effect on model.position_embedding="),
         (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),
-        (["layout.context_parallel=2"], "layout.context_parallel=2 needs the attention of transformer-engine"),
         (
             ["faults.trace=[{phase='forward', step=20}]"],
             "faults.trace[0].step=20 lies outside 0 to 19; train.steps is 20",
@@ -385,12 +384,12 @@ def test_a_corpus_whose_sample_index_memory_has_no_room_for_is_a_problem() -> No
     assert problems(configured("train.steps=1000000000000", "model.seq_length=128"), machine) == []
 
 
-def test_documents_are_kept_apart_in_whole_sequences_alone() -> None:
+def test_documents_are_kept_apart_by_all_layers_and_layouts() -> None:
     machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
-    masked = "data.reset_attention_mask=true"
-    text = only_problem(masked, "layout.context_parallel=2", machine=machine)
-    assert "needs whole sequences on each rank, but layout.context_parallel=2 divides them" in text
-    for other in ("data.reset_position_ids=true", "model.position_embedding=rope"):
+    masked, split = "data.reset_attention_mask=true", "layout.context_parallel=2"
+    text = only_problem(masked, split, "megatron.cp_comm_type=a2a", machine=machine)
+    assert "megatron.cp_comm_type=a2a has no effect with data.reset_attention_mask=true" in text
+    for other in ("data.reset_position_ids=true", "model.position_embedding=rope", split):
         assert problems(configured(masked, other), machine) == []
     assert problems(configured(masked, "model.transformer_impl=transformer_engine"), machine) == []
 
@@ -473,10 +472,6 @@ def test_what_cpus_lack_is_allowed_on_gpus() -> None:
     machine = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     config = configured("megatron.sequence_parallel=true", "layout.tensor_parallel=2", "layout.context_parallel=1")
     assert problems(config, machine) == []
-    assert problems(configured("layout.context_parallel=2"), machine) == []
-    assert "transformer-engine" in only_problem(
-        "layout.context_parallel=2", "model.transformer_impl=local", machine=machine
-    )
 
 
 @pytest.mark.parametrize(

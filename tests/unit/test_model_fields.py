@@ -112,6 +112,12 @@ def test_windows_over_split_sequences_need_an_exchange_that_knows_them(exchange:
     found = problems(config, gpus)
     assert len(found) == (exchange != "a2a")
     assert all("model.sliding_window=8 with layout.context_parallel=2 needs an exchange" in text for text in found)
+    if exchange is None:
+        [text] = problems(configured(*words, "data.reset_attention_mask=true"), gpus)
+        assert "and data.reset_attention_mask=true needs other layers than those of transformer-engine" in text
+        for place in ("model.transformer_impl=local", "cluster.device=cpu"):
+            for masked in ("false", "true"):
+                assert problems(configured(*words, place, f"data.reset_attention_mask={masked}"), gpus) == []
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,6 @@ def test_the_settings_that_this_one_replaces_are_read_and_say_so(name: str) -> N
 
 
 def test_context_parallelism_and_fp8_are_no_terms() -> None:
-    """Neither can be run without GPUs and transformer-engine."""
     wider = going_on("layout.context_parallel=2", "megatron.fp8=e4m3", "megatron.fp8_recipe=tensorwise")
     assert changes_of(terms_of(SHORT), wider) == {}
     longer = replace(wider, model=replace(wider.model, seq_length=128))

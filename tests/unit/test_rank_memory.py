@@ -83,3 +83,19 @@ def test_where_every_group_reads_all_data_one_group_is_enough(preset: str) -> No
         assert endured == num_groups - 1
     else:
         assert endured == endured_losses(num_groups, config.spare.redundancy)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_keys_and_values_count_whole_sequences_in_every_layer(ranks: int) -> None:
+    """Two of [2048 tokens, 16 heads of 128] in 16 bits: 16 MiB in each of two layers, of 4 microbatches in flight."""
+    work = "spare.microbatches_per_shard=2", "spare.redundancy=2", "train.micro_batch_size=1"
+    split = f"layout.context_parallel={ranks}", *work
+    shape = "model.seq_length=2048", "model.hidden_size=2048", "model.num_attention_heads=16"
+    exchanged, gathered = activations(*split, *shape), activations(*split, *shape, "model.transformer_impl=local")
+    assert gathered - exchanged == 2 * 4 * 16 * 2**20
+    assert gathered == activations(*split, *shape, "data.reset_attention_mask=true")
+    fewer = activations(*split, *shape, "model.transformer_impl=local", "model.num_query_groups=4")
+    assert fewer - exchanged == (gathered - exchanged) / 4
+    again = [f"megatron.recompute_{word}" for word in ("granularity=full", "method=uniform", "num_layers=1")]
+    of_one_layer = activations(*split, *shape, *again, "model.transformer_impl=local")
+    assert of_one_layer - activations(*split, *shape, *again) == 16 * 2**20

@@ -56,6 +56,12 @@ def _ignored(name: str, when: Callable[[RunConfig], object], text: str) -> Rule[
     return Rule(lambda c: when(c) and value(c) != value(_DEFAULTS), text.replace("*", name))
 
 
+def _splits_windows(config: RunConfig) -> bool:
+    """Whether layers of transformer-engine may get sequences in parts and have a window."""
+    has_window = model_fields(config)["window_size"] is not None
+    return has_window and config.layout.context_parallel > 1 and config.may_use_transformer_engine
+
+
 def _fills_nodes(config: RunConfig) -> bool:
     layout = config.parallel
     return min(layout.num_ranks, layout.num_nodes) >= 1 and not layout.num_ranks % layout.num_nodes
@@ -217,10 +223,6 @@ LAYOUT: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.row_size > 1 and c.layout.data_parallel % c.row_size,
          "[layout.data_parallel] is no multiple of <sharing_lanes>: lanes of one group divide the experts, never "
          "groups, any of which may be lost; change one of them"),
-    Rule(lambda c: model_fields(c)["window_size"] is not None and c.layout.context_parallel > 1
-         and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
-         "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
-         "megatron.cp_comm_type to a2a or all_gather"),
 )
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -251,9 +253,6 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.data.reset_position_ids and c.model.position_embedding == "rope",
          "[data.reset_position_ids] has no effect on [model.position_embedding], which ignores the ids of positions "
          "and depends on their distances alone; set data.reset_attention_mask=true, and this to false"),
-    Rule(lambda c: c.data.reset_attention_mask and c.layout.context_parallel > 1,
-         "[data.reset_attention_mask] needs whole sequences on each rank, but [layout.context_parallel] divides them, "
-         "and could divide documents only if each were padded; set one of them to its default"),
     Rule(lambda c: c.optimizer.min_learning_rate > c.optimizer.learning_rate,
          "[optimizer.min_learning_rate] exceeds [optimizer.learning_rate]; lower the first or raise the second"),
     Rule(lambda c: c.optimizer.decay_style == "wsd" and c.optimizer.wsd_decay_steps is None,
@@ -402,10 +401,14 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
          "megatron.moe_token_dispatcher_type=alltoall needs cluster.device=gpu; remove it"),
     Rule(lambda c: c.cluster.device == "cpu" and c.model.transformer_impl == "transformer_engine",
          "[model.transformer_impl] needs cluster.device=gpu; set it to auto or local"),
-    Rule(lambda c: c.layout.context_parallel > 1
-         and (c.cluster.device == "cpu" or c.model.transformer_impl == "local"),
-         "[layout.context_parallel] needs the attention of transformer-engine; set it to 1, or use cluster.device=gpu "
-         "and model.transformer_impl=transformer_engine"),
+    Rule(lambda c: _splits_windows(c) and c.data.reset_attention_mask,
+         "<window> with [layout.context_parallel] and [data.reset_attention_mask] needs other layers than those of "
+         "transformer-engine, whose windows begin in more than one way where there are more keys than queries; set "
+         "model.transformer_impl=local, or one of the three to its default"),
+    Rule(lambda c: _splits_windows(c) and not c.data.reset_attention_mask
+         and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
+         "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
+         "megatron.cp_comm_type to a2a or all_gather, or model.transformer_impl=local"),
 )
 """Of a configuration whose device is resolved."""
 

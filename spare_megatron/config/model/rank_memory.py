@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model_fields import head_width, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.bucket_window import MAX_STAGED
 
@@ -91,7 +91,7 @@ def _activations_bytes(config: RunConfig) -> int:
     tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
     recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
     microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h values in 16
-    bits, and is taken to route equally many tokens to each rank.
+    bits, and is taken to route equally many tokens to each rank. Keys and values of whole sequences come on top.
     """
     model, layout, megatron = config.model, config.layout, model_fields(config)
     tensor = layout.tensor_parallel
@@ -115,9 +115,26 @@ def _activations_bytes(config: RunConfig) -> int:
     if layout.virtual_pipeline > 1:
         in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
     logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
+    gathered = _gathered_bytes(config) / tokens
+    if megatron.get("recompute_granularity") == "full":
+        gathered /= layers * in_flight  # of one layer
+    per_token += gathered
     first = layers * in_flight * tokens * per_token
     last = layers * tokens * per_token + logits
     return round(max(first + (logits if stages == 1 else 0), last))
+
+
+def _gathered_bytes(config: RunConfig) -> int:
+    """Keys and values of whole sequences that a layer keeps where ranks that split them gather these, by `attention`
+    of `mcore/model`.
+    """
+    is_exchanged = config.may_use_transformer_engine and not config.data.reset_attention_mask
+    if config.layout.context_parallel == 1 or is_exchanged:
+        return 0
+    heads = model_fields(config)["num_query_groups"] or config.model.num_attention_heads
+    values = 2 * -(-heads // config.layout.tensor_parallel) * head_width(config)
+    number_bytes = 2 if config.model.precision == "bf16" else 4
+    return int(config.train.micro_batch_size * config.model.seq_length * values * number_bytes)
 
 
 def ranks_per_machine(config: RunConfig) -> int:

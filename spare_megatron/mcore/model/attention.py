@@ -1,9 +1,17 @@
-"""Causal attention, also in a window or within documents: by torch's own kernel, or by that of transformer-engine."""
+"""Causal attention, also in a window or within documents: by torch's own kernel, or by that of transformer-engine.
 
+Ranks that split a sequence gather its keys and values, except with transformer-engine where documents are not apart.
+"""
+
+import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +21,46 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from spare_megatron.mcore.model.process_groups import all_gather
 from spare_megatron.mcore.model.rng import distinct_on_tensor_ranks
+
+
+class _Gathered(torch.autograd.Function):
+    """A part of each context-parallel rank, [ranks, ...]. Gradients are added in the order of the ranks, so that their
+    bits depend on no algorithm of a library. Collective over: the ranks of `group`, in both passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = part.new_empty(group.size() * part.size(0), *part.shape[1:])
+        all_gather(gathered, part.contiguous(), group=group)
+        return gathered.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        given = gradients[0].contiguous()
+        received = torch.empty_like(given)
+        dist.all_to_all_single(received, given, group=ctx.group)
+        return received.sum(0, dtype=torch.float32).to(given.dtype), None
+
+
+def chunks_of(length: int, group: dist.ProcessGroup) -> tuple[range, ...]:
+    """The places in a sequence that a context-parallel rank computes, as `part_of_context_rank` has them."""
+    if group.size() == 1:
+        return (range(length),)
+    size, last = length // (2 * group.size()), 2 * group.size() - 1
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (group.rank(), last - group.rank()))
+
+
+def whole_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Keys and values of all context-parallel ranks, [sequence, ...], in the order of the text."""
+    first, second = _Gathered.apply(torch.stack((key, value), 1).unflatten(0, (2, -1)), group).unbind(1)
+    return torch.cat((first, second.flip(0))).flatten(0, 1).unbind(1)
+
+
+def _one_after_another(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class TorchCoreAttention(MegatronModule):
@@ -39,6 +86,7 @@ class TorchCoreAttention(MegatronModule):
         window = config.window_size
         self._num_before = window[0] if window is not None and window[0] >= 0 else None
         self._tensor_rank = pg_collection.tp.rank()
+        self._context = pg_collection.cp
 
     def forward(
         self,
@@ -53,23 +101,36 @@ class TorchCoreAttention(MegatronModule):
         """[sequence, batch, heads, width] to [sequence, batch, hidden here]; causal without a `document_mask`."""
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
+        chunks = chunks_of(key.size(0) * self._context.size(), self._context)
+        if len(chunks) > 1:
+            key, value = whole_sequence(key, value, self._context)
+        masks = [None] * len(chunks) if attention_mask is None else attention_mask.chunk(len(chunks), dim=2)
         dropout = self._dropout if self.training else 0.0
-        length, before = query.size(0), self._num_before
-        mask = None if before is None or before >= length - 1 else window_mask(length, before, query.device)
-        if attention_mask is not None:
-            mask = attention_mask if mask is None else attention_mask & mask
+        attended = []
         with self._random_numbers(dropout, query.device):
-            attended = F.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=self._scale,
-                enable_gqa=query.size(2) != key.size(2),
-            )
-        return attended.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+            for part, chunk, mask in zip(query.chunk(len(chunks)), chunks, masks, strict=True):
+                until = slice(chunk.stop)
+                seen = None if mask is None else mask[..., until]
+                attended.append(self._attend(part, key[until], value[until], seen, dropout))
+        return _one_after_another(attended).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        """The same of queries that are the last of the sequence: [sequence, batch, heads, width]."""
+        length, num_keys = query.size(0), key.size(0)
+        before = num_keys if self._num_before is None else self._num_before
+        if before < num_keys - 1 or (mask is None and length < num_keys):
+            window = window_mask(length, num_keys, before, query.device)
+            mask = window if mask is None else mask & window
+        return F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=query.size(2) != key.size(2),
+        ).permute(2, 0, 1, 3)
 
     def _random_numbers(self, dropout: float, device: torch.device) -> AbstractContextManager[None]:
         # Under sequence parallelism Megatron has already swapped the generators of the whole block.
@@ -82,20 +143,27 @@ class TorchCoreAttention(MegatronModule):
 
 
 @cache
-def window_mask(length: int, num_before: int, device: torch.device) -> Tensor:
-    """[query, key]: whether a token attends to another, which are itself and the `num_before` tokens before it."""
-    positions = torch.arange(length, device=device)
-    distances = positions[:, None] - positions
+def window_mask(num_queries: int, num_keys: int, num_before: int, device: torch.device) -> Tensor:
+    """[query, key]: whether a token attends to another, which are itself and the `num_before` tokens before it; the
+    queries are the last tokens.
+    """
+    positions = torch.arange(num_keys, device=device)
+    distances = positions[num_keys - num_queries :, None] - positions
     return (distances >= 0) & (distances <= num_before)
 
 
-def document_mask(tokens: Tensor, end_of_document: int, parts: Tensor | None = None) -> Tensor:
+def document_mask(
+    tokens: Tensor, end_of_document: int, parts: Tensor | None = None, chunks: Sequence[range] = ()
+) -> Tensor:
     """[batch, 1, query, key]: whether a token attends to another of its document; [batch, sequence] `tokens`, and the
-    numbers of the `parts` that lie apart in the text.
+    numbers of the `parts` that lie apart in the text. Queries are all tokens, or those of `chunks`.
     """
     ends = (tokens == end_of_document).long()
     documents = ends.cumsum(dim=1) - ends + (0 if parts is None else parts)
-    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    queries = torch.cat([places[chunk.start : chunk.stop] for chunk in chunks]) if chunks else places
+    same = documents[:, queries][:, None, :, None] == documents[:, None, None, :]
+    return same.logical_and_(queries[:, None] >= places)
 
 
 def document_offsets(tokens: Tensor, end_of_document: int, parts: Tensor | None = None) -> Tensor:
@@ -110,12 +178,59 @@ def document_offsets(tokens: Tensor, end_of_document: int, parts: Tensor | None 
     return F.pad(ends.flatten().nonzero().flatten() + 1, (1, 0)).int()
 
 
+def chunk_offsets(offsets: Tensor, length: int, chunks: Sequence[range]) -> Tensor:
+    """[2, segments + 1], int32: the same offsets for queries and for keys, cut to some chunks of each sequence, one
+    after another. The keys of a chunk end with it, and a document's begin where it does. A first segment of a query and
+    a key, both repeated, takes the keys before that, so that numbers of queries and keys follow from shapes.
+    """
+    sizes = []
+    for chunk in chunks:
+        for begin in range(0, int(offsets[-1]), length):
+            of_chunk = (offsets > begin + chunk.start) & (offsets < begin + chunk.stop)
+            inside = [*(offsets[of_chunk] - begin).tolist(), chunk.stop]
+            first = int(offsets[offsets <= begin + chunk.start][-1]) - begin
+            num_queries, num_keys = (torch.tensor([place, *inside]).diff() for place in (chunk.start, first))
+            sizes += [torch.tensor([[1], [1 + first]]), torch.stack((num_queries, num_keys))]
+    return F.pad(torch.cat(sizes, 1).cumsum(1), (1, 0)).int()
+
+
+class _Mask(Enum):
+    """Masks of transformer-engine that Megatron does not name: the last query of a segment attends to its last key."""
+
+    padding_causal_bottom_right = 1
+
+
 def within_documents(core_attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The `core_attention` of transformer-engine, given the `document_offsets` in place of a mask: only it sees the
-    sequences of a microbatch as one, in which documents lie one after another ("thd").
+    """The `core_attention` of transformer-engine, given `document_offsets` in place of a mask: only it sees the
+    sequences of a microbatch as one, in which documents lie one after another ("thd"). Context-parallel ranks give it
+    `chunk_offsets` and the keys of the whole sequence, and it exchanges nothing.
     """
 
     class DocumentAttention(core_attention):  # type: ignore[misc, valid-type]
+        def __init__(
+            self,
+            config: TransformerConfig,
+            layer_number: int,
+            attn_mask_type: AttnMaskType,
+            attention_type: str,
+            cp_comm_type: str | None = None,
+            softmax_scale: float | None = None,
+            pg_collection: ProcessGroupCollection | None = None,
+        ) -> None:
+            assert pg_collection is not None, "Megatron hands its process groups down"
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            super().__init__(
+                config=alone,
+                layer_number=layer_number,
+                attn_mask_type=attn_mask_type,
+                attention_type=attention_type,
+                cp_comm_type=cp_comm_type,
+                softmax_scale=softmax_scale,
+                pg_collection=pg_collection,
+            )
+            self._ranks_of_sequence = pg_collection.cp
+
         def forward(
             self,
             query: Tensor,
@@ -129,16 +244,32 @@ def within_documents(core_attention: type[torch.nn.Module]) -> type[torch.nn.Mod
             """[sequence, batch, heads, width] to [sequence, batch, hidden here]."""
             assert attention_bias is None, "attention bias is not set here"
             assert packed_seq_params is None, "sequences are packed here alone"
-            length, batch_size = query.shape[:2]
-            joined = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
+            length, group = key.size(0) * self._ranks_of_sequence.size(), self._ranks_of_sequence
+            chunks = chunks_of(length, group)
+            kind: AttnMaskType | _Mask = attn_mask_type
+            offsets = (attention_mask, attention_mask)
+            if is_split := len(chunks) > 1:
+                key, value = whole_sequence(key, value, group)
+                kind, offsets = _Mask.padding_causal_bottom_right, (attention_mask[0], attention_mask[1])
+            joined = [_joined(query.chunk(len(chunks)), repeats_first=is_split)]
+            joined += [_joined([one[: chunk.stop] for chunk in chunks], repeats_first=is_split) for one in (key, value)]
             documents = PackedSeqParams(
                 qkv_format="thd",
-                cu_seqlens_q=attention_mask,
-                cu_seqlens_kv=attention_mask,
-                max_seqlen_q=length,
+                cu_seqlens_q=offsets[0],
+                cu_seqlens_kv=offsets[1],
+                max_seqlen_q=len(chunks[0]),
                 max_seqlen_kv=length,
             )
-            attended = super().forward(*joined, None, attn_mask_type, packed_seq_params=documents)
-            return attended.reshape(batch_size, length, -1).transpose(0, 1).contiguous()
+            attended = super().forward(*joined, None, kind, packed_seq_params=documents)
+            of_chunks = attended.unflatten(0, (len(chunks), query.size(1), -1))[:, :, int(is_split) :]
+            return of_chunks.transpose(1, 2).flatten(0, 1).flatten(2).contiguous()
 
     return DocumentAttention
+
+
+def _joined(chunks: Sequence[Tensor], *, repeats_first: bool) -> Tensor:
+    """The sequences of chunks ([sequence, batch, ...]) one after another, each of which may begin with its first token
+    a second time.
+    """
+    repeated = [torch.cat((chunk[:1], chunk)) if repeats_first else chunk for chunk in chunks]
+    return _one_after_another([chunk.transpose(0, 1).flatten(0, 1) for chunk in repeated])

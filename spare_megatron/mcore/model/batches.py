@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.mcore.model.attention import document_mask, document_offsets
+from spare_megatron.mcore.model.attention import chunk_offsets, chunks_of, document_mask, document_offsets
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.model import uses_transformer_engine
 
@@ -103,25 +103,30 @@ def on_device(
     batch: dict[str, Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
 ) -> dict[str, Tensor]:
     """A microbatch as the model takes it: this rank's part of each sequence, and the `attention_mask` if any."""
+    masks = {}
     if config.data.reset_attention_mask:
-        batch = _masked(dict(batch), config, device)
+        batch = dict(batch)
+        masks["attention_mask"] = _attention_mask(batch, config, device, context_parallel)
     if device.type != "cpu":
         batch = {key: values.to(device, non_blocking=True) for key, values in batch.items()}
-    return part_of_context_rank(batch, context_parallel)
+    return {**part_of_context_rank(batch, context_parallel), **masks}
 
 
-def _masked(batch: dict[str, Tensor], config: RunConfig, device: torch.device) -> dict[str, Tensor]:
-    """The batch with what keeps its documents apart, in the form that the layers take."""
+def _attention_mask(
+    batch: dict[str, Tensor], config: RunConfig, device: torch.device, context_parallel: ProcessGroup
+) -> Tensor:
+    """What keeps the documents of a batch apart, in the form that the layers take; takes its `parts` out of it."""
     end = config.data.end_of_document
     assert end is not None, "the driver has found the token that ends a document"
     parts = batch.pop("parts", None) if config.data.phases else None  # else a key of a program's own samples
-    tokens = batch["tokens"]
+    tokens, length = batch["tokens"], config.model.seq_length
+    chunks = chunks_of(length, context_parallel)
     if uses_transformer_engine(config, device):
-        batch["attention_mask"] = document_offsets(tokens, end, parts)  # on a GPU it would be waited for
-    else:
-        parts = None if parts is None else parts.to(device)
-        batch["attention_mask"] = document_mask(tokens.to(device), end, parts)  # large: made where it is needed
-    return batch
+        offsets = document_offsets(tokens, end, parts)  # on a GPU it would be waited for
+        whole = offsets if len(chunks) == 1 else chunk_offsets(offsets, length, chunks)
+        return whole.to(device, non_blocking=True)
+    parts = None if parts is None else parts.to(device)
+    return document_mask(tokens.to(device), end, parts, chunks)  # large: made where it is needed
 
 
 def _problems(sample: Mapping[str, Tensor], config: RunConfig, needed: Mapping[str, str]) -> Iterator[str]:

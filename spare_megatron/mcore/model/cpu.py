@@ -32,13 +32,16 @@ def _current_device_is_the_cpu() -> None:
 
 
 def _cuda_literals_mean_the_cpu() -> None:
-    """Handles `device="cuda"`: pipeline_parallel/schedules.py, optimizer/optimizer.py, optimizer/clip_grads.py."""
+    """Handles `device="cuda"`: pipeline_parallel/schedules.py, optimizer/optimizer.py, optimizer/clip_grads.py; and
+    pinned memory: models/common/embeddings/rope_utils.py.
+    """
 
     def on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(create)
         def wrapped(*args: Any, **options: Any) -> torch.Tensor:
             if options.get("device") == "cuda":
                 options["device"] = "cpu"
+            options.pop("pin_memory", None)
             return create(*args, **options)
 
         return wrapped

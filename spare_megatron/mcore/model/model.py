@@ -280,11 +280,6 @@ def layer_spec(
         if num_experts is not None:
             prepare_experts(spec)
         return spec
-    if config.layout.context_parallel > 1:
-        raise ValueError(
-            f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine on "
-            f"GPUs; set it to 1"
-        )
     if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
         raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
     spec = get_gpt_layer_local_spec(

@@ -16,6 +16,8 @@ from spare_megatron.stacking.layout import Layout
 _AXES = "pdect"
 """Axes of the rank grid, slowest first: pipeline, lane (d: equal experts, e: other ones), context, tensor."""
 
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed by torch 2.13
+
 
 @dataclass
 class GroupCollection(ProcessGroupCollection):

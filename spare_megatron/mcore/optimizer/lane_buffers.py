@@ -10,6 +10,7 @@ from torch import Tensor
 from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, buffers, flat_parameters, segments
 from spare_megatron.mcore.gradients.partitions import ParameterRange
 from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.model.process_groups import all_gather
 
 
 class LaneBuffers:
@@ -74,7 +75,7 @@ class _StripGather:
             padded = self._out[scatter.lane * scatter.strip_length :][: scatter.strip_length]
             padded[: own.numel()].copy_(own)
             own = padded
-        self._work = _all_gather(self._out, own, group=group, async_op=True)
+        self._work = all_gather(self._out, own, group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
@@ -91,10 +92,6 @@ def _await(gathers: Iterable[_StripGather]) -> None:
         before = gather
     if before is not None:
         before.wait()
-
-
-# torch 2.13 renamed it.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _moved_parameters(chunks: Sequence[Chunk]) -> Iterator[Tensor]:

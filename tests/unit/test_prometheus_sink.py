@@ -100,12 +100,23 @@ def test_a_step_is_taken_while_a_journal_is_read(tmp_path: Path, monkeypatch: py
 def served_names(run_dir: Path) -> set[str]:
     """All names that a run with every metric of the page may serve."""
     rows = "".join(re.findall(r"^\|([^|]*)\|", (ROOT / "docs/watching.md").read_text(), re.MULTILINE))
-    keys = set(re.findall(r"`([a-z]+/[a-z_]+)`", rows)) - {"ckpt/outcome"}
+    keys = set(re.findall(r"`([a-z]+/[a-zA-Z_/]+)`", rows)) - {"ckpt/outcome", "train/NAME"}
     counters = {key for key in keys if key.startswith("fault/") and "recovery" not in key}
     names = {name_of(key)[0] + ("_total" if key in counters else "") for key in keys}
     assert len({str(name_of(key)) for key in keys}) == len(keys), "no two metrics have one name"
     with scraped(run_dir) as (_, found):
         return names | {name for name, _ in found}
+
+
+WITHOUT_PANEL = {
+    "spare_ckpt_num_bytes": "it changes with the model and the layout alone",
+    "spare_epoch": "losses and returns, which change it, have a panel",
+    "spare_groups_alive": "the panel of groups has those of every state",
+    "spare_last_step": "it is the end of the run, and the list of runs is made of it",
+    "spare_run_info": "it has labels alone",
+    "spare_step": "the tokens trained on have a panel",
+}
+"""All other metrics have one, but those that a program names."""
 
 
 def test_alarms_and_dashboard_ask_for_what_is_served(tmp_path: Path) -> None:
@@ -116,6 +127,7 @@ def test_alarms_and_dashboard_ask_for_what_is_served(tmp_path: Path) -> None:
         names = {name for text in asked for name in re.findall(r"spare_[a-z_]+", text)}
         assert len(names) >= 8
         assert names <= served
+    assert served - names == set(WITHOUT_PANEL), "of the dashboard, which is the last"
     assert len({rule["alert"] for rule in rules}) == len(rules)
 
 

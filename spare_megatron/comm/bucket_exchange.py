@@ -7,7 +7,7 @@ Complete sums are checked on the device, and what is wrong is found when the att
 Ranks of a group post at the same points of backward passes (docs/protocol_sums.md, Order of posts).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -83,7 +83,7 @@ class BucketExchange:
         return self._window.num_complete
 
     @property
-    def squares(self) -> float | None:
+    def squares(self) -> Mapping[str, float] | None:
         """As in `GroupTrainer.update`, of the last attempt."""
         return self._bucket_sums.squares
 

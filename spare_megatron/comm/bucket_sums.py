@@ -1,6 +1,6 @@
 """How a rank's gradient buckets are summed over groups, and the staging buffers for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class BucketSums:
         self._sums = sums
         self._communicator = communicator
         self.is_finished = True
-        self.squares: float | None = None
+        self.squares: Mapping[str, float] | None = None
 
     def start_attempt(self, action: AttemptReduce) -> None:
         """Starts an attempt. Everything posted in earlier attempts is complete or abandoned."""

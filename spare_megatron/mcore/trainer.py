@@ -286,12 +286,15 @@ class GroupTrainer:
         is_last = self.chunks[-1].is_last
         return list(self.gradients.totals().terms) if is_last else [None] * len(self._program.loss_terms)
 
-    def update(self, loss: LossSum, squares: float | None = None, terms: Sequence[LossSum] = ()) -> UpdateResult:
+    def update(
+        self, loss: LossSum, squares: Mapping[str, float] | None = None, terms: Sequence[LossSum] = ()
+    ) -> UpdateResult:
         """Applies the sums over all groups to the parameters; with stacked state, to the state partitions hosted here.
 
-        `loss` is that of the last stage, whose number of tokens divides the sums; `squares` as in
-        `StackedOptimizer.step`; `terms` are those of `term_sums`. Collective over: all ranks of the group. Raises
-        IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a step.
+        `loss` is that of the last stage, whose number of tokens divides the sums; `squares` of the sums as in
+        `StackedOptimizer.step`, by parts of the model; `terms` are those of `term_sums`. Collective over: all ranks of
+        the group. Raises IncompleteSum, with nothing changed, if a bucket does not count exactly the microbatches of a
+        step.
         """
         self._terms.check_totals(loss, terms)
         num_microbatches = self._config.layout.num_groups * self._config.spare.ramp.at(self._step)
@@ -308,9 +311,9 @@ class GroupTrainer:
         every = self._config.metrics.model_every_steps
         has_figures = every > 0 and self._step % every == 0
         sum_inside_group(self.chunks, self.process_groups)
-        figures = self._figures(has_gradients=squares is None) if has_figures else None
+        figures = self._figures(squares, loss.divisor) if has_figures else None
         if self.stacked is not None and squares is not None:
-            grad_norm, learning_rate = self.stacked.step(squares / loss.divisor**2)
+            grad_norm, learning_rate = self.stacked.step(sum(squares.values()) / loss.divisor**2)
         else:
             grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
@@ -324,9 +327,9 @@ class GroupTrainer:
             figures=figures,
         )
 
-    def _figures(self, *, has_gradients: bool) -> dict[str, Sequence[float]]:
+    def _figures(self, scattered: Mapping[str, float] | None, divisor: float) -> dict[str, Sequence[float]]:
         """Squares of gradients and parameters before an update, and tokens of experts, each on one rank that has it.
-        Gradients of which other groups have parts are left out. Waits for the device, once.
+        Of gradients that are `scattered` over groups there are the squares. Waits for the device, once.
         """
         groups, optimizer = self.process_groups, self._optimizer
         named = self.parameters_named() if groups.cp.rank() == 0 else ()
@@ -340,12 +343,16 @@ class GroupTrainer:
         if isinstance(optimizer, DividedOptimizer) and not optimizer.has_all_gradients:
             strips = (one for one in optimizer.fragments() if one.parameter in counted)
             squared += [(f"grad_norm/{counted[one.parameter].part}", one.gradient) for one in strips]
-        elif has_gradients:
-            squared += [(f"grad_norm/{one.part}", one.main_grad) for one in own]
+        else:
+            whole = counted.keys() if scattered is None or self.stacked is None else self.stacked.needed_everywhere
+            squared += [(f"grad_norm/{one.part}", one.main_grad) for one in own if one.parameter in whole]
+        sums = sums_of_squares(squared)
+        for part, of_others in (scattered or {}).items():
+            sums[f"grad_norm/{part}"] = sums.get(f"grad_norm/{part}", 0.0) + of_others / divisor**2
         experts = self.gradients.experts
         load = {} if groups.lanes.rank() else experts.by_layer(self.gradients.tokens_of_experts())
         return {
-            **{f"train/{name}": [squares] for name, squares in sums_of_squares(squared).items()},
+            **{f"train/{name}": [squares] for name, squares in sums.items()},
             **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load.items() if len(of_layer) > 1},
         }
 
@@ -362,7 +369,9 @@ class GroupTrainer:
 
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         assert self.stacked is not None, "only stacked state has partitions"
-        return gradient_parts(self.chunks, self.process_groups, self.stacked.partitions, self.gradients.buckets)
+        part_of = {one.parameter: one.part for one in self.parameters_named()}
+        groups, partitions = self.process_groups, self.stacked.partitions
+        return gradient_parts(self.chunks, groups, partitions, self.gradients.buckets, part_of)
 
     def save_state(self, path: Path) -> tuple[int, str]:
         """Writes the rank's whole state to a file, between two steps. Returns the file's bytes and SHA-256."""

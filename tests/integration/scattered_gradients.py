@@ -1,5 +1,7 @@
 """The gradients of one rank in the parts that go to different groups."""
 
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -11,21 +13,26 @@ from tests.integration.mcore_group import CPU, agreed_loss, all_work
 from tests.integration.stacked_groups import stacked
 
 
-def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
-    """The norm of one step's gradients by the squares of parts, that of all of them, and how many parts there are."""
+def norms_both_ways(config: RunConfig) -> tuple[float, float, dict[str, float], dict[str, float], int]:
+    """The norm of one step's gradients by the squares of parts, that of all of them, what this rank adds to the norms
+    of the parts of the model, both ways, and how many parts there are.
+    """
     trainer = GroupTrainer(config, CPU)
     assert_every_element_is_in_the_part_of_its_partition(trainer)
     trainer.begin_step(0)
     trainer.compute(all_work(config))
-    sums, squares, parts = trainer.gradients, 0.0, trainer.gradient_parts()
+    sums, parts = trainer.gradients, trainer.gradient_parts()
+    squares: Counter[str] = Counter()
     for bucket, of_bucket in enumerate(parts):
         staged = sums.stage(bucket, sums.new_staging())
         for part in of_bucket:
-            squares += sum(float(sums.squares(staged[place])) for place in part.counted)
+            for place, name in part.counted:
+                squares[name] += float(sums.squares(staged[place]))
         sums.on_summed(bucket, staged)
-    of_parts = trainer.update(agreed_loss(trainer), squares).grad_norm
-    optimizer = stacked(trainer)
-    return of_parts, optimizer.step()[0], sum(map(len, parts))
+    result = trainer.update(agreed_loss(trainer), squares)
+    of_model = [result.figures, trainer._figures(None, 1.0)]
+    norms = [{key: value for key, [value] in one.items() if "grad_norm/" in key} for one in of_model if one]
+    return result.grad_norm, stacked(trainer).step()[0], *norms, sum(map(len, parts))
 
 
 def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) -> None:
@@ -47,7 +54,7 @@ def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) 
             assert (place == no_group).all()
             assert part.place.stop - part.place.start == len(place) > 0
             place[:] = all_groups if part.number is None else part.number
-            assert all(part.place.start <= one.start < one.stop <= part.place.stop for one in part.counted)
+            assert all(part.place.start <= one.start < one.stop <= part.place.stop for one, _ in part.counted)
     assert np.array_equal(found, expected)
     assert torch.distributed.get_world_size() > 1
     assert (found == all_groups).any(), "tied embeddings, or what tensor-parallel ranks share"

@@ -114,3 +114,13 @@ def gathered(_: RunConfig) -> tuple[list[int], list[int], list[list[int]], list[
     ((cp.rank() + 1) * keys * whole).sum().backward()
     ours = [place for chunk in chunks_of(24, cp) for place in chunk]
     return places.tolist(), ours, [keys.int().tolist(), values.int().tolist()], key.grad.tolist()
+
+
+def test_experts_get_the_tokens_of_parts_as_those_of_whole_sequences(random_corpus: Path) -> None:
+    model = {"num_experts": 4, "experts_per_token": 2, "linear_bias": False}
+    config = make_config(random_corpus, "two", model, has_documents=True)
+    config = replace(config, megatron={"moe_router_load_balancing_type": "none"})
+    found = [whole_model(run_group(group.compute_sums, one, WORK), one) for one in (config, only_rank(config))]
+    (values, gradients), (expected_values, expected) = found
+    assert relative_distance(values, expected_values) == 0.0
+    assert relative_distance(gradients, expected) < 1e-6

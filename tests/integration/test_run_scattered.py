@@ -1,5 +1,6 @@
 """Runs that send gradients of partitions only to the groups that update them, as over NCCL: losses change no bit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     assert run.journal.of(RepairRecord), "a copy that a loss has asked for is whole"
     figures = [record.values for record in run.journal.of(UpdateRecord) if record.step == 0]
     assert len({values["train/params_norm"] for values in figures}) == 1
-    assert not any(key.startswith("train/grad_norm/") for values in figures for key in values), "no group has all"
+    [by_part] = {tuple((key, value) for key, value in values.items() if "grad_norm/" in key) for values in figures}
+    assert math.hypot(*dict(by_part).values()) == pytest.approx(norms_of(run)[0], rel=1e-6)
+    assert {"train/grad_norm/embedding", "train/grad_norm/layer_0", "train/grad_norm/layer_1"} <= dict(by_part).keys()
 
 
 def test_sums_in_bf16_go_only_where_they_are_needed(text_corpus: Path, tmp_path: Path) -> None:
@@ -64,8 +67,10 @@ def test_the_squares_of_state_partitions_make_up_the_norm_that_megatron_takes_of
     config = tiny_config(text_corpus, layout, mode=mode, optimizer=optimizer)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
     prepare_index(config)
-    for of_parts, of_all, num_parts in run_ranks(2, norms_both_ways, config):
+    for of_parts, of_all, scattered_norms, norms, num_parts in run_ranks(2, norms_both_ways, config):
         assert of_parts == pytest.approx(of_all, rel=1e-6)  # squares are added in fp64 here, in fp32 there
+        assert scattered_norms == {key: pytest.approx(value, rel=1e-6) for key, value in norms.items()}
+        assert any(key.startswith("train/grad_norm/layer_") for key in norms)
         assert num_parts > layout.num_groups
 
 

@@ -7,7 +7,7 @@ is thus always updated in the same fragment, whichever group hosts its partition
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -101,19 +101,23 @@ class StatePartitions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
     """A range (`place`) of a bucket in the state partition `number`; None if every group needs it. `counted`: the
-    ranges within it that Megatron counts for the norm; empty where `number` is None.
+    ranges within it that Megatron counts for the norm, by part of the model; empty where `number` is None.
     """
 
     number: PartitionId | None
     place: slice
-    counted: tuple[slice, ...]
+    counted: tuple[tuple[slice, str], ...]
 
 
 def gradient_parts(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions, buckets: Sequence[range]
+    chunks: Sequence[Chunk],
+    groups: ProcessGroupCollection,
+    partitions: StatePartitions,
+    buckets: Sequence[range],
+    part_of: Mapping[torch.nn.Parameter, str],
 ) -> tuple[tuple[GradientPart, ...], ...]:
-    """As few parts of each bucket as possible, ascending."""
-    ranges = sorted(_ranges(chunks, groups, partitions), key=lambda part: part.place.start)
+    """As few parts of each bucket as possible, ascending. `part_of` the model is what a parameter belongs to."""
+    ranges = sorted(_ranges(chunks, groups, partitions, part_of), key=lambda part: part.place.start)
     parts: list[list[GradientPart]] = [[] for _ in buckets]
     index = 0
     for bucket, of_bucket in zip(buckets, parts, strict=True):
@@ -129,7 +133,10 @@ def gradient_parts(
 
 
 def _ranges(
-    chunks: Sequence[Chunk], groups: ProcessGroupCollection, partitions: StatePartitions
+    chunks: Sequence[Chunk],
+    groups: ProcessGroupCollection,
+    partitions: StatePartitions,
+    part_of: Mapping[torch.nn.Parameter, str],
 ) -> Iterator[GradientPart]:
     """The range of every partition fragment in the flat gradient space."""
     starts = {flat.parameter: flat.start for flat in flat_parameters(chunks)}
@@ -141,8 +148,8 @@ def _ranges(
             if fragment.parameter in everywhere:
                 yield GradientPart(number=None, place=place, counted=())
             else:
-                is_counted = counts_for_norm(fragment.parameter, groups)
-                yield GradientPart(number=number, place=place, counted=(place,) if is_counted else ())
+                counted = ((place, part_of[fragment.parameter]),) if counts_for_norm(fragment.parameter, groups) else ()
+                yield GradientPart(number=number, place=place, counted=counted)
 
 
 def _within(part: GradientPart, bucket: range) -> GradientPart:
@@ -151,12 +158,13 @@ def _within(part: GradientPart, bucket: range) -> GradientPart:
     def within(place: slice) -> slice:
         return slice(max(place.start, bucket.start) - bucket.start, min(place.stop, bucket.stop) - bucket.start)
 
-    return replace(part, place=within(part.place), counted=tuple(map(within, part.counted)))
+    return replace(part, place=within(part.place), counted=tuple((within(one), name) for one, name in part.counted))
 
 
 def _joined(first: GradientPart, second: GradientPart) -> GradientPart:
     counted = (*first.counted, *second.counted)
-    if first.counted and second.counted and first.counted[-1].stop == second.counted[0].start:
-        middle = slice(first.counted[-1].start, second.counted[0].stop)
-        counted = (*first.counted[:-1], middle, *second.counted[1:])
+    if first.counted and second.counted:
+        (last, name), (following, other) = first.counted[-1], second.counted[0]
+        if (last.stop, name) == (following.start, other):
+            counted = (*first.counted[:-1], (slice(last.start, following.stop), name), *second.counted[1:])
     return GradientPart(number=first.number, place=slice(first.place.start, second.place.stop), counted=counted)

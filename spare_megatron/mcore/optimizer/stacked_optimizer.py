@@ -44,7 +44,7 @@ class StackedOptimizer(FragmentAdam):
         hosted: Iterable[PartitionId],
     ) -> None:
         super().__init__(config, chunks, groups, partitions=partitions, hosted=hosted)
-        self._needed_everywhere = needed_everywhere(chunks, groups)
+        self.needed_everywhere = needed_everywhere(chunks, groups)
 
     def step(self, squares: float | None = None) -> tuple[float, float]:
         """Clips by the norm over all partitions and updates; returns as `Optimizer.step`. `squares`: the sum of squared
@@ -58,7 +58,7 @@ class StackedOptimizer(FragmentAdam):
         if squares is None:
             gradients = [parameter.main_grad for parameter in counted]
             return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=self._groups.mp))
-        here = [parameter.main_grad for parameter in counted if parameter in self._needed_everywhere]
+        here = [parameter.main_grad for parameter in counted if parameter in self.needed_everywhere]
         rest = torch.full((), squares, dtype=torch.float64, device=self.device)
         total = torch.stack([rest, *(gradient.double().square_().sum() for gradient in here)]).sum()
         torch.distributed.all_reduce(total, group=self._groups.mp)

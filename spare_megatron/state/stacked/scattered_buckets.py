@@ -1,5 +1,6 @@
 """Gradient sums that go only to the groups that update or copy a state partition."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,11 +22,13 @@ class ScatteredBuckets(BucketSums):
         self._group = group
         self._parts = trainer.gradient_parts()
         self._sums.divide([[part.place for part in parts] for parts in self._parts])
-        self._num_partitions = len(trainer.stacked.partitions.numbers)
+        parts = [part for of_bucket in self._parts for part in of_bucket]
+        pairs = {(part.number, name) for part in parts if part.number is not None for _, name in part.counted}
+        self._places = {pair: place for place, pair in enumerate(sorted(pairs))}
         self._device = trainer.stacked.device
         self._ownership: Ownership | None = None
         self._recipients: tuple[tuple[GroupId, ...], ...] = ()
-        self._squares: dict[int, list[tuple[PartitionId, torch.Tensor]]] = {}
+        self._squares: dict[int, list[tuple[tuple[PartitionId, str], torch.Tensor]]] = {}
 
     def start_attempt(self, action: AttemptReduce) -> None:
         assert action.ownership is not None, "only stacked state has recipients"
@@ -42,9 +45,9 @@ class ScatteredBuckets(BucketSums):
     def on_summed(self, bucket: int, staged: torch.Tensor) -> None:
         """Stores the squares of every partition received here; the final owner is not known yet."""
         self._squares[bucket] = [
-            (part.number, self._sums.squares(staged[place]))
+            ((part.number, name), self._sums.squares(staged[place]))
             for part in self._parts[bucket]
-            for place in part.counted
+            for place, name in part.counted
             if part.number is not None and self._group in self._recipients[part.number]
         ]
 
@@ -56,15 +59,20 @@ class ScatteredBuckets(BucketSums):
         ]
 
     def finish_attempt(self, is_decided: Callable[[], bool]) -> None:
-        """Sums the owners' squared gradients of all partitions. Collective over: rank j of every member group."""
-        by_partition = torch.zeros(self._num_partitions, dtype=torch.float64, device=self._device)
+        """Sums the owners' squared gradients of all partitions, by parts of the model. Only one group has any of a
+        partition, so no order of additions matters. Collective over: rank j of every member group.
+        """
+        by_pair = torch.zeros(len(self._places) or 1, dtype=torch.float64, device=self._device)
         for bucket in range(len(self._parts)):
-            for number, squares in self._squares[bucket]:
-                if self._recipients[number][0] == self._group:
-                    by_partition[number] += squares
-        posted = self._communicator.post(by_partition) and self._communicator.wait(is_decided)
+            for pair, squares in self._squares[bucket]:
+                if self._recipients[pair[0]][0] == self._group:
+                    by_pair[self._places[pair]] += squares
+        posted = self._communicator.post(by_pair) and self._communicator.wait(is_decided)
         if posted and self._communicator.poll():
-            self.squares, self.is_finished = float(by_partition.sum()), True
+            found: dict[str, float] = defaultdict(float)
+            for (_, name), squares in zip(self._places, by_pair.tolist(), strict=False):
+                found[name] += squares
+            self.squares, self.is_finished = found, True
 
 
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:

@@ -37,6 +37,7 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.state.summary import Summary
+from spare_megatron.journal.step_values import MEMORY, metrics_of
 from spare_megatron.process.reports import RunEvent
 from spare_megatron.supervisor.remote_supervisor import Launcher
 from tests.integration.watched_rank import Watch, watched_rank
@@ -200,6 +201,15 @@ def patched_in(journal: Journal) -> Counter[int]:
     for record in journal.of(RecoveryRecord):
         patched[record.step] += record.num_patched
     return patched
+
+
+def values_of(run: Run) -> dict[int, dict[str, float]]:
+    """Step -> its metrics, which all groups have journaled alike, without their memory."""
+    found: dict[int, dict[str, float]] = {}
+    for record in run.journal.of(UpdateRecord):
+        values = {key: value for key, value in metrics_of(record).items() if key not in MEMORY}
+        assert found.setdefault(record.step, values) == values
+    return found
 
 
 def losses_of(journal: Journal) -> dict[int, set[tuple[float, float]]]:

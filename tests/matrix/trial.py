@@ -15,10 +15,11 @@ from spare_megatron.config.schema import (
     ClusterConfig,
     FaultConfig,
     LayoutConfig,
+    MetricsConfig,
     OptimizerConfig,
     RunConfig,
 )
-from spare_megatron.config.schema_data import EvalConfig
+from spare_megatron.config.schema_data import BlendedCorpus, EvalConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.faults.points import PHASES_OF_AN_EVALUATION, FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, RecoveryRecord, UpdateRecord
@@ -36,6 +37,7 @@ from tests.integration.whole_run import (
     losses_of,
     params_of,
     retries_of,
+    values_of,
 )
 from tests.matrix.cells import CAUSES, NUM_GROUPS, NUM_STAGES, NUM_STEPS, PARTITION_REDUNDANCY, STEP, Cell, draw_faults
 
@@ -44,6 +46,10 @@ OVERLAPPING = {"overlap": True, "bucket_mib": 0.1}
 """Buckets leave in the backward pass; a rank has more than one."""
 reduction: dict[str, Any] = {}
 """Settings of `reduce` for all runs, beside the mode."""
+AGAIN = "again"
+"""The second corpus of the blend."""
+SKIPPED = ("10-17", "30")
+"""Places in the order of samples, of the second and the fourth step of 8 sequences."""
 SLACK_S = 10.0
 """For a machine that is slow, or busy with other things. Every timeout that would find the fault, too, is longer."""
 _BEFORE_THE_SUM = (FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE)
@@ -137,6 +143,9 @@ def assert_same_bits(run: Run, expected: Run) -> None:
     assert params_of(run) == params_of(expected), "parameters differ from those of the run without faults"
     assert run.summary.params_sha256 == expected.summary.params_sha256
     assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
+    values = values_of(run)
+    assert values == values_of(expected), "metrics differ from those of the run without faults"
+    assert {"train/grad_norm/layer_1", "train/params_norm", f"train/loss/{AGAIN}"} <= values[NUM_STEPS - 1].keys()
 
 
 def config_of(
@@ -158,7 +167,15 @@ def config_of(
     config = replace(
         config,
         layout=replace(config.layout, max_groups=NUM_GROUPS + num_further if num_further else None),
-        data=replace(config.data, split="9,1", access="shared" if num_further else config.data.access),
+        data=replace(
+            config.data,
+            corpus="",
+            blend=(BlendedCorpus(corpus=str(corpus), weight=3.0), BlendedCorpus(corpus=_again(corpus))),
+            split="9,1",
+            skip=SKIPPED,
+            access="shared" if num_further else config.data.access,
+        ),
+        metrics=MetricsConfig(model_every_steps=1),
         audit=AuditConfig(every_steps=1),  # so that groups are lost in the middle of audits
         eval=EvalConfig(every_steps=STEP),
         reduce=replace(config.reduce, **reduction),
@@ -166,6 +183,15 @@ def config_of(
     )
     assert problems(config, look_at_machine(config)) == []
     return config
+
+
+def _again(corpus: Path) -> str:
+    """The same corpus under the name `AGAIN`."""
+    for file in map(corpus.with_suffix, (".idx", ".bin")):
+        other = file.with_stem(AGAIN)
+        if not other.exists():
+            other.symlink_to(file)
+    return str(corpus.with_name(AGAIN))
 
 
 def _found_within_s(run: Run, cell: Cell) -> float:

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.config.schema import AuditConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.test_run_checkpoint import assert_proven, config_of
-from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of
+from tests.integration.whole_run import Run, assert_masked, complete_run, evaluations_of, kill, losses_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -50,14 +51,25 @@ def test_a_training_goes_on_where_ranks_split_sequences_and_back(text_corpus: Pa
             np.testing.assert_allclose([*losses[step]], [*expected[step]], rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["replicated", "stacked"])
 def test_a_run_of_split_sequences_is_bitwise_that_without_a_loss(
-    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, is_stacked: bool
 ) -> None:
-    """A rank is killed in the backward pass of a sequence whose other half waits for it, another one as it sums."""
+    """A rank is killed in the backward pass of a sequence whose other half waits for it, another one as it sums; with
+    evaluations, and audits of every step.
+    """
     faults = (kill(FaultPoint.BACKWARD, 1, 1, 1), kill(FaultPoint.IN_REDUCE, 3, 2, 0))
-    layout = replace(SPLIT, num_groups=3)
-    run = complete_run(with_documents(config_of(text_corpus, layout, faults=faults)), tmp_path / "run")
+    config = with_documents(config_of(text_corpus, replace(SPLIT, num_groups=3), faults=faults))
+    config = replace(
+        config,
+        optimizer=OptimizerConfig(sharding="stacked", redundancy=3) if is_stacked else OptimizerConfig(),
+        data=replace(config.data, split="9,1"),
+        eval=EvalConfig(every_steps=2, sequences=6),
+        audit=AuditConfig(every_steps=1),
+    )
+    run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     expected = fault_free(run.config)
     assert losses_of(run.journal) == losses_of(expected.journal)
+    assert evaluations_of(run.journal) == evaluations_of(expected.journal) != []
     assert run.summary.params_sha256 == expected.summary.params_sha256

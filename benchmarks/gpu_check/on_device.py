@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -23,6 +24,8 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.slow_machines.examination_rules import Load
+from spare_megatron.mcore.gradients import checksums
+from spare_megatron.mcore.gradients.fixed_point import choose_kernels
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -41,6 +44,7 @@ _MOST_GROWTH_BYTES = 32 * 2**20
 """Device memory that an abort may cost for good: a GiB in 32 losses."""
 _ROUNDS = 5
 _ROUNDS_OF_A_COPY = 3
+_NUM_INTEGERS, _INTEGERS_OF_A_BUCKET = 1_300_000_000, 1 << 24
 
 
 def _ask(
@@ -209,6 +213,10 @@ def time_costs(scene: Scene) -> None:
         scene.report(**{f"connections_{connections}": found})
         for what, spent_s in found.items():
             scene.report((f"{what}, CUDA_DEVICE_MAX_CONNECTIONS={connections}", seconds(spent_s)))
+    [found] = _ask(scene, costs_of_integers, (scene.device, 1 << 20 if scene.is_dry else _NUM_INTEGERS))
+    scene.report(integers=found)
+    for what, spent_s in found.items():
+        scene.report((what, seconds(spent_s)))
 
 
 def costs_of_a_rank(config: RunConfig, name: str, answer: Connection) -> None:
@@ -221,6 +229,32 @@ def costs_of_a_rank(config: RunConfig, name: str, answer: Connection) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=_TIMEOUT_S))
         answer.send(_costs(GroupTrainer(config, device), config, device))
+
+
+def costs_of_integers(name: str, num_elements: int, answer: Connection) -> None:
+    """Sends median seconds of what `reduce.mode=reproducible` takes from local sums and from what arrives, by torch
+    alone and as ranks take it.
+    """
+    device = torch.device(name)
+    local = torch.randint(-(2**40), 2**40, (num_elements,), device=device)
+    buckets, staging = local.split(_INTEGERS_OF_A_BUCKET), torch.empty_like(local[:_INTEGERS_OF_A_BUCKET])
+    counted, found = local[:3], {}
+
+    def stage(read: type[checksums.SectionSums]) -> None:
+        for bucket in buckets:
+            section = read(bucket, staging[: len(bucket)])
+            section.squares()
+            section.checksum(counted)
+
+    def check(read: type[checksums.SectionSums]) -> None:
+        for bucket in buckets:
+            read(bucket).checksum(counted)
+
+    for by, read in (("by torch alone", checksums.SectionSums), ("in use", choose_kernels(device)[1])):
+        stage(read)  # compiles
+        found[f"staging, norms and checksums of integer sums, {by}"] = _median_s(partial(stage, read), device)
+        found[f"checksums of what arrives, {by}"] = _median_s(partial(check, read), device)
+    answer.send(found)
 
 
 def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> dict[str, float]:

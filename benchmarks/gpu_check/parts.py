@@ -33,7 +33,7 @@ _ALL = (
     Part(
         name="costs",
         limit_s=150,
-        measures="digest, norms, staging and snapshot copy of 1.3B parameters",
+        measures="digest, norms, staging, checksums and snapshot copy of 1.3B parameters",
         code="on_device.time_costs",
     ),
     Part(

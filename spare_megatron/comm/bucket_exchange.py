@@ -141,7 +141,7 @@ class BucketExchange:
         """Has the device judge the local sums of `num_computed` microbatches."""
         self._num_computed = num_computed
         for bucket in range(self._first, self._num_buckets):
-            self._measure(bucket)
+            self._sums.measure(bucket, self._limit(bucket))
 
     def judge(self) -> GradientFinding:
         """The finding about the first unsound local sum that this attempt has measured. Waits for the device, once."""
@@ -160,8 +160,8 @@ class BucketExchange:
         """The error for a finding of any rank of the group."""
         return self._finder.error(finding, self._step)
 
-    def _measure(self, bucket: int) -> None:
-        self._sums.measure(bucket, self._guards[bucket].limit(self._step, self._num_computed))
+    def _limit(self, bucket: int) -> float:
+        return self._guards[bucket].limit(self._step, self._num_computed)
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
@@ -214,10 +214,8 @@ class BucketExchange:
         """
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted
-            if self.is_early:
-                if bucket == self._first:
-                    self._probe(FaultPoint.BEFORE_REDUCE)
-                self._measure(bucket)
+            if self.is_early and bucket == self._first:
+                self._probe(FaultPoint.BEFORE_REDUCE)
             if not self._post():
                 return False
             if bucket == self._middle:
@@ -227,7 +225,7 @@ class BucketExchange:
     def _post(self) -> bool:
         bucket = self._window.post()
         self._staged[bucket] = staging = self._staging.acquire()
-        staged = self._sums.stage(bucket, staging)
+        staged = self._sums.stage(bucket, staging, self._limit(bucket) if self.is_early else None)
         self._show(bucket, staged, FaultPoint.STAGED)
         return self._bucket_sums.post(bucket, staged)
 

@@ -367,6 +367,12 @@ class GroupTrainer:
         pages = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
         return 1024.0 * int(pages["VmRSS"]), 0.0, 1024.0 * int(pages["VmHWM"])
 
+    def leave_device(self) -> None:
+        """Ends what the device has to do, and leaves memory that no tensor has to other processes."""
+        if self._device.type != "cpu":
+            gpu.synchronize(self._device)
+            gpu.empty_cache()
+
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         assert self.stacked is not None, "only stacked state has partitions"
         part_of = {one.parameter: one.part for one in self.parameters_named()}

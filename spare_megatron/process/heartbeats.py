@@ -11,13 +11,15 @@ from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL, OP
 from spare_megatron.process.span_ring import PassTimes, Ring, SpanRecorder
 
 _MOST_PAUSE_S = 0.5
+_POLL_S = 0.001
 _DECAY = 0.98
 """Factor on a slowest time for each later operation of its kind, so that outliers fade in some hundred operations."""
 
 
 class HeartbeatPage(ctypes.Structure):
     """The shared memory. The rank writes all fields except `end_asked` and `leave_asked`, which its supervisor writes:
-    `end_asked` is 1 if the run is to end with the step under way, and 2 once that has taken too long.
+    `end_asked` is 1 if the run is to end with the step under way, and 2 once that has taken too long. Until
+    `pause_until_s`, which an examination writes, the rank begins no step.
 
     The totals from `num_steps` to `spent_s` cover committed steps, and move when one is. `waits` is moved by another
     thread than the rest, while the main thread may be blocked by other groups.
@@ -38,6 +40,8 @@ class HeartbeatPage(ctypes.Structure):
         ("spent_s", ctypes.c_double * len(OPERATIONS)),
         ("end_asked", ctypes.c_uint64),
         ("leave_asked", ctypes.c_uint64),
+        ("pause_until_s", ctypes.c_double),
+        ("is_paused", ctypes.c_uint64),
         ("ring", Ring),
     )
 
@@ -62,6 +66,22 @@ def read_page(page: HeartbeatPage, starved_s: float) -> Pulse:
         slowest_s=page.slowest_s[index],
         starved_s=starved_s,
     )
+
+
+@contextlib.contextmanager
+def between_steps(page: HeartbeatPage, limit_s: float) -> Iterator[int]:
+    """Runs the block while the rank waits between two steps, and yields the last one; the rank goes on after `limit_s`
+    at the latest. If it ends no step within that time, the block runs at once, with -1.
+    """
+    page.pause_until_s = waits_until_s = time.monotonic() + limit_s
+    try:
+        while not page.is_paused and time.monotonic() < waits_until_s:
+            time.sleep(_POLL_S)
+        is_paused = bool(page.is_paused)
+        page.pause_until_s = time.monotonic() + limit_s if is_paused else 0.0
+        yield page.step if is_paused else -1
+    finally:
+        page.pause_until_s = 0.0
 
 
 class HeartbeatWriter:
@@ -117,6 +137,17 @@ class HeartbeatWriter:
                 yield
         finally:
             self._note(before)
+
+    def pause(self, leave_device: Callable[[], None]) -> None:
+        """Between two steps: waits while an examination asks for the device, unless the run is to end."""
+        page = self._page
+        if time.monotonic() < page.pause_until_s:
+            with self.during(Operation.STORAGE):
+                leave_device()
+                page.is_paused = 1
+                while time.monotonic() < page.pause_until_s and not page.end_asked:
+                    time.sleep(_POLL_S)
+                page.is_paused = 0
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Marks storage as pending inside the block, if the calling thread is the main one."""

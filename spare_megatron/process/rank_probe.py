@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from spare_megatron.core.machines.failure_detector import Operation
@@ -48,6 +48,9 @@ class RankProbe:
         """Injects faults at a point between two steps, of which `step` is the next."""
         self._injector.step = step
         self._injector(phase)
+
+    def pause(self, leave_device: Callable[[], None]) -> None:
+        self._heartbeat.pause(leave_device)
 
     def progress(self) -> None:
         self._heartbeat.progress()

@@ -65,7 +65,7 @@ class Components:
 def train(ctx: RankContext, parts: Components) -> Stop | actions.DrainGroups:
     """Trains until the controller stops the run, or the group leaves it. Returns the action that says so."""
     while (end := train_step(ctx, parts)) is None:
-        pass
+        ctx.probe.pause(ctx.trainer.leave_device)
     _stop(ctx, parts, end)
     return end
 

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from spare_megatron.core.slow_machines.examination_rules import (
     LEAST_LIMIT_S,
     LIMIT_INTERVALS,
+    STEP_INTERVALS,
     TRANSFER_INTERVALS,
     TRANSFER_S,
     Figures,
@@ -23,6 +24,7 @@ from spare_megatron.core.slow_machines.examination_rules import (
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
 from spare_megatron.machine.gpus import name_in_torch
+from spare_megatron.process.heartbeats import HeartbeatPage, between_steps
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, say, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
@@ -58,6 +60,9 @@ class ExaminationTask:
     devices: tuple[str, ...]
     """All that the ranks of the machine use."""
     store: StoreSpec
+    page: HeartbeatPage | None
+    """Of the rank that trains on the first device, and is to wait between two steps."""
+    step_limit_s: float
     transfer_timeout_s: float
     limit_s: float
     """After which the answer counts no longer."""
@@ -65,7 +70,9 @@ class ExaminationTask:
 
 
 class Examiner:
-    """Starts the examinations on one machine. `limit` is called with the id of each process."""
+    """Starts the examinations on one machine. `limit` is called with the id of each process; `page` gives that of the
+    rank on the first device.
+    """
 
     def __init__(self, spec: NodeSpec, machine: MachineId) -> None:
         self._spec = spec
@@ -74,6 +81,7 @@ class Examiner:
         self._children: list[Child] = []
         self._lasting: list[tuple[Fault, float]] = []  # injected faults, and when they end
         self.limit: Callable[[Collection[int]], None] = lambda _: None
+        self.page: Callable[[], HeartbeatPage | None] = lambda: None
 
     def note_fault(self, fault: Fault) -> None:
         """An injected fault of this machine has struck."""
@@ -92,6 +100,8 @@ class Examiner:
             machine=self._machine,
             devices=devices,
             store=self._spec.store,
+            page=None if wanted.is_own else self.page(),
+            step_limit_s=STEP_INTERVALS * config.control.heartbeat_interval_s,
             transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s + TRANSFER_S * len(devices),
             limit_s=max(LIMIT_INTERVALS * config.control.heartbeat_interval_s, LEAST_LIMIT_S),
             load=Load(
@@ -135,12 +145,15 @@ def _answer(task: ExaminationTask) -> None:
     devices = task.devices if wanted.is_own else task.devices[:1]  # all GPUs of others compute the same
     store = open_store(task.store)
     linked, wrong = _transfers(task, store)
-    digests, times_s, repeated, clocks = zip(*(device_checks.multiply(load, device) for device in devices), strict=True)
-    for device, errors in zip(devices, repeated, strict=True):
-        wrong += [*errors, *device_checks.check_products(load, device)]
-        wrong += device_checks.check_memory(device, is_own=wanted.is_own)
-    wrong += device_checks.check_links(devices)
-    copy_s = max(device_checks.copy(load, device) for device in devices)
+    with nullcontext(-1) if task.page is None else between_steps(task.page, task.step_limit_s) as after_step:
+        found = [device_checks.multiply(load, device) for device in devices]
+        digests, times_s, repeated, clocks = zip(*found, strict=True)
+        for device, errors in zip(devices, repeated, strict=True):
+            wrong += [*errors, *device_checks.check_products(load, device)]
+            wrong += device_checks.check_memory(device, is_own=wanted.is_own)
+        wrong += device_checks.check_links(devices)
+        copy_s = max(device_checks.copy(load, device) for device in devices)
+        device_checks.free(devices[0])
     answer_s, exchange_s = _exchange(store, keys.exchanged(wanted.examined, wanted.number, task.machine))
     figures = Figures(
         digests=digests,
@@ -150,6 +163,7 @@ def _answer(task: ExaminationTask) -> None:
         exchange_s=exchange_s,
         wrong=tuple(wrong[:_MOST_ERRORS]),
         reduced=tuple((device, clock) for device, clock in zip(devices, clocks, strict=True) if clock),
+        after_step=after_step,
         linked=linked if wanted.is_own else None,
     )
     store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))

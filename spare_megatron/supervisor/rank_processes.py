@@ -229,6 +229,11 @@ class RankProcesses:
         """Which of the machine's GPUs the rank computes on; None on CPUs."""
         return gpu_of(self._spec.config, *key)
 
+    def first_page(self) -> HeartbeatPage | None:
+        """The page of the first rank here, which uses the first device."""
+        process = self._processes.get(self._keys[0])
+        return None if process is None else process.page
+
     def ask_to_end(self, *, at_once: bool = False) -> None:
         """Ends the run after the current step; `at_once`: ranks give it up and save alone. Safe in a signal handler."""
         self._end_asked = max(self._end_asked, 2 if at_once else 1)

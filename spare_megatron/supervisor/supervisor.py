@@ -112,7 +112,7 @@ class Supervisor:
         self._store_failure = ""
         self._head_hint = 0
         self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
-        examiner.limit = self._faults.limit
+        examiner.limit, examiner.page = self._faults.limit, self._ranks.first_page
         self._slow_groups: frozenset[GroupId] = frozenset()  # that are to leave as a machine of theirs is slow
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)

@@ -21,7 +21,7 @@ GPU = pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize("device", [INTERPRETER, GPU])
 def test_kernels_compute_what_the_cpu_computes(device: str) -> None:
-    """Fixed-point sums with the largest magnitude, and the sums of a digest's blocks."""
+    """Fixed-point sums with the largest magnitude, what is taken from sections, whole steps, and a digest's blocks."""
     pytest.importorskip("triton", reason=NOT_HERE)
     # In a process of its own: Triton decides at its import whether it interprets.
     environment = {
@@ -109,5 +109,82 @@ def cases(generator: torch.Generator) -> Iterator[torch.Tensor]:
             yield tail.index_fill(0, torch.tensor(place), value)
 
 
+def compare_sections(device: str) -> int:
+    """Copies, squares and checksums of sections that fill rows, strips and blocks and that do not."""
+    from spare_megatron.mcore.gradients import checksums, kernels
+
+    generator, row = torch.Generator().manual_seed(7), checksums.COLUMNS
+    sizes = [0, 1, 255, row - 1, row, row + 1, 31 * row + 7, 32 * row]
+    cases = [(size, offset, num) for size in sizes for offset, num in ((0, 3), (1, 2 * row + 5))]
+    for size, offset, num in cases:
+        values, counted = drawn(size + offset, generator)[offset:], drawn(num, generator)
+        copy = torch.full((size + 2,), 7).to(device)
+        section = kernels.SectionSums(values.to(device), copy[1:-1])
+        expected = checksums.SectionSums(values)
+        assert copy.tolist() == [7, *values.tolist(), 7], (size, offset)
+        assert torch.allclose(section.squares().cpu(), expected.squares(), rtol=1e-5), (size, offset)
+        assert torch.equal(section.checksum(counted.to(device)).cpu(), expected.checksum(counted)), (size, offset, num)
+    counted, missing = drawn(2 * row + 5, generator), torch.zeros((checksums.ROWS - 1) * row, dtype=torch.int64)
+    two_blocks = kernels.SectionSums(missing[:0].to(device))
+    two_blocks._num_rows = checksums.ROWS - 1  # of zeros, which the interpreter would add for a minute
+    found = two_blocks.checksum(counted.to(device))
+    assert torch.equal(found.cpu(), checksums.checksum([missing, counted]))
+    beyond_fp32 = torch.full((40,), 2**62)
+    for section in (checksums.SectionSums(beyond_fp32), kernels.SectionSums(beyond_fp32.to(device))):
+        assert math.isinf(section.squares())
+    lowest = torch.full((33 * row,), -(2**63))
+    for values in (lowest, ~lowest):
+        found = kernels.SectionSums(values.to(device)).checksum(values[:3].to(device))
+        assert torch.equal(found.cpu(), checksums.checksum([values, values[:3]]))
+    return len(cases) + 3
+
+
+def drawn(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Integers of all magnitudes up to 2^62."""
+    values = torch.randint(-(2**62), 2**62, (size,), generator=generator)
+    return values >> torch.randint(0, 62, (size,), generator=generator)
+
+
+def compare_steps(device: str) -> int:
+    """Buckets of several microbatches as they are staged, judged and checked, and values that do not fit."""
+    from spare_megatron.mcore.gradients import gradients, kernels
+    from tests.unit.test_staged_gradients import FIXED, NUM_ELEMENTS, make_sums
+
+    limit, largest = 3e5, FIXED.largest / FIXED.scale
+    generator = torch.Generator().manual_seed(7)
+    cases = [[torch.randn(NUM_ELEMENTS, generator=generator) for _ in range(num)] for num in (1, 3)]
+    for value in (0.999 * limit, 1.001 * limit, largest, 1.001 * largest, math.nan, math.inf, -math.inf):
+        cases.append([*cases[1], torch.zeros(NUM_ELEMENTS).index_fill(0, torch.tensor(5), value)])
+    chosen = kernels.add_rounded, kernels.SectionSums
+    with mock.patch.object(gradients, "choose_kernels", return_value=chosen):  # as on a GPU
+        found_sums = make_sums("reproducible", device)
+    both = (make_sums("reproducible"), "cpu"), (found_sums, device)
+    num_unsound = []
+    for microbatches in cases:
+        staged, norms = [], []
+        for sums, place in both:
+            sums.reset()
+            for gradient in microbatches:
+                sums._add(sums._sums, gradient.to(place))
+                sums.add_count(1)
+            staged.append([sums.stage(bucket, sums.new_staging(), limit) for bucket in range(len(sums.buckets))])
+            norms.append(sums.norms())
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        for bucket, (expected, found) in enumerate(zip(*staged, strict=True)):
+            num_unsound.append(int(expected[-3]))
+            assert torch.equal(expected[-3:], found[-3:].cpu()), "flagged alike"
+            if num_unsound[-1]:
+                continue  # what it holds is void
+            assert torch.equal(expected, found.cpu())
+            found_sums.check(bucket, found)
+            assert found_sums.wrong_sums() == ()
+            found[1] ^= 1
+            found_sums.check(bucket, found)
+            assert found_sums.wrong_sums() == (bucket,)
+    assert num_unsound == 3 * 3 * [0] + [0, 1, 0] * 2 + 4 * 3 * [1], "one of a norm, all of a value that does not fit"
+    return len(num_unsound)
+
+
 if __name__ == "__main__":
-    print(compare(sys.argv[1]) + compare_digests(sys.argv[1]))
+    compared = [compare, compare_sections, compare_steps, compare_digests]
+    print(sum(compare_one(sys.argv[1]) for compare_one in compared))

@@ -68,7 +68,9 @@ class Sums:
         measured, self.measured = self.measured, {}
         return measured
 
-    def stage(self, bucket: int, staging: torch.Tensor) -> torch.Tensor:
+    def stage(self, bucket: int, staging: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+        if limit is not None:
+            self.measure(bucket, limit)
         staging[:10] = self.of(bucket)
         staging[10] = not math.isfinite(self.measured.get(bucket, 0.0))
         return staging

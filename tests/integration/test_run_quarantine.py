@@ -86,6 +86,44 @@ def test_an_outvoted_machine_stays_out_until_its_examination_passes_and_no_bit_c
     assert params_of(run)[STEPS] == params_of(calm)[STEPS]
 
 
+MORE_STEPS = 30
+
+
+def test_machines_that_train_do_the_same_between_two_steps_and_no_bit_changes(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """The others go on without the machine that is examined. The last step waits for its examination."""
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=AUDITED, group=2, kind="drift", seconds=1.0)
+    config = tiny_config(
+        text_corpus,
+        LayoutConfig(num_groups=4),
+        steps=MORE_STEPS,
+        faults=[fault],
+        mode="reproducible",
+        rejoins=1,
+        cluster=ClusterConfig(device="cpu", num_nodes=4),
+        heartbeat_s=2 * HEARTBEAT_S,
+    )
+    config = replace(config, audit=AuditConfig(every_steps=AUDITED + 1))
+    is_examined = tmp_path / "examined"
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, ExaminationRecord):
+            is_examined.touch()
+
+    watch = Watch(files=frozenset({(MORE_STEPS - 1, is_examined)}))
+    run = complete_run(config, tmp_path / "run", watch, on_event)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["drift"]
+    assert fenced_groups(run.journal) == {2}
+    likes = [like for record in run.journal.of(ExaminationRecord) for like in record.likes.values()]
+    assert any(AUDITED <= like["after_step"] < MORE_STEPS - 1 for like in likes), likes
+
+    calm = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "calm")
+    assert losses_of(run.journal) == losses_of(calm.journal)
+    assert params_of(run)[MORE_STEPS] == params_of(calm)[MORE_STEPS]
+
+
 SLOW_STEPS, SLOW_FROM = 120, 4
 
 

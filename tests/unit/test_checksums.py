@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.checksums import COLUMNS, PRIME, ROWS, SumChecks, checksum, differ, weights_on
+from spare_megatron.mcore.gradients.checksums import (
+    COLUMNS,
+    PRIME,
+    ROWS,
+    SectionSums,
+    SumChecks,
+    checksum,
+    differ,
+    weights_on,
+)
 from tests.unit.test_staged_gradients import LAST, add, make_sums
 
 CPU = torch.device("cpu")
@@ -192,14 +201,14 @@ def test_a_new_attempt_forgets_what_it_has_compared() -> None:
 
 
 def test_of_a_bucket_that_is_sent_in_parts_each_is_compared_where_it_comes() -> None:
-    checks = SumChecks([10])
+    checks = SumChecks([10], SectionSums)
     checks.divide([[slice(0, 4), slice(4, 6), slice(6, 10)]])
     assert checks.num_digits == 9
     groups = [drawn(10, seed, bits=50) for seed in (8, 9)]
     counted, digits = tensor([1, 2, 3]), torch.zeros(9, dtype=torch.int64)
     total = torch.zeros(9, dtype=torch.int64)
     for values in groups:
-        checks.write(0, values, counted, digits)
+        checks.write(checks.read(0, values), counted, digits)
         total += digits
     summed = torch.stack(groups).sum(0)
     summed[4:6] = 77  # goes to others, and what is here is anything

@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from spare_megatron.mcore import gradients
-from spare_megatron.mcore.gradients import digests, fixed_point
+from spare_megatron.mcore.gradients import checksums, digests, fixed_point
 
 CPU = torch.device("cpu")
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}
 
 Signature = tuple[Any, ...]
+
+
+class Constant:
+    """`tl.constexpr`: of a parameter the type, of the module a value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
 
 
 class Kernel:
@@ -43,7 +50,7 @@ class Kernel:
     def variant(self, name: str, value: Any) -> Signature:
         """The type of an argument, and what Triton assumes of its value."""
         annotation = self._parameters[name].annotation
-        if annotation == "constexpr":
+        if annotation is Constant:
             return "constexpr", value
         is_aligned = name in self._aligned
         if isinstance(value, Tensor):
@@ -67,7 +74,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Signature]]:
 
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(triton).update(jit=jit, cdiv=lambda numerator, denominator: -(-numerator // denominator), language=language)
-    vars(language).update(constexpr="constexpr", int64="i64")
+    vars(language).update(constexpr=Constant, int64="i64")
     name = "spare_megatron.mcore.gradients.kernels"
     for module in (triton, language):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -83,7 +90,8 @@ def test_nothing_is_compiled_for_the_gradients_of_a_patch(compiled: set[Signatur
     from spare_megatron.mcore.gradients import kernels
 
     kernels.check_fixed_point(CPU)
-    assert len(compiled) == 8, "2 types of gradients, each aligned or not, and sums aligned or not"
+    of_gradients = [signature for signature in compiled if signature[0] == "_add_rounded"]
+    assert len(of_gradients) == 8, "2 types of gradients, each aligned or not, and sums aligned or not"
     at_start = set(compiled)
     sums, largest = torch.zeros(5003, dtype=torch.int64), torch.zeros(3)
     for dtype in (torch.float32, torch.bfloat16):
@@ -94,6 +102,29 @@ def test_nothing_is_compiled_for_the_gradients_of_a_patch(compiled: set[Signatur
     for size in (2**31 - 1, 2**31, 2**33):  # of embeddings, on a device that computes nothing
         huge = torch.empty(size, device="meta")
         kernels.add_rounded(torch.empty(size, dtype=torch.int64, device="meta"), huge, 1.0, largest[0])
+    assert compiled == at_start
+
+
+def test_nothing_is_compiled_for_the_buckets_that_are_staged_and_checked(compiled: set[Signature]) -> None:
+    """Of any size, in sections that begin anywhere, with as much counted beside them as there are experts."""
+    from spare_megatron.mcore.gradients import kernels
+
+    kernels.check_fixed_point(CPU)
+    names = [signature[0] for signature in compiled if signature[0] != "_add_rounded"]
+    assert sorted(names) == ["_add_rows", "_add_rows", "_finish_checksum"], "with and without a copy, and digits"
+    at_start = set(compiled)
+    values = torch.zeros(5 * checksums.COLUMNS + 7, dtype=torch.int64)
+    for first in range(5):
+        for size in (0, 1, 16, checksums.COLUMNS, len(values) - first):
+            section = values[first:][:size]
+            for copy in (None, values[1:][:size], values[2:][:size]):
+                for num_counted in (1, 3, 16, 2 * checksums.COLUMNS + 1):
+                    kernels.SectionSums(section, copy).checksum(values[first:][:num_counted])
+    for size in (2**28, 2**31, 2**33):  # of rows that no block before has
+        huge = torch.empty(size, dtype=torch.int64, device="meta")
+        sections = kernels.SectionSums.__new__(kernels.SectionSums)
+        sections._sums = torch.zeros(2, 2, checksums.COLUMNS, dtype=torch.int64)
+        sections._add(huge, huge, size // checksums.COLUMNS)
     assert compiled == at_start
 
 
@@ -188,4 +219,4 @@ def test_the_check_of_a_machine_compiles_every_variant_or_says_why_not(
     with pytest.raises(ValueError, match=r"Failed to find C compiler; install a C compiler"):
         kernels.check_fixed_point(CPU)
     assert [values.dtype for values in launched] == [torch.float32] * 4 + [torch.bfloat16]
-    assert fixed_point.choose_add_rounded(CPU) is fixed_point.add_rounded
+    assert fixed_point.choose_kernels(CPU) == (fixed_point.add_rounded, checksums.SectionSums)

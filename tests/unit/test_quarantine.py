@@ -1,6 +1,7 @@
 """Machines in quarantine: what an examination shows, how it goes on, and what `spare check` says of both."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -26,6 +27,8 @@ from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.journal.proofs.check_machines import check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, PlacesRecord, StartRecord
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, between_steps
+from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines import device_checks, examination, quarantine
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
@@ -295,13 +298,17 @@ class Passed(Exception):
 def examined_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figures]:
     """Has this process do an examination over this store, with nothing on the devices but what is asserted."""
 
-    def start(store: Any, spec: NodeSpec, wanted: ExaminationWanted, by: MachineId) -> Figures:
+    def start(
+        store: Any, spec: NodeSpec, wanted: ExaminationWanted, by: MachineId, page: HeartbeatPage | None = None
+    ) -> Figures:
         tasks: list[examination.ExaminationTask] = []
         with monkeypatch.context() as patched:
             patched.setattr(
                 examination, "start_child", lambda *given: tasks.append(given[-1]) or SimpleNamespace(pid=1)
             )
-            Examiner(spec, by).start(wanted)
+            examiner = Examiner(spec, by)
+            examiner.page = lambda: page
+            examiner.start(wanted)
         monkeypatch.setattr(examination, "open_store", lambda _: store)
         monkeypatch.setattr(examination.os, "nice", lambda _: None)
 
@@ -354,6 +361,71 @@ def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
     assert [one.linked for one in found] == [(), None]
     assert [one.reduced for one in found] == [(("cuda:2", "clock 1 of 2 MHz: power brake"),), ()]
     assert [len(one.digests) for one in found] == [4, 1]
+
+
+class Training:
+    """A rank that begins one step after another in a thread."""
+
+    def __init__(self, page: HeartbeatPage) -> None:
+        self.page = page
+        self.is_in_step = self.is_ending = False
+        self.num_steps = 0
+        self.left_after: list[int] = []
+        self.thread = threading.Thread(target=self._train)
+
+    def _train(self) -> None:
+        writer = HeartbeatWriter(self.page, PassTimes(lambda: 0.0, lambda _began, _ended: 0.0))
+        while not self.is_ending:
+            self.is_in_step = True
+            writer.begin_step(self.num_steps)
+            self.num_steps += 1
+            self.is_in_step = False
+            writer.pause(lambda: self.left_after.append(self.num_steps - 1))
+
+
+def test_a_rank_waits_between_two_steps_while_another_machine_is_examined_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined_here: Callable[..., Figures]
+) -> None:
+    training, found = Training(HeartbeatPage()), list[Figures]()
+    seen: list[tuple[bool, int]] = []
+
+    def multiply(*_: object) -> tuple[str, float, list[str], str]:
+        seen.extend((training.is_in_step, training.num_steps) for _ in range(10_000))
+        return "a", 1.0, [], ""
+
+    for name in ("check_products", "check_memory", "check_links"):
+        monkeypatch.setattr(device_checks, name, lambda *_, **__: [])
+    monkeypatch.setattr(device_checks, "multiply", multiply)
+    monkeypatch.setattr(examination, "_transfers", lambda *_: ((), []))
+    config = RunConfig(layout=LayoutConfig(num_groups=2), cluster=ClusterConfig(device="cpu", num_nodes=2))
+    spec = node_spec(config, tmp_path)
+    training.thread.start()
+    for number in range(3):
+        wanted = ExaminationWanted(examined=MachineId(1), number=number, is_own=number == 2)
+        found.append(examined_here(MemoryStore(), spec, wanted, MachineId(0), training.page))
+        while training.page.is_paused:
+            time.sleep(0.001)
+    training.is_ending = True
+    training.thread.join()
+    first, second, own = (figures.after_step for figures in found)
+    assert training.left_after == [first, second], "no rank waits for the machine that is examined"
+    assert (0 <= first < second < training.num_steps, own) == (True, -1)
+    assert set(seen[:20_000]) == {(False, first + 1), (False, second + 1)}
+
+
+def test_neither_waits_for_the_other_for_ever() -> None:
+    """No rank trains; the examination dies; the run is to end."""
+    page = HeartbeatPage()
+    page.step = 7
+    with between_steps(page, 0.02) as after_step:
+        assert (after_step, page.pause_until_s) == (-1, 0.0)
+    writer = HeartbeatWriter(page, PassTimes(lambda: 0.0, lambda _began, _ended: 0.0))
+    left: list[float] = []
+    for page.pause_until_s, page.end_asked in ((time.monotonic() + 0.1, 0), (time.monotonic() + 1000.0, 1)):
+        writer.pause(lambda: left.append(time.monotonic()))
+        assert not page.is_paused
+        assert page.end_asked or time.monotonic() >= page.pause_until_s
+    assert len(left) == 2
 
 
 def test_the_store_is_asked_and_left_as_it_was() -> None:

@@ -55,7 +55,9 @@ class Operation(StrEnum):
     LOAD = "load"
     """Reading a checkpoint."""
     STORAGE = "storage"
-    """Reading samples, or writing a journal line: both may be on storage that pauses for all groups."""
+    """Reading samples, or writing a journal line: both may be on storage that pauses for all groups. Or waiting between
+    two steps for an examination of another machine.
+    """
     CHECK = "check"
     """Hashing the parameters, or packing the whole state: local, and longer for larger models."""
     SAVE = "save"

@@ -22,6 +22,8 @@ examined machine, which works on all of its GPUs in turn.
 """
 TRANSFER_INTERVALS, TRANSFER_S = 8.0, 4.0
 """What transfers between machines may take: these intervals, and seconds for each device."""
+STEP_INTERVALS = 6.0
+"""How long a machine that trains waits for the end of a step, and training then at most for its checks."""
 _FIRST_WAIT_INTERVALS, _LONGEST_WAIT_INTERVALS = 4.0, 512.0
 
 LEAST_ANSWER_S = 0.02
@@ -59,6 +61,8 @@ class Figures:
     """Errors in results that are known beforehand, each with the device and what failed."""
     reduced: tuple[tuple[str, str], ...] = ()
     """Devices whose clock was reduced under load; to what, and why, as in `machine.gpus.reduced_clocks`."""
+    after_step: int = -1
+    """The step after which the first rank of the machine waited for all this; -1 if none did."""
     linked: tuple[MachineId, ...] | None = None
     """The other machines with which transfers have ended; None: not this machine was examined."""
 

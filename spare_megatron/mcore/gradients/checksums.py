@@ -7,13 +7,13 @@ numbers, the first sum in two digits, so that those of up to 2^12 terms can be a
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from spare_megatron.mcore.gradients.digests import BLOCK_WORDS, pseudo_random
 
 PRIME = (1 << 61) - 1
 NUM_DIGITS = 3
@@ -23,6 +23,8 @@ COLUMNS = 1 << 11
 ROWS = 1 << 12
 """Rows of a block, which are summed before anything is reduced: the weights of a block's rows add up to under 2^32."""
 
+_FIRST = (1 << 15) + 1
+"""Pseudo-random numbers before this one are the multipliers of digests."""
 _MOST_BLOCKS = 1 << 15
 """More than the largest bucket has."""
 _DIGIT_BITS = 31
@@ -72,8 +74,8 @@ def _blocks(parts: Sequence[Tensor], row_weights: Tensor, num_columns: int) -> I
     """For each block, the weighted sums of its columns modulo 2^64, and those of the high 32 bits of its elements."""
     row, sums = 0, row_weights.new_zeros(2, num_columns)
     for part in parts:
-        for piece in _pieces(part):
-            if row + len(piece) > ROWS:
+        for piece in _pieces(part, row):
+            if row == ROWS:
                 yield sums[0], sums[1]
                 row, sums = 0, torch.zeros_like(sums)
             of_rows = row_weights[row : row + len(piece)]
@@ -83,16 +85,16 @@ def _blocks(parts: Sequence[Tensor], row_weights: Tensor, num_columns: int) -> I
     yield sums[0], sums[1]
 
 
-def _pieces(part: Tensor) -> Iterator[Tensor]:
-    """A few whole rows at a time, and the rest in a row by itself."""
+def _pieces(part: Tensor, row: int) -> Iterator[Tensor]:
+    """A few whole rows of a block at a time, from this row of the block on, and the rest in a row by itself."""
     num_rows, num_left = divmod(len(part), COLUMNS)
-    yield from part[: num_rows * COLUMNS].view(num_rows, COLUMNS).split(_piece_rows(part.device)) if num_rows else ()
+    piece_rows = _CPU_PIECE_ROWS if part.device.type == "cpu" else _DEVICE_PIECE_ROWS
+    whole = part[: num_rows * COLUMNS].view(num_rows, COLUMNS)
+    first = min(-row % piece_rows, num_rows)  # as pieces divide a block
+    yield from (whole[:first],) if first else ()
+    yield from whole[first:].split(piece_rows) if first < num_rows else ()
     if num_left:
         yield part[-num_left:].view(1, num_left)
-
-
-def _piece_rows(device: torch.device) -> int:
-    return _CPU_PIECE_ROWS if device.type == "cpu" else _DEVICE_PIECE_ROWS
 
 
 def _column_sums(piece: Tensor, weights: Tensor) -> Tensor:
@@ -122,15 +124,44 @@ def _rotated(values: Tensor, num_bits: int) -> Tensor:
 @cache
 def weights_on(device: torch.device) -> Weights:
     """Fixed pseudo-random weights; those of rows are odd, differ, and have 20 bits."""
-    numbers = pseudo_random(2 * BLOCK_WORDS + 1, 2 * (COLUMNS + _MOST_BLOCKS))
+    numbers = pseudo_random(_FIRST, 2 * (COLUMNS + _MOST_BLOCKS))
     for_prime, wrapping = numbers.reshape(2, -1)
     for_prime = np.maximum((for_prime >> np.uint64(3)) % np.uint64(PRIME), np.uint64(1))
     wrapping = wrapping | np.uint64(1)
-    drawn = pseudo_random(2 * (BLOCK_WORDS + COLUMNS + _MOST_BLOCKS) + 1, 2 * ROWS)
+    drawn = pseudo_random(_FIRST + 2 * (COLUMNS + _MOST_BLOCKS), 2 * ROWS)
     odd = (drawn & np.uint64((1 << _ROW_WEIGHT_BITS) - 1)) | np.uint64(1)
     rows = np.fromiter(dict.fromkeys(odd.tolist()), dtype=np.uint64)[:ROWS]
     arrays = (rows, for_prime[:COLUMNS], wrapping[:COLUMNS], for_prime[COLUMNS:], wrapping[COLUMNS:])
     return Weights(*(torch.from_numpy(array.view(np.int64).copy()).to(device) for array in arrays))
+
+
+def pseudo_random(first: int, num: int) -> npt.NDArray[np.uint64]:
+    """Numbers from `first` on of the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) with seed 0."""
+    state = np.arange(first, first + num, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+class SectionSums:
+    """What is taken from a section of a bucket, which is copied meanwhile: its squares and its checksum. By torch
+    alone; `kernels.SectionSums` reads each element once.
+    """
+
+    def __init__(self, values: Tensor, copy: Tensor | None = None) -> None:
+        self._values = values
+        if copy is not None:
+            copy.copy_(values)
+
+    def squares(self) -> Tensor:
+        """The sum of squares in fp64, infinite beyond fp32."""
+        # Copies stay in the cache of a CPU. torch has no norm of integers.
+        pieces = self._values.split(1 << (20 if self._values.device.type == "cpu" else 24))
+        return torch.stack([torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]).sum()
+
+    def checksum(self, counted: Tensor) -> Tensor:
+        """That of the section, and of what is counted beside it."""
+        return checksum([self._values, counted])
 
 
 class SumChecks:
@@ -138,12 +169,13 @@ class SumChecks:
     itself.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], read: type[SectionSums]) -> None:
         self._sections: Sequence[Sequence[slice]] = [[slice(0, length)] for length in lengths]
-        self._differ: dict[int, list[Tensor]] = {}
+        self._read = read
+        self._compared: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def divide(self, sections: Sequence[Sequence[slice]]) -> None:
-        """Sets the sections of each bucket, before any is staged."""
+        """Sets the sections of each bucket, before any is staged. No gradient is outside them."""
         self._sections = sections
 
     @property
@@ -151,27 +183,34 @@ class SumChecks:
         """Numbers that a staged bucket has room for."""
         return NUM_DIGITS * max(map(len, self._sections))
 
-    def write(self, bucket: int, local: Tensor, counted: Tensor, digits: Tensor) -> None:
+    def read(self, bucket: int, local: Tensor, copy: Tensor | None = None) -> list[SectionSums]:
+        """Reads the sections of the local sums, once for all that is taken from them and for their copy."""
+        return [self._read(local[of], None if copy is None else copy[of]) for of in self._sections[bucket]]
+
+    def write(self, sections: Sequence[SectionSums], counted: Tensor, digits: Tensor) -> None:
         """Writes the checksums of the local sums, from which the bucket was staged, to `digits`."""
         digits.fill_(0)
-        for number, section in enumerate(self._sections[bucket]):
-            digits[NUM_DIGITS * number :][:NUM_DIGITS].copy_(checksum([local[section], counted]))
+        for number, section in enumerate(sections):
+            digits[NUM_DIGITS * number :][:NUM_DIGITS].copy_(section.checksum(counted))
 
     def compare(self, bucket: int, summed: Tensor, counted: Tensor, digits: Tensor, places: Sequence[slice]) -> None:
-        """Compares the sections within `places` of a complete sum with the sums of their checksums, on the device."""
+        """Takes the checksums of a complete sum's sections within `places`, to be compared with the sums of theirs."""
         received = [place.indices(len(summed)) for place in places]
-        self._differ[bucket] = [
-            differ(digits[NUM_DIGITS * number :][:NUM_DIGITS], checksum([summed[section], counted]))
+        self._compared[bucket] = [
+            (digits[NUM_DIGITS * number :][:NUM_DIGITS].clone(), self._read(summed[section]).checksum(counted))
             for number, section in enumerate(self._sections[bucket])
             if any(start <= section.start and section.stop <= stop for start, stop, _ in received)
         ]
 
     def wrong(self) -> tuple[int, ...]:
         """The buckets that have been found wrong since the last call, ascending. Waits for the device."""
-        flags, self._differ = self._differ, {}
-        flat = [flag for of_bucket in flags.values() for flag in of_bucket]
-        found = iter(torch.stack(flat).tolist() if flat else ())
-        return tuple(sorted({bucket for bucket, of_bucket in flags.items() for _ in of_bucket if next(found)}))
+        compared, self._compared = self._compared, {}
+        buckets = [bucket for bucket, pairs in compared.items() for _ in pairs]
+        if not buckets:
+            return ()
+        summed, computed = (torch.stack(side, 1) for side in zip(*chain(*compared.values()), strict=True))
+        found = differ(summed, computed).tolist()
+        return tuple(sorted({bucket for bucket, is_wrong in zip(buckets, found, strict=True) if is_wrong}))
 
     def forget(self) -> None:
-        self._differ.clear()
+        self._compared.clear()

@@ -11,9 +11,10 @@ from functools import cache
 from hashlib import sha256
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from spare_megatron.mcore.gradients.checksums import pseudo_random
 
 BLOCK_WORDS = 1 << 14
 """Words that are summed with a multiplier each; 64 KiB."""
@@ -125,11 +126,3 @@ def _words(data: Tensor) -> Tensor:
 def multipliers_on(device: torch.device) -> Tensor:
     odd = pseudo_random(1, 2 * BLOCK_WORDS) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)
-
-
-def pseudo_random(first: int, num: int) -> npt.NDArray[np.uint64]:
-    """Numbers from `first` on of the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014) with seed 0."""
-    state = np.arange(first, first + num, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.devices import gpu
+from spare_megatron.mcore.gradients.checksums import SectionSums
 
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
@@ -47,10 +48,11 @@ def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> 
     sums += scaled.round_().to(torch.int64)
 
 
-def choose_add_rounded(device: torch.device) -> Callable[[Tensor, Tensor, float, Tensor], None]:
+def choose_kernels(device: torch.device) -> tuple[Callable[[Tensor, Tensor, float, Tensor], None], type[SectionSums]]:
+    """What adds to integer sums on this device, and what reads them."""
     if device.type != gpu.TYPE:
-        return add_rounded
+        return add_rounded, SectionSums
     from spare_megatron.mcore.gradients import kernels
 
     kernels.check_fixed_point(device)
-    return kernels.add_rounded
+    return kernels.add_rounded, kernels.SectionSums

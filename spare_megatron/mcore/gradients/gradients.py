@@ -20,8 +20,8 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.devices import gpu
-from spare_megatron.mcore.gradients.checksums import SumChecks
-from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_add_rounded, fixed_point
+from spare_megatron.mcore.gradients.checksums import SectionSums, SumChecks
+from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_kernels, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
     FlatParameter,
     Segment,
@@ -189,9 +189,9 @@ class GradientSums(ABC):
 
     # ---------------------------------------------------------------------------------------------------- staging
 
-    def measure(self, bucket: int, limit: float) -> None:
-        """Judges a bucket's local sums on the device, before they are staged: sound if `norm` is at most `limit`."""
-        self._norms[bucket] = norm = self.norm(bucket)
+    def measure(self, bucket: int, limit: float, norm: Tensor | None = None) -> None:
+        """Judges a bucket's local sums on the device before they are staged: sound if their norm is at most `limit`."""
+        self._norms[bucket] = norm = self.norm(bucket) if norm is None else norm
         self._is_unsound[bucket] = torch.logical_not(norm <= limit)  # this form also catches NaN
 
     def norms(self) -> dict[int, float]:
@@ -211,8 +211,10 @@ class GradientSums(ABC):
         return torch.empty(length, dtype=self._dtype, device=self._device)
 
     @abstractmethod
-    def stage(self, bucket: int, staging: Tensor) -> Tensor:
-        """Copies the local sums of a bucket into `staging`. Returns the part of it to be summed over groups."""
+    def stage(self, bucket: int, staging: Tensor, limit: float | None = None) -> Tensor:
+        """Copies the local sums of a bucket into `staging`, and measures them if there is a limit. Returns the part of
+        it to be summed over groups.
+        """
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> None:
         extras = self._beside_gradients(staged)
@@ -363,7 +365,9 @@ class FloatSums(GradientSums):
     def _add(self, sums: Tensor, values: Tensor) -> None:
         sums += values
 
-    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+    def stage(self, bucket: int, staging: Tensor, limit: float | None = None) -> Tensor:
+        if limit is not None:
+            self.measure(bucket, limit)
         staged = self._part(bucket, staging)
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
@@ -430,8 +434,8 @@ class FixedPointSums(GradientSums):
         self._sum_lanes([Segment(gradients=self._sums, start=0, stop=num_elements)], [self._extras])
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
-        self._add_rounded = choose_add_rounded(device)
-        self._checks: SumChecks = SumChecks([len(bucket) for bucket in self.buckets])
+        self._add_rounded, read = choose_kernels(device)
+        self._checks: SumChecks = SumChecks([len(bucket) for bucket in self.buckets], read)
         self._num_digits = self._checks.num_digits
         self._parameters = [flat.parameter for flat in flat_parameters(chunks)]
         for flat in flat_parameters(chunks):
@@ -452,37 +456,42 @@ class FixedPointSums(GradientSums):
             self._largest.masked_fill_(self._lanes.any_lane(is_too_large), math.inf)
             yield bucket
 
-    def stage(self, bucket: int, staging: Tensor) -> Tensor:
-        elements = self.buckets[bucket]
-        staged = self._part(bucket, staging)
-        staged[: len(elements)].copy_(self._sums[elements.start : elements.stop])
+    def stage(self, bucket: int, staging: Tensor, limit: float | None = None) -> Tensor:
+        staged, local = self._part(bucket, staging), self._local(bucket)
+        sections = self._checks.read(bucket, local, staged[: len(local)])
+        if limit is not None:
+            self.measure(bucket, limit, self._norm(sections))
         staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
             staged[_LOSS].fill_(0)
         self._finish_staging(bucket, staged)
-        local, digits = self._sums[elements.start : elements.stop], self.extras(staged)[: self._num_digits]
-        self._checks.write(bucket, local, self._beside_gradients(staged), digits)
+        self._checks.write(sections, self._beside_gradients(staged), self.extras(staged)[: self._num_digits])
         return staged
 
     def norm(self, bucket: int) -> Tensor:
-        elements = self.buckets[bucket]
-        # torch has no norm of integers.
-        pieces = self._sums[elements.start : elements.stop].split(self._piece)
-        squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
-        norm = torch.stack(squares).sum().sqrt() / self._fixed.scale
+        return self._norm(self._checks.read(bucket, self._local(bucket)))
+
+    def _norm(self, sections: Sequence[SectionSums]) -> Tensor:
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for section in sections:
+            squares += section.squares()
+        norm = squares.sqrt() / self._fixed.scale
         fits = self._largest <= self._fixed.largest  # this form also catches NaN
         return norm.masked_fill(~fits, math.inf)
 
     def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
-        elements = self.buckets[bucket]
+        local = self._local(bucket)
         for place in places:
-            self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
+            local[place].copy_(staging[: len(local)][place])
 
     def _write_back(self, segment: Segment, factor: float) -> None:
         segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
-        return [self._sums[elements.start : elements.stop] for elements in self.buckets[self._next :]]
+        return [self._local(bucket) for bucket in range(self._next, len(self.buckets))]
+
+    def _local(self, bucket: int) -> Tensor:
+        return self._sums[self.buckets[bucket].start : self.buckets[bucket].stop]
 
     def poison(self) -> None:
         self._add(self.local_sums()[0][:1], torch.full((1,), math.nan, device=self._sums.device))

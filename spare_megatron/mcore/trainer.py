@@ -60,6 +60,7 @@ from spare_megatron.mcore.state import (
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch, Numbered
+from spare_megatron.stacking.slabs import Slabs
 
 
 class IncompleteSum(Exception):
@@ -94,9 +95,11 @@ class GroupTrainer:
         *,
         hosted: Sequence[PartitionId] = (),
         program: Program | None = None,
+        slabs: Slabs | None = None,
     ) -> None:
         """Builds the rank, after `prepare_index`; a CUDA `device` must be current. Partitions in `hosted` start here.
-        Collective over: all ranks of the group. Raises ValueError if the configuration is rejected.
+        `slabs`: unless all groups have pipelines of this length. Collective over: all ranks of the group. Raises
+        ValueError if the configuration is rejected.
         """
         if device.type == "cpu":
             cpu.install()
@@ -107,7 +110,8 @@ class GroupTrainer:
         timeout = timedelta(seconds=config.control.group_timeout_s)
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self._program = program or program_of(config)
-        self.chunks = build_chunks(config, transformer, groups, device, provider=self._program.model_provider)
+        provider = self._program.model_provider
+        self.chunks = build_chunks(config, transformer, groups, device, provider=provider, slabs=slabs)
         if config.checkpoint.load_weights:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)

@@ -221,6 +221,7 @@ def _full_model(config: RunConfig, parameters: Arrays) -> GPTModel:
             device=CPU,
             stage=0,
             num_stages=1,
+            layers=range(config.model.num_layers),
             virtual_stage=None,
         )
     )

@@ -137,7 +137,11 @@ def _run_rank(
 
 def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Totals, dict[str, Any]]:
     """Unscaled local sums of step 0 after some calls of compute: totals, and of each parameter value and gradient."""
-    trainer = GroupTrainer(config, CPU)
+    return sums_of(GroupTrainer(config, CPU), calls)
+
+
+def sums_of(trainer: GroupTrainer, calls: Sequence[Sequence[Microbatch]]) -> tuple[Totals, dict[str, Any]]:
+    """The same of this trainer."""
     trainer.begin_step(0)
     for work in calls:
         trainer.compute(work)

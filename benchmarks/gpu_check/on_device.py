@@ -225,7 +225,7 @@ def costs_of_a_rank(config: RunConfig, name: str, answer: Connection) -> None:
 
 def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> dict[str, float]:
     work = [Microbatch(ShardId(0), index) for index in range(config.spare.microbatches_per_shard)]
-    sums = trainer.gradients
+    sums = trainer.slabs[0].gradients
     staging = sums.new_staging()
 
     def stage_all() -> None:

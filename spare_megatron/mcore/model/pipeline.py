@@ -134,8 +134,9 @@ class Pipeline:
             if not is_forward_only:
                 # The backward pass of a chunk, which the schedule runs, starts with the gradient of its output.
                 outputs[-1][0].register_hook(lambda _: self._begin_backward(item))
-                for chunk, (output, _) in zip(stage, outputs, strict=True) if on_backward is not None else ():
-                    output.register_hook(partial(on_backward, chunk, item))
+                if on_backward is not None:
+                    for chunk, (output, _) in zip(stage, outputs, strict=True):
+                        output.register_hook(partial(on_backward, chunk, item))
             return outputs[-1]
 
         self._schedule(

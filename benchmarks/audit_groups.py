@@ -314,7 +314,7 @@ class Spoiling:
 
         def on_gradient(gradient: Tensor) -> Tensor | None:
             now = passes._now
-            if now is None or self._played.trainer.gradients.is_counting is False:
+            if now is None or self._played.trainer.slabs[0].gradients.is_counting is False:
                 return None
             changed = gradient.clone()
             flip_bit([changed], case.bit)

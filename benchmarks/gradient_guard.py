@@ -41,7 +41,7 @@ class _Clock:
         self._spent_s = dict.fromkeys(_PARTS, 0.0)
         self._began_s = time.process_time()
         self.lines: list[str] = []
-        trainer.gradients.norm = self._timed("norm", trainer.gradients.norm)
+        trainer.slabs[0].gradients.norm = self._timed("norm", trainer.slabs[0].gradients.norm)
         vars(checksums)["checksum"] = self._timed("checksum", checksums.checksum)
         trainer.params_digest = self._timed("hash", trainer.params_digest)
         trainer.rest_of_state = self._timed("rest", trainer.rest_of_state)

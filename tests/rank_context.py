@@ -1,6 +1,6 @@
 """A rank's context, of the parts that a test has."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +21,13 @@ def rank_context(
     config: Any = None,
     run_dir: Path = Path(),
     agreement: Any = None,
-    servers: Mapping[Member, Address] | None = None,
+    servers: Mapping[Member, Address | Sequence[Address]] | None = None,
     head: int = 0,
     **parts: Any,
 ) -> RankContext:
-    """That of rank 0 of the group, whose peers have these piece servers. What is not given is None."""
+    """That of rank 0 of the group, whose peers have these piece servers, by position if several. What is not given is
+    None.
+    """
     known: dict[str, Any] = {
         "spec": SimpleNamespace(
             member=member,
@@ -39,12 +41,17 @@ def rank_context(
             wiped_out_at_s=None,
         ),
         "controller": SimpleNamespace(head=head),
+        "trainer": SimpleNamespace(slabs=[SimpleNamespace(position=0)]),
         "voting": SimpleNamespace(agreement=agreement),
         "store": SimpleNamespace(wait=lambda key, _timeout_s: addresses[key]),
         "probe": SilentProbe(),
         "progress": RankProgress(),
     }
-    addresses = {keys.piece_server(other, 0): str(address) for other, address in (servers or {}).items()}
+    addresses = {
+        keys.piece_server(other, position): str(address)
+        for other, found in (servers or {}).items()
+        for position, address in enumerate([found] if isinstance(found, Address) else found)
+    }
     names = [field.name for field in fields(RankContext) if field.init]
     ctx = RankContext(**dict.fromkeys(names) | known | parts)  # type: ignore[arg-type]
     ctx.optimizer_state = OptimizerState(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def costs_of_integers(name: str, num_elements: int, answer: Connection) -> None:
 
 def _costs(trainer: GroupTrainer, config: RunConfig, device: torch.device) -> dict[str, float]:
     work = [Microbatch(ShardId(0), index) for index in range(config.spare.microbatches_per_shard)]
-    sums = trainer.gradients
+    sums = trainer.slabs[0].gradients
     staging = sums.new_staging()
 
     def stage_all() -> None:

@@ -71,7 +71,7 @@ class PeerGroup:
         self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), self._inflict)
         self._trainer = GroupTrainer(config, torch.device("cpu"), _InjectingProbe(self._injector))
         self._work = [Microbatch(ShardId(group), index) for index in range(config.spare.microbatches_per_shard)]
-        self._sums = self._trainer.gradients
+        self._sums = self._trainer.slabs[0].gradients
         self._stagings = [self._sums.new_staging() for _ in self._sums.buckets]
         self.buffers: list[torch.Tensor] = []
         """What is to be reduced, bucket by bucket."""

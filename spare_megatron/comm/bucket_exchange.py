@@ -16,16 +16,15 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.bucket_window import BucketWindow
 from spare_megatron.core.log.gradient_guard import GradientFinding, GradientGuard, UnsoundGradient
-from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
+from spare_megatron.mcore.gradients.gradients import GradientSums
 from spare_megatron.mcore.model.probe import Probe
-from spare_megatron.mcore.trainer import GroupTrainer
 
 
 class BucketExchange:
-    """The buckets of rank `position` of its group, attempt by attempt. `lanes`: the positions that hold the same part
-    of the model. A gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check.
+    """The buckets of the slab at `position`, attempt by attempt. `lanes`: the positions that hold the same part of the
+    model. A gradient norm is an outlier above `outlier_factor` times its usual one; 0 disables the check.
     """
 
     def __init__(
@@ -34,29 +33,28 @@ class BucketExchange:
         position: int,
         lanes: Sequence[int],
         is_alone: bool,
-        trainer: GroupTrainer,
+        sums: GradientSums,
         communicator: CrossGroupCommunicator,
         bucket_sums: BucketSums,
         staging: Staging,
         outlier_factor: float,
         probe: Probe,
     ) -> None:
-        self._position, self._lanes = position, tuple(lanes)
+        self.position, self._lanes = position, tuple(lanes)
         self._is_alone = is_alone
-        self._trainer = trainer
-        self._sums = trainer.gradients
+        self._sums = sums
         self.communicator = communicator
         self._bucket_sums = bucket_sums
         self._staging = staging
         self._probe = probe
         self._num_buckets = len(self._sums.buckets)
         self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
-        self._finding, self._finder = GradientFinding.SOUND, self._guards[-1]
+        self.finding, self._finder = GradientFinding.SOUND, self._guards[-1]
         self._window = BucketWindow(self._num_buckets, 0)
         self._is_unsound = False  # some group's gradients in the next bucket to complete
         self._first, self._middle = 0, self._num_buckets // 2
         self._wrong: tuple[int, ...] = ()
-        self.at_hand: torch.Tensor | None = None  # gradients of the bucket staged or received last
+        self.at_hand: torch.Tensor | None = None  # gradients of the bucket that a fault point is about
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
         self._may_go_on = True  # whether this attempt may send more
         self._attempt = self._step = -1
@@ -87,15 +85,6 @@ class BucketExchange:
         """As in `GroupTrainer.update`, of the last attempt."""
         return self._bucket_sums.squares
 
-    def loss_sum(self) -> LossSum | None:
-        """The summed loss; None if the attempt is incomplete or another stage has it."""
-        return self._trainer.loss_sum() if self.is_complete else None
-
-    def term_sums(self) -> list[LossSum | None]:
-        """The same of each further term of the loss."""
-        sums = self._trainer.term_sums()
-        return sums if self.is_complete else [None] * len(sums)
-
     # ------------------------------------------------------------------------------------------- between attempts
 
     def start_attempt(self, action: AttemptReduce) -> None:
@@ -103,7 +92,7 @@ class BucketExchange:
         if action.attempt == self._attempt:
             return
         self._attempt, self._step, self.is_early = action.attempt, action.step, False
-        num_kept = action.kept[self._position] if action.kept else 0
+        num_kept = action.kept[self.position] if action.kept else 0
         num_kept_by_all = min(action.kept[lane] for lane in self._lanes) if action.kept else 0
         if num_kept > self._window.num_complete:
             raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
@@ -113,8 +102,8 @@ class BucketExchange:
         self._sums.mark_kept(num_kept, num_kept_by_all)
         self._window = BucketWindow(self._num_buckets, num_kept)
         self._first, self._middle = num_kept, (num_kept + self._num_buckets) // 2
-        self._finding, self._is_unsound, self._may_go_on = GradientFinding.SOUND, False, True
-        self._wrong, self.at_hand = (), None
+        self.finding, self._is_unsound, self._may_go_on = GradientFinding.SOUND, False, True
+        self._wrong = ()
         self.communicator.start_attempt()
         self._bucket_sums.start_attempt(action)
 
@@ -147,9 +136,9 @@ class BucketExchange:
         """The finding about the first unsound local sum that this attempt has measured. Waits for the device, once."""
         for bucket, norm in self._sums.norms().items():
             finding = self._guards[bucket].on_norm(self._step, norm, self._num_computed)
-            if self._finding is GradientFinding.SOUND:
-                self._finding, self._finder = finding, self._guards[bucket]
-        return self._finding
+            if self.finding is GradientFinding.SOUND:
+                self.finding, self._finder = finding, self._guards[bucket]
+        return self.finding
 
     def first_wrong_sum(self) -> int | None:
         """The first bucket whose sum contradicts its checksum in this attempt. Waits for the device, once."""
@@ -232,6 +221,7 @@ class BucketExchange:
     def _show(self, bucket: int, staged: torch.Tensor, phase: FaultPoint) -> None:
         self.at_hand = staged[: len(self._sums.buckets[bucket])]
         self._probe(phase)
+        self.at_hand = None
 
     def _receive(self) -> int:
         """Takes over the sums that are complete now, before the first unsound one; returns the number of both."""

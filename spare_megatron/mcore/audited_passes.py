@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spare_megatron.core.audits.audits import Boundary
 from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
-from spare_megatron.mcore.gradients.gradients import GradientSums
+from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.pipeline import Item
 from spare_megatron.mcore.model.process_groups import GroupCollection
@@ -118,23 +118,25 @@ class AuditedPasses:
     groups (`Item.is_audit`) are zeros once the digest is taken.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], sums: GradientSums, groups: GroupCollection) -> None:
-        self._chunks = chunks
-        self._sums = sums
+    def __init__(self, slabs: Sequence[HeldSlab], groups: GroupCollection) -> None:
+        self._slabs = slabs
+        self._first_chunk = slabs[0].chunks[0]
         lanes_of_unit, ranks_of_lane = groups.ep.size(), groups.tp.size() * groups.cp.size()
         self._offset = groups.lanes.rank() // lanes_of_unit * lanes_of_unit * ranks_of_lane
-        self._rank = torch.distributed.get_rank() - self._offset
         self._is_first = not (groups.pp.rank() or groups.cp.rank() or groups.tp.rank())  # of its lane
-        self._parameters = list(flat_parameters(chunks))
+        self._parameters = [flat for slab in slabs for flat in flat_parameters(slab.chunks)]
+        chunks = [(slab, chunk) for slab in slabs for chunk in slab.chunks]
+        self._positions = {chunk.stage: slab.position - self._offset for slab, chunk in chunks}
         self._stages = {
             parameter: chunk.stage
-            for chunk in chunks
+            for _, chunk in chunks
             for parameter in chunk.module.parameters()
             if parameter.requires_grad
         }
         self._found: dict[Microbatch, dict[_Place, Tensor]] = {}
         self._now: dict[_Place, Tensor] | None = None  # of the microbatch whose backward pass runs
         self._num_added = 0
+        self._is_counting = True
 
     def forget(self) -> None:
         self._found.clear()
@@ -161,7 +163,8 @@ class AuditedPasses:
         try:
             yield
         finally:
-            self._now, self._sums.is_counting = None, True
+            self._now = None
+            self._count(is_counting=True)
             for hook in hooks:
                 hook.remove()
 
@@ -172,10 +175,15 @@ class AuditedPasses:
     def on_backward(self, chunk: Chunk, item: Item, gradient: Tensor) -> None:
         """The backward pass of this item begins, of which this is the gradient of the chunk's output."""
         self._now = self._found[item.microbatch.unit] if item.is_digested else None
-        self._sums.is_counting = not item.is_audit
-        self._num_added += self._sums.is_counting and not item.is_padding and chunk is self._chunks[0]
+        self._count(is_counting=not item.is_audit)
+        self._num_added += item.is_counted and chunk is self._first_chunk
         if self._now is not None:
             self._now["backward", chunk.stage] = digest64(gradient)
+
+    def _count(self, *, is_counting: bool) -> None:
+        self._is_counting = is_counting
+        for slab in self._slabs:
+            slab.gradients.is_counting = is_counting
 
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
         """What this rank has of a microbatch, nothing if other lanes have computed it. Waits for the device, once."""
@@ -184,7 +192,7 @@ class AuditedPasses:
             return []
         digests = torch.stack(list(found.values())).tolist()
         return [
-            Boundary(kind, stage, self._rank, digest % 2**64, self._offset)  # type: ignore[arg-type]
+            Boundary(kind, stage, self._positions[stage], digest % 2**64, self._offset)  # type: ignore[arg-type]
             for (kind, stage), digest in zip(found, digests, strict=True)
         ]
 
@@ -193,6 +201,6 @@ class AuditedPasses:
             if self._now is not None:
                 digest, key = digest64(gradient, salt=start + 1), ("gradients", stage)
                 self._now[key] = self._now[key] + digest if key in self._now else digest
-            return None if self._sums.is_counting else torch.zeros_like(gradient)
+            return None if self._is_counting else torch.zeros_like(gradient)
 
         return on_gradient

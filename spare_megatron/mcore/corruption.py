@@ -55,8 +55,8 @@ of a float's exponent. The tensor is the bucket that is staged.
 """
 
 CORRUPTIONS: dict[str, Corruption] = {
-    "nan": lambda trainer, *_: trainer.gradients.poison(),
-    "bit_flip": lambda trainer, bit, _: flip_bit(trainer.gradients.local_sums(), bit),
+    "nan": lambda trainer, *_: trainer.slabs[0].gradients.poison(),
+    "bit_flip": lambda trainer, bit, _: flip_bit(trainer.slabs[0].gradients.local_sums(), bit),
     "param_flip": lambda trainer, bit, _: flip_bit(trainer.kept_values(), bit),
     "moment_flip": lambda trainer, bit, _: flip_bit(trainer.moments(), bit),
     "sum_flip": lambda _, bit, staged: flip_bit([] if staged is None else [staged], bit),

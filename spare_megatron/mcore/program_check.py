@@ -26,6 +26,7 @@ from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.program import LOSS, Program, StepContext
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.stacking.slabs import Slabs
 
 _CPU = torch.device("cpu")
 _MOST_NUMBERS = 10_000
@@ -114,6 +115,7 @@ class _Trial:
             device=_CPU,
             stage=stage,
             num_stages=num_stages,
+            layers=Slabs(self._config.model.num_layers, (num_stages,)).layers[stage],
             virtual_stage=None,
         )
         return checked(self._program.model_provider(place), place)

@@ -64,9 +64,9 @@ class IncomingState:
         state = decode(description, dict)
         if state["model"] != _shapes(chunks):
             raise ForeignState(_OTHER_PARAMETERS)
-        if state.get("strips") != _strips(optimizer):
+        if state.get("strips") != _strips(optimizer, chunks):
             raise ForeignState(_OTHER_STRIPS)
-        self._optimizer = optimizer
+        self._chunks, self._optimizer = chunks, optimizer
         places = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
         device = places[0].device
         self._content = _decoded(state["optimizer"], device, places)
@@ -75,7 +75,7 @@ class IncomingState:
 
     def install(self) -> None:
         """Installs the optimizer state, once all bytes have arrived."""
-        self._optimizer.load_state_dict(self._content)
+        self._optimizer.load_part(self._chunks, self._content)
 
 
 def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> OutgoingState:
@@ -83,8 +83,8 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> Outgoing
     tensors = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
     state = {
         "model": _shapes(chunks),
-        "optimizer": _encoded(optimizer.state_dict(), tensors),
-        "strips": _strips(optimizer),
+        "optimizer": _encoded(optimizer.part(chunks), tensors),
+        "strips": _strips(optimizer, chunks),
     }
     return OutgoingState(description=encode(state).encode(), tensors=TensorBytes(tensors))
 
@@ -100,7 +100,7 @@ def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer | DividedOptimiz
     buffers.
     """
     if isinstance(optimizer, DividedOptimizer):
-        return optimizer.digest()
+        return optimizer.digest(chunks)
     tensors: list[tuple[str, torch.Tensor]] = []
     for named in named_parameters(chunks):
         updated = optimized(named.parameter)
@@ -116,7 +116,7 @@ def save_state(path: Path, chunks: Sequence[Chunk], optimizer: AnyOptimizer) -> 
     state: dict[str, Any] = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
-        "strips": _strips(optimizer),
+        "strips": _strips(optimizer, chunks),
     }
     if isinstance(optimizer, StackedOptimizer):
         state["slices"] = optimizer.whole_partitions()
@@ -137,7 +137,7 @@ def load_state(
     is_stacked = isinstance(optimizer, StackedOptimizer)
     # Memory-mapped if stacked, since a rank needs only parts of the files; otherwise the loaded tensors are used.
     states = [torch.load(path, map_location="cpu", mmap=is_stacked, weights_only=True) for path in paths]
-    if states[0].get("strips") != _strips(optimizer):
+    if states[0].get("strips") != _strips(optimizer, chunks):
         raise ForeignState(_OTHER_STRIPS)
     for chunk, saved in zip(chunks, states[0]["chunks"], strict=True):
         tensors = _tensors(chunk)
@@ -165,9 +165,9 @@ def _shapes(chunks: Sequence[Chunk]) -> list[list[list[Any]]]:
     return [[[name, *_form(tensor)] for name, tensor in _tensors(chunk).items()] for chunk in chunks]
 
 
-def _strips(optimizer: AnyOptimizer) -> list[list[int]] | None:
+def _strips(optimizer: AnyOptimizer, chunks: Sequence[Chunk]) -> list[list[int]] | None:
     """The own strips whose state a rank has; None unless lanes divide it."""
-    return optimizer.strips if isinstance(optimizer, DividedOptimizer) else None
+    return optimizer.strips(chunks) if isinstance(optimizer, DividedOptimizer) else None
 
 
 def _form(tensor: torch.Tensor) -> list[Any]:

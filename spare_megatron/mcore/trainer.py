@@ -1,13 +1,14 @@
 """One rank's model, data and optimizer: computes microbatches into local sums and applies the sums of all groups."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
@@ -21,12 +22,12 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.gradients.digests import TensorsDigest, prepare_digests
-from spare_megatron.mcore.gradients.gradients import make_gradient_sums
+from spare_megatron.mcore.gradients.gradients import squares_in_fp64
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
-from spare_megatron.mcore.gradients.ready_buckets import OnReady, ReadyBuckets
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, sum_inside_group
 from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
+from spare_megatron.mcore.held_slabs import HeldSlab, held_slabs
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.model import Chunk, build_chunks
@@ -60,6 +61,14 @@ from spare_megatron.mcore.state import (
 from spare_megatron.mcore.weights import load_weights
 from spare_megatron.stacking.layout import PartitionId
 from spare_megatron.stacking.plans import Microbatch, Numbered
+from spare_megatron.stacking.slabs import Slabs
+
+T = TypeVar("T")
+
+OnReady = Callable[[int, int], None]
+"""Called with the position of a slab and the number of its leading buckets whose gradients are complete, last slabs
+first. An exception ends the backward pass.
+"""
 
 
 class IncompleteSum(Exception):
@@ -83,7 +92,7 @@ class UpdateResult:
 
 class GroupTrainer:
     """The model, data and optimizer of one rank of one group, which is the default torch.distributed world. A step:
-    `begin_step`, `compute`, `gradients.stage` for each bucket; once committed, `gradients.put` and `update`.
+    `begin_step`, `compute`, for each slab and bucket `gradients.stage`; once committed, `gradients.put` and `update`.
     """
 
     def __init__(
@@ -94,9 +103,11 @@ class GroupTrainer:
         *,
         hosted: Sequence[PartitionId] = (),
         program: Program | None = None,
+        slabs: Slabs | None = None,
     ) -> None:
         """Builds the rank, after `prepare_index`; a CUDA `device` must be current. Partitions in `hosted` start here.
-        Collective over: all ranks of the group. Raises ValueError if the configuration is rejected.
+        `slabs`: unless all groups have pipelines of this length. Collective over: all ranks of the group. Raises
+        ValueError if the configuration is rejected.
         """
         if device.type == "cpu":
             cpu.install()
@@ -107,14 +118,17 @@ class GroupTrainer:
         timeout = timedelta(seconds=config.control.group_timeout_s)
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self._program = program or program_of(config)
-        self.chunks = build_chunks(config, transformer, groups, device, provider=self._program.model_provider)
+        provider = self._program.model_provider
+        self.chunks = build_chunks(config, transformer, groups, device, provider=provider, slabs=slabs)
         if config.checkpoint.load_weights:
             load_weights(Path(config.checkpoint.load_weights), self.chunks, groups)
         self._terms = LossTerms(config, self._program.loss_terms, self.process_groups, device)
-        self.gradients = make_gradient_sums(config, self.chunks, groups, device, len(self._program.loss_terms))
-        self.passes = AuditedPasses(self.chunks, self.gradients, groups)
+        num_terms = len(self._program.loss_terms)
+        self.slabs, self.num_positions = held_slabs(config, self.chunks, groups, device, slabs, num_terms)
+        self._slab_of = {chunk.stage: slab for slab in self.slabs for chunk in slab.chunks}
+        self.passes = AuditedPasses(self.slabs, groups)
         self._has_lanes = groups.lanes.size() > 1
-        self._ready = ReadyBuckets(self.chunks, self.gradients.space.ranges)
+        self._has_other_lengths = slabs is not None and len(slabs.lengths) > 1
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
             partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
@@ -142,8 +156,8 @@ class GroupTrainer:
     def _own_optimizer(self) -> Optimizer | DividedOptimizer:
         """One that does not depend on what other groups have."""
         if self._has_lanes:
-            space = self.gradients.space
-            return DividedOptimizer(self._config, self.chunks, self.process_groups, space.ranges, space.lanes)
+            spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
+            return DividedOptimizer(self._config, self.process_groups, spaces)
         return Optimizer(self._config, self.chunks, self.process_groups)
 
     def _make_evaluator(self) -> Evaluator:
@@ -165,7 +179,8 @@ class GroupTrainer:
         self._step = step
         self._losses.clear()
         self._audited_losses.clear()
-        self.gradients.reset()
+        for slab in self.slabs:
+            slab.gradients.reset()
         self.passes.forget()
         self._optimizer.zero_grad()
 
@@ -179,10 +194,9 @@ class GroupTrainer:
     ) -> list[Microbatch]:
         """Adds the gradients and losses of some microbatches to the group's sums of the buckets that are not kept.
 
-        This rank computes the share of its lane. `on_ready` gets the number of leading buckets with complete sums.
-        `audits`, of other groups, are computed first and added to nothing; digests are taken of these and of `audited`
-        ones. Returns `work`; raises RuntimeError if the schedule runs another share. Collective over: all ranks of the
-        group, with the same arguments in order.
+        This rank computes the share of its lane. `audits`, of other groups, are computed first and added to nothing;
+        digests are taken of these and of `audited` ones. Returns `work`; raises RuntimeError if the schedule runs
+        another share. Collective over: all ranks of the group, with the same arguments in order.
         """
         share = self._share(work)
         self._probe.begin_passes(len(share))
@@ -192,28 +206,29 @@ class GroupTrainer:
         self._seen.clear()
         is_counted = False
 
-        def sum_ready(num_ready: int, *, in_backward: bool) -> None:
+        def sum_ready(slab: HeldSlab, num_ready: int, *, in_backward: bool) -> None:
             nonlocal is_counted
             if not is_counted:
                 self._count(share, in_backward=in_backward)  # no bucket may be sent before
                 is_counted = True
-            for bucket in self._summed_over_lanes(num_ready, in_backward=in_backward) if self._has_lanes else ():
+            for bucket in self._summed_over_lanes(slab, num_ready, in_backward=in_backward) if self._has_lanes else ():
                 if on_ready is not None:
-                    on_ready(bucket + 1)  # one by one: the same order on all lanes
+                    on_ready(slab.position, bucket + 1)  # one by one: the same order on all lanes
 
-        def report(num_ready: int) -> None:
-            sum_ready(num_ready, in_backward=True)
+        def report(slab: HeldSlab, num_ready: int) -> None:
+            sum_ready(slab, num_ready, in_backward=True)
             if on_ready is not None and not self._has_lanes:
-                on_ready(num_ready)
+                on_ready(slab.position, num_ready)
 
-        reported = None if on_ready is None else report
-        with (
-            self.gradients.adding(),
-            self._ready.reporting(self._pipeline.num_passes(items), reported),
-            self.passes.watching(items),
-        ):
+        with ExitStack() as stack:
+            for slab in self.slabs:
+                stack.enter_context(slab.gradients.adding())
+                reported = None if on_ready is None else partial(report, slab)
+                stack.enter_context(slab.ready.reporting(self._pipeline.num_passes(items), reported))
+            stack.enter_context(self.passes.watching(items))
             self._pipeline.run(items, self._forward, self.passes.on_backward)
-        sum_ready(len(self.gradients.buckets), in_backward=False)
+        for slab in reversed(self.slabs):
+            sum_ready(slab, len(slab.gradients.buckets), in_backward=False)
         return list(work)
 
     def audit(self, microbatches: Sequence[Microbatch]) -> None:
@@ -234,14 +249,15 @@ class GroupTrainer:
         """Counts the microbatches of all lanes, once this one has computed its share."""
         if sorted(self._seen) != sorted(share):
             raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(share)} was asked for")
-        self.gradients.add_count(len(self._seen))
-        if self._has_lanes:
-            with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
-                self.gradients.sum_counts()
+        for slab in self.slabs:
+            slab.gradients.add_count(len(self._seen))
+            if self._has_lanes:
+                with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
+                    slab.gradients.sum_counts()
 
-    def _summed_over_lanes(self, num_ready: int, *, in_backward: bool) -> Iterator[int]:
+    def _summed_over_lanes(self, slab: HeldSlab, num_ready: int, *, in_backward: bool) -> Iterator[int]:
         """As `GradientSums.sum_over_lanes`."""
-        sums = self.gradients.sum_over_lanes(num_ready)
+        sums = slab.gradients.sum_over_lanes(num_ready)
         while True:
             with self._probe.during(Operation.TRANSFER, in_backward=in_backward):
                 bucket = next(sums, None)
@@ -258,7 +274,7 @@ class GroupTrainer:
 
     def loss_sum(self) -> LossSum | None:
         """Loss of the step over all groups; None except on the last pipeline stage."""
-        return self.gradients.totals().loss if self.chunks[-1].is_last else None
+        return self.slabs[-1].gradients.totals().loss if self.chunks[-1].is_last else None
 
     def microbatch_losses(self) -> dict[Numbered, float]:
         """Mean losses of the microbatches since the last call, on one rank of those with the same ones. Waits for the
@@ -284,7 +300,7 @@ class GroupTrainer:
     def term_sums(self) -> list[LossSum | None]:
         """The same of each further term of the loss."""
         is_last = self.chunks[-1].is_last
-        return list(self.gradients.totals().terms) if is_last else [None] * len(self._program.loss_terms)
+        return list(self.slabs[-1].gradients.totals().terms) if is_last else [None] * len(self._program.loss_terms)
 
     def update(
         self, loss: LossSum, squares: Mapping[str, float] | None = None, terms: Sequence[LossSum] = ()
@@ -298,14 +314,15 @@ class GroupTrainer:
         """
         self._terms.check_totals(loss, terms)
         num_microbatches = self._config.layout.num_groups * self._config.spare.ramp.at(self._step)
-        counted = self.gradients.totals().num_microbatches
+        counted = [number for slab in self.slabs for number in slab.gradients.totals().num_microbatches]
         for bucket, num_counted in enumerate(counted):
             if num_counted != num_microbatches:
                 raise IncompleteSum(
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
                     f"the step has {num_microbatches}"
                 )
-        self.gradients.finish(1.0 / loss.divisor)
+        for slab in self.slabs:
+            slab.gradients.finish(1.0 / loss.divisor)
         if isinstance(self._optimizer, DividedOptimizer):
             self._optimizer.gather_gradients()
         every = self._config.metrics.model_every_steps
@@ -315,7 +332,8 @@ class GroupTrainer:
         if self.stacked is not None and squares is not None:
             grad_norm, learning_rate = self.stacked.step(sum(squares.values()) / loss.divisor**2)
         else:
-            grad_norm, learning_rate = self._optimizer.step()
+            norm = self._norm_over_slabs() if self._has_other_lengths else None
+            grad_norm, learning_rate = self._optimizer.step(norm)
         return UpdateResult(
             num_microbatches=min(counted) // self._config.row_size,
             loss=loss.mean,
@@ -326,6 +344,22 @@ class GroupTrainer:
             },
             figures=figures,
         )
+
+    def _norm_over_slabs(self) -> float:
+        """The norm of all gradients, slab by slab in fp64: unlike that of Megatron, which adds up what each rank has in
+        fp32, it does not depend on which ranks hold the slabs. Collective over: all ranks of the group.
+        """
+        assert not isinstance(self._optimizer, StackedOptimizer), "stacked state has a norm over its partitions"
+        chunks = [(slab.position, chunk) for slab in self.slabs for chunk in slab.chunks]
+        positions = {one: position for position, chunk in chunks for one in chunk.module.parameters()}
+        total = 0.0
+        for gradients, ranks in self._optimizer.for_norm():
+            squares = torch.zeros(self.num_positions, dtype=torch.float64, device=self._device)
+            for parameter, gradient in gradients:
+                squares[positions[parameter]] += squares_in_fp64(gradient)
+            torch.distributed.all_reduce(squares, group=ranks)
+            total += sum(squares.tolist())  # in order, with zeros at the positions of other lanes
+        return math.sqrt(total)
 
     def _figures(self, scattered: Mapping[str, float] | None, divisor: float) -> dict[str, Sequence[float]]:
         """Squares of gradients and parameters before an update, and tokens of experts, each on one rank that has it.
@@ -346,14 +380,14 @@ class GroupTrainer:
         else:
             whole = counted.keys() if scattered is None or self.stacked is None else self.stacked.needed_everywhere
             squared += [(f"grad_norm/{one.part}", one.main_grad) for one in own if one.parameter in whole]
-        sums = sums_of_squares(squared)
+        squares = sums_of_squares(squared)
         for part, of_others in (scattered or {}).items():
-            sums[f"grad_norm/{part}"] = sums.get(f"grad_norm/{part}", 0.0) + of_others / divisor**2
-        experts = self.gradients.experts
-        load = {} if groups.lanes.rank() else experts.by_layer(self.gradients.tokens_of_experts())
+            squares[f"grad_norm/{part}"] = squares.get(f"grad_norm/{part}", 0.0) + of_others / divisor**2
+        sums = [slab.gradients for slab in self.slabs] if not groups.lanes.rank() else []
+        load = [one for each in sums for one in each.experts.by_layer(each.tokens_of_experts()).items()]
         return {
-            **{f"train/{name}": [squares] for name, squares in sums.items()},
-            **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load.items() if len(of_layer) > 1},
+            **{f"train/{name}": [of_name] for name, of_name in squares.items()},
+            **{f"train/expert_load/{layer}": of_layer for layer, of_layer in load if len(of_layer) > 1},
         }
 
     def memory(self) -> tuple[float, float, float]:
@@ -376,8 +410,8 @@ class GroupTrainer:
     def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
         assert self.stacked is not None, "only stacked state has partitions"
         part_of = {one.parameter: one.part for one in self.parameters_named()}
-        groups, partitions = self.process_groups, self.stacked.partitions
-        return gradient_parts(self.chunks, groups, partitions, self.gradients.buckets, part_of)
+        [buckets] = [slab.gradients.buckets for slab in self.slabs]
+        return gradient_parts(self.chunks, self.process_groups, self.stacked.partitions, buckets, part_of)
 
     def save_state(self, path: Path) -> tuple[int, str]:
         """Writes the rank's whole state to a file, between two steps. Returns the file's bytes and SHA-256."""
@@ -388,9 +422,9 @@ class GroupTrainer:
         load_state(paths, self.chunks, self._optimizer, partitions)
         self._probe(FaultPoint.LOAD_READ)
 
-    def outgoing_state(self) -> OutgoingState:
-        """The rank's state for others to read, valid until the next update."""
-        return outgoing_state(self.chunks, self._optimizer)
+    def outgoing_state(self, slab: int = 0) -> OutgoingState:
+        """The state of a slab, by its index, for others to read, valid until the next update."""
+        return outgoing_state(self.slabs[slab].chunks, self._optimizer)
 
     def state_copy(self) -> StateCopy:
         """The rank's state to be copied to host memory, valid until the next update."""
@@ -401,9 +435,9 @@ class GroupTrainer:
         assert self.stacked is not None, "only stacked state has partitions"
         return StateCopy(partition_state(self.stacked, number), self._copies)
 
-    def incoming_state(self, description: bytes) -> IncomingState:
+    def incoming_state(self, description: bytes, slab: int = 0) -> IncomingState:
         """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""
-        return IncomingState(description, self.chunks, self._optimizer)
+        return IncomingState(description, self.slabs[slab].chunks, self._optimizer)
 
     def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
         """This rank's part of a checkpoint, between two updates: `partitions` and, if `has_rest`, everything else."""
@@ -420,21 +454,29 @@ class GroupTrainer:
         on_read = partial(self._probe, FaultPoint.LOAD_READ)
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
 
-    def params_sha256(self) -> str:
-        return parameters_sha256(self.chunks, self._probe.progress, self._beside_parameters())
+    def params_sha256(self, slab: int = 0) -> str:
+        """Of the parameters of a slab, by its index."""
+        held = self.slabs[slab]
+        return parameters_sha256(held.chunks, self._probe.progress, self._beside_parameters(held))
 
-    def params_digest(self) -> TensorsDigest:
-        return parameters_digest(self.chunks, self._beside_parameters())
+    def params_digest(self, slab: int = 0) -> TensorsDigest:
+        """The same as a digest."""
+        held = self.slabs[slab]
+        return parameters_digest(held.chunks, self._beside_parameters(held))
 
-    def _beside_parameters(self) -> list[tuple[str, Tensor]]:
+    def _beside_parameters(self, slab: HeldSlab) -> list[tuple[str, Tensor]]:
         """What else decides outputs and updates of the model: divided fp32 parameters, and expert biases."""
-        main = self._optimizer.main_parameters() if isinstance(self._optimizer, DividedOptimizer) else []
-        return [*main, *self.gradients.experts.biases()]
+        main = self._optimizer.main_parameters(slab.chunks) if isinstance(self._optimizer, DividedOptimizer) else []
+        return [*main, *slab.gradients.experts.biases()]
 
-    def rest_of_state(self) -> TensorsDigest:
-        """Digest of all other state that is equal in every group."""
+    def rest_of_state(self, slab: int = 0) -> TensorsDigest:
+        """Digest of all other state of a slab that is equal in every group."""
         assert not isinstance(self._optimizer, StackedOptimizer), "what is stacked differs from group to group"
-        return rest_of_state(self.chunks, self._optimizer)
+        return rest_of_state(self.slabs[slab].chunks, self._optimizer)
+
+    def by_position(self, of_slab: Callable[[int], T]) -> dict[int, T]:
+        """What a function of the index of a slab gives, by its position."""
+        return {slab.position: of_slab(index) for index, slab in enumerate(self.slabs)}
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""
@@ -463,7 +505,7 @@ class GroupTrainer:
             self._seen.append(item.microbatch)
         number = item.microbatch.number
         first = self.corpus.first_sample(self._step, number)
-        with self.gradients.experts.counting() if item.is_counted else nullcontext():
+        with self._slab_of[chunk.stage].gradients.experts.counting() if item.is_counted else nullcontext():
             output, terms = self._passes.run(chunk, self._step, number, first, partial(self._batch, number))
         if chunk.is_last:
             output = self._loss(terms, item)
@@ -478,7 +520,7 @@ class GroupTrainer:
         if item.is_audit:
             self._audited_losses[item.microbatch] = self._terms.of_microbatch(terms)
         else:
-            self._losses[item.microbatch] = self._terms.add_to(self.gradients, terms)
+            self._losses[item.microbatch] = self._terms.add_to(self.slabs[-1].gradients, terms)
         return total
 
     def _finished_loss(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audit_schedule import audit_policy
@@ -14,6 +15,7 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.devices import gpu
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.specs import RankSpec
@@ -73,7 +75,8 @@ class Assembly:
         self._spec, self._controller, self._store, self._probe = spec, controller, store, probe
         self._device = choose_device(spec.config, spec.device, spec.number)
         self.ranks = join_group(spec, store, self._device)
-        trainer, agreement = self._build_trainer(), self._build_agreement(log)
+        trainer = self._build_trainer()
+        agreement = self._build_agreement(log, trainer.num_positions)
         most_groups = spec.config.layout.most_groups
         relay = open_relay(spec.member, store, spec.config.control, most_groups) if agreement.is_leader else None
         self.ctx = RankContext(
@@ -81,14 +84,14 @@ class Assembly:
             controller=controller,
             trainer=trainer,
             voting=Voting(agreement, relay, head=lambda: controller.head, write=journal.write, probe=probe),
-            communicator=self._build_communicator(trainer),
+            communicators=[self._build_communicator(trainer, slab) for slab in trainer.slabs],
             store=store,
             journal=journal,
             send=send,
             probe=probe,
             progress=progress,
         )
-        self._staging = Staging(trainer.gradients.new_staging)
+        self._staging = [Staging(slab.gradients.new_staging) for slab in trainer.slabs]
         server, runtime = spec.snapshot_server, gpu.runtime() if self._device.type != "cpu" else None
         self._snapshots = None if server is None else SnapshotClient(server, spec.rank, runtime)
         self.components = self._build_components()
@@ -106,7 +109,7 @@ class Assembly:
             check_shared_data(trainer.corpus, spec.group, self._store)
         return trainer
 
-    def _build_agreement(self, log: DecisionLog) -> GroupAgreement:
+    def _build_agreement(self, log: DecisionLog, num_positions: int) -> GroupAgreement:
         control = self._spec.config.control
         return GroupAgreement(
             self._spec.member,
@@ -115,19 +118,20 @@ class Assembly:
             control.decision_timeout_s,
             may_come_back=[GroupId(group) for group in range(self._spec.config.layout.most_groups)],
             fan_in=control.vote_fan_in,
+            num_positions=num_positions,
         )
 
-    def _build_communicator(self, trainer: GroupTrainer) -> CrossGroupCommunicator:
+    def _build_communicator(self, trainer: GroupTrainer, slab: HeldSlab) -> CrossGroupCommunicator:
         spec, config, controller = self._spec, self._spec.config, self._controller
         communicator = CrossGroupCommunicator(
             group=spec.group,
-            position=spec.rank,
+            position=slab.position,
             device=self._device,
             store=self._store,
             timeout_s=config.reduce.timeout_s,
             ask_interval_s=ask_interval_s(config.parallel.num_ranks),
             probe=self._probe,
-            warm_up=partial(warm_up, trainer.gradients.new_staging, is_stacked=trainer.stacked is not None),
+            warm_up=partial(warm_up, slab.gradients.new_staging, is_stacked=trainer.stacked is not None),
         )
         if self._device.type != "cpu":
             SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
@@ -163,26 +167,33 @@ class Assembly:
             profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
         )
 
-    def _build_sums(self) -> BucketExchange:
+    def _build_sums(self) -> SlabExchanges:
         ctx, config = self.ctx, self.ctx.config
-        return BucketExchange(
-            position=ctx.spec.rank,
-            lanes=config.parallel.beside(ctx.spec.rank),
-            is_alone=config.parallel.ranks_per_group == 1,
-            trainer=ctx.trainer,
-            communicator=ctx.communicator,
-            bucket_sums=ctx.optimizer_state.bucket_sums,
-            staging=self._staging,
-            outlier_factor=config.train.gradient_outlier_factor,
-            probe=ctx.probe,
-        )
+        parts = zip(ctx.trainer.slabs, ctx.communicators, ctx.optimizer_state.bucket_sums, self._staging, strict=True)
+        exchanges = [
+            BucketExchange(
+                position=slab.position,
+                lanes=config.parallel.beside(slab.position),
+                is_alone=config.parallel.ranks_per_group == 1,
+                sums=slab.gradients,
+                communicator=communicator,
+                bucket_sums=bucket_sums,
+                staging=staging,
+                outlier_factor=config.train.gradient_outlier_factor,
+                probe=ctx.probe,
+            )
+            for slab, communicator, bucket_sums, staging in parts
+        ]
+        return SlabExchanges(ctx.trainer, exchanges)
 
     def _build_optimizer_state(self) -> OptimizerState:
         ctx, optimizer = self.ctx, self.ctx.trainer.stacked
         if optimizer is None:
-            return OptimizerState(ctx.trainer, BucketSums(ctx.trainer.gradients, ctx.communicator))
+            pairs = zip(ctx.trainer.slabs, ctx.communicators, strict=True)
+            return OptimizerState(ctx.trainer, [BucketSums(slab.gradients, one) for slab, one in pairs])
         hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
-        return StackedState(ctx, optimizer, self._staging, hosted)
+        [staging] = self._staging
+        return StackedState(ctx, optimizer, staging, hosted)
 
     def _serve_state(self) -> StateSource:
         """Starts the piece server."""
@@ -190,7 +201,8 @@ class Assembly:
         source = StateSource(ctx.optimizer_state.served)
         server = PieceServer(ctx.store.local_host(), source, ctx.config.reduce.timeout_s)
         server.start()
-        ctx.store.put(keys.piece_server(ctx.member, ctx.spec.rank), str(server.address))
+        for slab in ctx.trainer.slabs:
+            ctx.store.put(keys.piece_server(ctx.member, slab.position), str(server.address))
         return source
 
 

@@ -189,7 +189,8 @@ class _Rank:
         if self._parts is None or not is_memory_error(error):
             return False
         with contextlib.suppress(StoreLost):
-            return self._parts.ctx.communicator.may_break_device or self._log.has(self._controller.head)
+            communicators = self._parts.ctx.communicators
+            return any(one.may_break_device for one in communicators) or self._log.has(self._controller.head)
         return False
 
     def _broken(self, error: Exception) -> ExitCode:

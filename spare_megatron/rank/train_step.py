@@ -8,12 +8,12 @@ retry, upon which the controller has them compute the dead group's microbatches 
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.communicators import report_incomplete
+from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log import actions
@@ -25,6 +25,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
 from spare_megatron.journal.step_values import model_figures
+from spare_megatron.mcore.trainer import OnReady
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
@@ -48,7 +49,7 @@ _LONGEST_FAILURE = 150
 class Components:
     """What carries out a rank's actions. `profile` is None if no step is traced."""
 
-    sums: BucketExchange
+    sums: SlabExchanges
     source: StateSource
     transfer: StateTransfer
     loader: RestartLoader
@@ -218,13 +219,13 @@ def _compute(ctx: RankContext, parts: Components, plan: StepPlan, into: actions.
 
 def _begin_early(
     ctx: RankContext, parts: Components, action: actions.AttemptReduce, brought: Sequence[Microbatch]
-) -> Callable[[int], None]:
+) -> OnReady:
     """Allows buckets to be sent while the last of the microbatches `brought` are computed; returns what backward passes
     report to.
     """
     _write_contribution(ctx, action, brought)
     parts.sums.begin_early(len(brought))
-    return lambda num_ready: parts.sums.send_ready(num_ready, partial(_is_decided, ctx))
+    return lambda position, num_ready: parts.sums.send_ready(position, num_ready, partial(_is_decided, ctx))
 
 
 # ---------------------------------------------------------------------------------------------------------- an attempt
@@ -234,7 +235,8 @@ def _build_communicator(ctx: RankContext, action: actions.BuildCommunicator) -> 
     """Starts to build in the background; the next attempt waits for it."""
     if action.key >= 0:
         ctx.probe(FaultPoint.REBUILD)
-    ctx.communicator.start_build(action.key, action.members)
+    for communicator in ctx.communicators:
+        communicator.start_build(action.key, action.members)
 
 
 def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptReduce) -> Sequence[Event]:
@@ -252,7 +254,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         _contribute(ctx, parts, action)
     with ctx.probe.during(Operation.REDUCE):
         sums.sum_rest(partial(_is_decided, ctx))  # to its end, or until another group is lost
-        lacking = report_incomplete(ctx.communicator, ctx.agreement, ctx.controller.head) if sums.has_given_up else ""
+        lacking = report_incomplete(sums.communicator, ctx.agreement, ctx.controller.head) if sums.has_given_up else ""
     outcome = _outcome(ctx, parts, action)
     digests = parts.digests.for_vote()
     with ctx.probe.during(Operation.SETTLE):
@@ -263,7 +265,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         losses = parts.audits.losses(action.disputed, has_suspects=opinion.has_suspects)
         failure, evidence = "", ""
         if not opinion.is_complete:  # on some rank, not always the leader
-            failure, evidence = _first(ctx, lacking), _first(ctx, ctx.communicator.evidence)
+            failure, evidence = _first(ctx, lacking), _first(ctx, sums.evidence)
     vote = replace(
         plain_vote(action, digests, lacks_params=False),
         is_complete=opinion.is_complete,
@@ -279,7 +281,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
     )
     vote = ctx.optimizer_state.with_copies(vote)
     votes = ctx.voting.cast(action, vote, now.computed, _wrong_sums(opinion) or evidence)
-    parts.reports.clock.on_reduced(ctx.communicator.ready_at_s)
+    parts.reports.clock.on_reduced(sums.ready_at_s)
     return votes
 
 
@@ -299,7 +301,7 @@ def _contribute(ctx: RankContext, parts: Components, action: actions.AttemptRedu
 def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce) -> RankOutcome:
     """What the sums of the attempt are on this rank. Waits for the device."""
     now, sums = ctx.progress.now, parts.sums
-    wrong = sums.first_wrong_sum()
+    wrong = sums.first_wrong_sums()
     if sums.is_early:
         _judge_losses(ctx, parts, action)
     if sums.is_complete:
@@ -314,7 +316,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         compute_s=ctx.probe.compute_s(),
         pace_s=ctx.probe.pace_s(ctx.config.layout.virtual_pipeline),
         ends=ctx.progress.is_end_asked(),
-        wrong_sum=wrong,
+        wrong_sums=wrong,
         has_suspects=bool(now.suspects),
         memory=ctx.trainer.memory(),
     )

@@ -1,6 +1,6 @@
 """The optimizer state of a rank behind one interface: the same in every group, or stacked (`state.stacked`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from spare_megatron.comm.bucket_sums import BucketSums
@@ -27,13 +27,13 @@ class Content(Protocol):
 class OptimizerState:
     """The optimizer state of a rank where every group holds all of it; `state.stacked` overrides what differs.
     `is_gathered`: an update leaves some parameters lacking until `gather`. `served`: what other groups may read after
-    every update.
+    every update. `bucket_sums`: of the slabs, in layer order.
     """
 
     is_gathered = False
     served: Mapping[str, Content] = {}
 
-    def __init__(self, trainer: GroupTrainer, bucket_sums: BucketSums) -> None:
+    def __init__(self, trainer: GroupTrainer, bucket_sums: Sequence[BucketSums]) -> None:
         self._trainer = trainer
         self.bucket_sums = bucket_sums
 
@@ -61,9 +61,9 @@ class OptimizerState:
         assert not digests, "every group holds all state"
         return ()
 
-    def digest_of_rest(self) -> TensorsDigest | None:
-        """Digest of all state beside parameters; None if groups differ in it."""
-        return self._trainer.rest_of_state()
+    def digest_of_rest(self) -> dict[int, TensorsDigest] | None:
+        """Digest of all state beside parameters, by position; None if groups differ in it."""
+        return self._trainer.by_position(self._trainer.rest_of_state)
 
     def digests_by_name(self) -> dict[str, str]:
         """Hex digests of the parts that some groups hold alone, for an emergency checkpoint."""

@@ -1,7 +1,7 @@
 """What the components of one rank share, and how far the rank has come in the run and in the step under way."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,8 @@ class RankContext:
     controller: Controller
     trainer: GroupTrainer
     voting: Voting
-    communicator: CrossGroupCommunicator
+    communicators: Sequence[CrossGroupCommunicator]
+    """Of the slabs, in layer order."""
     store: ControlStore
     journal: JournalWriter
     send: Callable[[Any], None]
@@ -131,7 +132,7 @@ class RankContext:
         if self.agreement.is_leader:
             self.journal.write(record)
 
-    def find_server(self, member: Member) -> Address:
-        """The piece server of the member's rank at the same position, published before the member took part."""
-        key = keys.piece_server(member, self.spec.rank)
+    def find_server(self, member: Member, slab: int = 0) -> Address:
+        """The piece server of the member's rank that has a slab of this one, published before the member took part."""
+        key = keys.piece_server(member, self.trainer.slabs[slab].position)
         return Address.parse(self.store.wait(key, self.config.reduce.timeout_s))

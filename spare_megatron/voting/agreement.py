@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -44,12 +44,12 @@ class GroupBroken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
-    """What one rank found in an attempt; fields as in `GroupOpinion`. `loss`, `terms`: None where another stage knows
-    them.
+    """What one rank found in an attempt; fields as in `GroupOpinion`, by position those of its own slabs. `loss`,
+    `terms`: None where another stage knows them.
     """
 
     is_complete: bool
-    num_complete: int
+    num_complete: Mapping[int, int]
     work_digest: str
     loss: LossSum | None
     finding: GradientFinding
@@ -57,7 +57,7 @@ class RankOutcome:
     compute_s: float = 0.0
     pace_s: float = 0.0
     ends: bool = False
-    wrong_sum: int | None = None
+    wrong_sums: Mapping[int, int] = field(default_factory=dict)
     has_suspects: bool = False
     memory: Sequence[float] = ()
 
@@ -67,10 +67,10 @@ class GroupOpinion:
     """What all ranks of a group found in one attempt.
 
     `is_complete`: every rank holds the whole cross-group sum. `loss`: None unless complete, and `terms` empty. Per
-    rank, `num_complete` buckets are summed, passes took `compute_s` seconds, and the first bucket whose sum contradicts
-    its checksum is in `wrong_sums`. `pace_s`: seconds per microbatch of the slowest rank. `finding`: the worst about
-    the group's own gradients. `ends`: some rank is asked to end the run. `has_suspects`: some rank has suspect losses.
-    `memory`: `step_values.MEMORY` of the fullest ranks.
+    position, `num_complete` buckets are summed, and the first bucket whose sum contradicts its checksum is in
+    `wrong_sums`. Passes took `compute_s` seconds per rank; `pace_s`: seconds per microbatch of the slowest. `finding`:
+    the worst about the group's own gradients. `ends`: some rank is asked to end the run. `has_suspects`: some rank has
+    suspect losses. `memory`: `step_values.MEMORY` of the fullest ranks.
     """
 
     is_complete: bool
@@ -93,7 +93,8 @@ class GroupOpinion:
 class GroupAgreement:
     """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
     `ranks`: for CPU tensors, with a timeout beyond decision_timeout_s, the longest wait for an entry. `may_come_back`:
-    groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts.
+    groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts. `num_positions`: of slabs;
+    as many as ranks if 0.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class GroupAgreement:
         decision_timeout_s: float,
         may_come_back: Sequence[GroupId] = (),
         fan_in: int = 1,
+        num_positions: int = 0,
     ) -> None:
         self.member = member
         self._may_come_back = tuple(may_come_back)
@@ -113,6 +115,7 @@ class GroupAgreement:
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
+        self._num_positions = num_positions or ranks.size()
         self._is_alone = ranks.size() == 1
         self.is_leader = ranks.rank() == 0
         self._appended = (-1, "")  # index and text of the entry that the log holds where this rank wrote last
@@ -152,31 +155,33 @@ class GroupAgreement:
         unknown = (-math.inf, -math.inf)
         sums = (outcome.loss, *outcome.terms)
         known = [value for one in sums for value in one or unknown]  # a float64 counts tokens up to 2^53
-        num_ranks = self._ranks.size()
-        of_ranks = [0.0] * 3 * num_ranks
-        wrong = 0.0 if outcome.wrong_sum is None else outcome.wrong_sum + 1.0
-        of_ranks[self._ranks.rank() :: num_ranks] = float(outcome.num_complete), outcome.compute_s, wrong
+        complete, wrong = [0.0] * self._num_positions, [0.0] * self._num_positions
+        for position, number in outcome.num_complete.items():
+            complete[position] = float(number)
+        for position, bucket in outcome.wrong_sums.items():
+            wrong[position] = bucket + 1.0
+        compute_s = [0.0] * self._ranks.size()
+        compute_s[self._ranks.rank()] = outcome.compute_s
         flags = [float(outcome.finding), float(outcome.ends), float(outcome.has_suspects)]
         own = [float(not outcome.is_complete), work, -work, *flags, outcome.pace_s]
-        mine = torch.tensor([*own, *of_ranks, *outcome.memory, *known], dtype=torch.float64)
+        parts = [own, complete, compute_s, wrong, outcome.memory, known]
+        mine = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
-        has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s, *others = mine.tolist()
+        own, complete, compute_s, wrong, memory, known = (part.tolist() for part in mine.split([*map(len, parts)]))
+        has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s = own
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
-        size = len(outcome.memory)
-        of_ranks, others = others[: 3 * num_ranks], others[3 * num_ranks :]
-        memory, known = others[:size], others[size:]
         pairs = zip(known[::2], known[1::2], strict=True)
         totals = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
             is_complete=not has_failed,
             loss=totals[0] if totals else None,
             terms=tuple(totals[1:]),
-            num_complete=tuple(map(int, of_ranks[:num_ranks])),
-            compute_s=tuple(of_ranks[num_ranks : 2 * num_ranks]),
+            num_complete=tuple(map(int, complete)),
+            compute_s=tuple(compute_s),
             pace_s=pace_s,
             finding=GradientFinding(int(worst)),
-            wrong_sums=tuple(int(wrong) - 1 if wrong else None for wrong in of_ranks[2 * num_ranks :]),
+            wrong_sums=tuple(int(number) - 1 if number else None for number in wrong),
             ends=bool(is_end_asked),
             has_suspects=bool(is_suspicious),
             memory=tuple(memory),
@@ -196,15 +201,20 @@ class GroupAgreement:
         self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
         return values
 
-    def combine_digests(self, digests: Sequence[str]) -> list[str]:
-        """For each position, SHA-256 over the ranks' digests in order. Collective over: all ranks of the group."""
-        mine = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
-        all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
-        self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
-        of_ranks = [bytes(part.tolist()) for part in all_digests]
-        size = len(of_ranks[0]) // len(digests)
-        starts = range(0, len(of_ranks[0]), size)
-        return [hashlib.sha256(b"".join(row[start : start + size] for row in of_ranks)).hexdigest() for start in starts]
+    def combine_digests(self, digests: Mapping[int, Sequence[str]]) -> list[str]:
+        """For each place in what a slab has, by position, SHA-256 over the digests of all slabs in order. Collective
+        over: all ranks of the group.
+        """
+        own = {position: bytes.fromhex("".join(of_slab)) for position, of_slab in digests.items()}
+        num_bytes = len(next(iter(own.values())))
+        table = torch.zeros(self._num_positions, num_bytes, dtype=torch.uint8)
+        for position, row in own.items():
+            table[position] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        self._reduce(table, dist.ReduceOp.MAX)
+        rows = [bytes(row) for row in table.tolist()]
+        size = num_bytes // len(next(iter(digests.values())))
+        starts = range(0, num_bytes, size)
+        return [hashlib.sha256(b"".join(row[start : start + size] for row in rows)).hexdigest() for start in starts]
 
     def blocks(self, voters: Sequence[Member]) -> Blocks:
         """The voters by block; cached while the same `voters` object is passed."""

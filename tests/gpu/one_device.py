@@ -134,7 +134,7 @@ def values_and_gradients(device: torch.device, config: RunConfig) -> tuple[Array
     trainer.begin_step(0)
     trainer.compute(all_work(config))
     reduce_alone(trainer)
-    trainer.gradients.finish()
+    trainer.slabs[0].gradients.finish()
     named = list(trainer.parameters_named())
     values = {item.name: item.parameter.detach().float().cpu().numpy() for item in named}
     return values, {item.name: item.main_grad.float().cpu().numpy() for item in named}
@@ -191,7 +191,7 @@ def attention_within_documents(device: torch.device, config: RunConfig) -> list[
 def unsound_buckets(device: torch.device, config: RunConfig) -> tuple[list[int], dict[int, float]]:
     """What the sums of buckets say, of which the last half is poisoned; and their norms. Staging must not wait."""
     trainer = GroupTrainer(config, device)
-    sums = trainer.gradients
+    sums = trainer.slabs[0].gradients
     trainer.begin_step(0)
     trainer.compute(all_work(config))
     staged = []

@@ -7,7 +7,7 @@ import torch
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits.audits import Boundary
-from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.trainer import GroupTrainer, OnReady
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, staged, work_of
 
@@ -26,7 +26,7 @@ def computed_on_both_sides(config: RunConfig) -> tuple[bool, bool, Found, Found,
     trainer = GroupTrainer(config, CPU)
     plain = _sums(trainer, OWN)
     ready: list[int] = []
-    with_audit = _sums(trainer, OWN, [OWN[1]], [OTHERS[2]], ready.append)
+    with_audit = _sums(trainer, OWN, [OWN[1]], [OTHERS[2]], lambda _, num_ready: ready.append(num_ready))
     here = _boundaries(trainer, [OWN[1], OTHERS[2]])
     _sums(trainer, OTHERS, [OTHERS[2]], [OWN[1]])
     there = _boundaries(trainer, [OWN[1], OTHERS[2]])
@@ -34,7 +34,7 @@ def computed_on_both_sides(config: RunConfig) -> tuple[bool, bool, Found, Found,
     trainer.audit([OWN[1], OTHERS[2]])
     is_empty = not np.count_nonzero(staged(trainer).numpy())
     again = _boundaries(trainer, [OWN[1], OTHERS[2]])
-    is_ready = ready[-1] == len(trainer.gradients.buckets)
+    is_ready = ready[-1] == len(trainer.slabs[0].gradients.buckets)
     return bool(np.array_equal(plain, with_audit)) and is_empty, is_ready, here, there, again
 
 
@@ -56,7 +56,7 @@ def _sums(
     work: Sequence[Microbatch],
     audited: Collection[Microbatch] = (),
     audits: Sequence[Microbatch] = (),
-    on_ready: Callable[[int], None] | None = None,
+    on_ready: OnReady | None = None,
 ) -> np.ndarray:
     trainer.begin_step(STEP)
     trainer.compute(work, on_ready, audited=audited, audits=audits)

@@ -76,8 +76,8 @@ def biases_after_a_step(config: RunConfig) -> tuple[None, Arrays, dict[int, tupl
     trainer.compute(work[:3])
     trainer.compute(work[3:])
     reduce_alone(trainer)
-    trainer.gradients.finish()
-    counted = trainer.gradients.experts.tokens.numpy().copy()
+    trainer.slabs[0].gradients.finish()
+    counted = trainer.slabs[0].gradients.experts.tokens.numpy().copy()
     trainer.update(agreed_loss(trainer))
     after = [router.expert_bias.numpy() for router in routers]
     numbers = [router.layer_number for router in routers]
@@ -221,6 +221,7 @@ def _full_model(config: RunConfig, parameters: Arrays) -> GPTModel:
             device=CPU,
             stage=0,
             num_stages=1,
+            layers=range(config.model.num_layers),
             virtual_stage=None,
         )
     )

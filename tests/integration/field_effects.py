@@ -191,10 +191,10 @@ def _effects(config: RunConfig, device: torch.device) -> Effects:
         trainer._forward = ordered  # type: ignore[method-assign]
         trainer.begin_step(0)
         trainer.compute(all_work(config))
-        gradients = _digest(trainer.gradients.local_sums())
+        gradients = _digest(trainer.slabs[0].gradients.local_sums())
         reduce_alone(trainer)
         trainer.update(agreed_loss(trainer))
-    updated = [*(one.parameter for one in named), *(bias for _, bias in trainer.gradients.experts.biases())]
+    updated = [*(one.parameter for one in named), *(bias for _, bias in trainer.slabs[0].gradients.experts.biases())]
     return {
         SHAPES: str(shapes),
         PARAMETERS: parameters,

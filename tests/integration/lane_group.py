@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, flat_parameters, scatter_ranges, segments
+from spare_megatron.mcore.gradients.flat_gradients import (
+    FlatSpace,
+    ScatterRange,
+    flat_parameters,
+    scatter_ranges,
+    segments,
+)
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, GroupState, load_checkpoint
@@ -48,8 +54,9 @@ def both_sides(config: RunConfig) -> tuple[Side, Side]:
 
 def divided(config: RunConfig, groups: GroupCollection, strip_elements: int = STRIP) -> Side:
     chunks = build_chunks(config, transformer_config(config, CPU), groups, CPU)
-    ranges = ranges_of(chunks, groups, strip_elements)
-    optimizer = DividedOptimizer(config, chunks, groups, ranges, [groups.lanes] * len(ranges))
+    ranges = tuple(ranges_of(chunks, groups, strip_elements))
+    space = FlatSpace(segments=(), ranges=ranges, lanes=(groups.lanes,) * len(ranges), own_segments=())
+    optimizer = DividedOptimizer(config, groups, [(chunks, space)])
     return Side(chunks=chunks, groups=groups, optimizer=optimizer)
 
 
@@ -72,7 +79,7 @@ def set_gradients(side: Side, step: int) -> None:
             random = torch.Generator().manual_seed(seed)
             named.main_grad.copy_(torch.randn(named.main_grad.shape, generator=random) * 10.0 ** (step % 3 - 2))
     if isinstance(side.optimizer, DividedOptimizer):
-        own = [range(*strip) for strip in side.optimizer.strips]
+        own = [range(*strip) for strip in side.optimizer.strips(side.chunks)]
         for flat in flat_parameters(side.chunks):
             is_own = torch.zeros(len(flat), dtype=torch.bool)
             for strip in own:

@@ -137,12 +137,17 @@ def _run_rank(
 
 def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Totals, dict[str, Any]]:
     """Unscaled local sums of step 0 after some calls of compute: totals, and of each parameter value and gradient."""
-    trainer = GroupTrainer(config, CPU)
+    return sums_of(GroupTrainer(config, CPU), calls)
+
+
+def sums_of(trainer: GroupTrainer, calls: Sequence[Sequence[Microbatch]]) -> tuple[Totals, dict[str, Any]]:
+    """The same of this trainer."""
     trainer.begin_step(0)
     for work in calls:
         trainer.compute(work)
     totals = reduce_alone(trainer)
-    trainer.gradients.finish()
+    for slab in trainer.slabs:
+        slab.gradients.finish()
     fill_from_lanes(trainer)
     finalize_model_grads([chunk.module for chunk in trainer.chunks], None, pg_collection=trainer.process_groups)
     return totals, {
@@ -164,8 +169,8 @@ def microbatch_losses(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[
 
 def fill_from_lanes(trainer: GroupTrainer) -> None:
     """Makes the gradients of each lane whole."""
-    space = trainer.gradients.space
-    for scatter, lanes in zip(space.ranges, space.lanes, strict=True):
+    spaces = [slab.gradients.space for slab in trainer.slabs]
+    for space, scatter, lanes in ((one, *pair) for one in spaces for pair in zip(one.ranges, one.lanes, strict=True)):
         parts = list(parts_of(space.segments, range(scatter.start, scatter.stop)))
         own = torch.cat([part.gradients for part in parts])[scatter.own.start - scatter.start :][: len(scatter.own)]
         strips = [torch.empty(0)] * lanes.size()
@@ -190,13 +195,13 @@ def _sums_of(
         yield staged(trainer), trainer
 
 
-def staged(trainer: GroupTrainer) -> torch.Tensor:
-    """The local gradient sums of all buckets as they are staged, then their extras; the last of those are those of all.
+def staged(trainer: GroupTrainer, slab: int = 0) -> torch.Tensor:
+    """The local gradient sums of a slab as they are staged, then the extras; those of the last bucket are those of all.
 
     These are the tokens that count, where they are counted, how many groups' sums are unsound, their count and loss.
     Checksums are left out: one number has many, which differ by how it was added up.
     """
-    sums = trainer.gradients
+    sums = trainer.slabs[slab].gradients
     parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
     assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
     assert not any(part[-1] for part in parts[:-1])
@@ -208,7 +213,7 @@ def placed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
     """As `packed_sums`, with gradients at their places in the flat space and zeros outside of own strips."""
     buffers = []
     for packed, trainer in _sums_of(config, step, orders):
-        space = trainer.gradients.space
+        space = trainer.slabs[0].gradients.space
         own = torch.tensor([element for one in space.ranges for element in one.own])
         extras = packed[len(own) :]
         whole = torch.zeros(space.ranges[-1].stop + len(extras), dtype=packed.dtype)
@@ -220,7 +225,7 @@ def placed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
 def norms_after_a_nan_on_the_last_lane(config: RunConfig, work: Sequence[Microbatch]) -> list[float]:
     """Of every bucket. The NaN is in the first strip, the gradient that follows wherever it belongs."""
     trainer = GroupTrainer(config, CPU)
-    sums, lanes = trainer.gradients, trainer.process_groups.lanes
+    sums, lanes = trainer.slabs[0].gradients, trainer.process_groups.lanes
     trainer.begin_step(0)
     if lanes.rank() == lanes.size() - 1:
         sums.poison()
@@ -235,7 +240,7 @@ def kept_sums(
     """Buckets, and what they stage: after some work; after more, with the first of three times their sums kept; after
     all of it without keeping any. `kept_on` has how many each lane keeps."""
     trainer = GroupTrainer(config, CPU)
-    sums, num_kept = trainer.gradients, kept_on[trainer.process_groups.lanes.rank()]
+    sums, num_kept = trainer.slabs[0].gradients, kept_on[trainer.process_groups.lanes.rank()]
     trainer.begin_step(0)
     trainer.compute(before)
     first = staged(trainer).numpy()
@@ -279,7 +284,7 @@ def summed_in_bf16(config: RunConfig, num_counted: int) -> tuple[np.ndarray, np.
     `num_counted` microbatches are counted beside those that are computed.
     """
     trainer = GroupTrainer(config, CPU)
-    sums = trainer.gradients
+    sums = trainer.slabs[0].gradients
     trainer.begin_step(0)
     trainer.compute(all_work(config))
     sums.add_count(num_counted)
@@ -301,11 +306,12 @@ def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[in
     """Ready buckets that the trainer reports during the last of some calls, how many there are, and whether each
     had its last bit when it was reported ready."""
     trainer = GroupTrainer(config, CPU)
-    sums = trainer.gradients
+    sums = trainer.slabs[0].gradients
     reported: list[int] = []
     parts: list[torch.Tensor] = []
 
-    def report(num_ready: int) -> None:
+    def report(position: int, num_ready: int) -> None:
+        assert position == dist.get_rank()
         reported.append(num_ready)
         parts.extend(sums.stage(bucket, sums.new_staging()).clone() for bucket in range(len(parts), num_ready))
 
@@ -317,9 +323,9 @@ def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[in
     return reported, len(final), all(map(torch.equal, parts, final))
 
 
-def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
+def put_all(trainer: GroupTrainer, total: torch.Tensor, slab: int = 0) -> Totals:
     """Puts a sum over groups of what `staged` gives."""
-    sums = trainer.gradients
+    sums = trainer.slabs[slab].gradients
     *gradients, of_all = total.split([*map(len, sums.buckets), len(total) - sum(map(len, sums.buckets))])
     for bucket, of_bucket in enumerate(gradients):
         extras = of_all.clone()
@@ -333,8 +339,8 @@ def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
 
 
 def reduce_alone(trainer: GroupTrainer) -> Totals:
-    """Puts the local sums as if they were the sums over all groups."""
-    return put_all(trainer, staged(trainer))
+    """Puts the local sums as if they were the sums over all groups; returns the totals of the last slab."""
+    return [put_all(trainer, staged(trainer, slab), slab) for slab in range(len(trainer.slabs))][-1]
 
 
 def agreed_loss(trainer: GroupTrainer) -> LossSum:
@@ -406,7 +412,7 @@ def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays
     _whole_step(trainer, config)
     before = _values(trainer)
     mean = 1.0 / _num_tokens(config)
-    assert isinstance(trainer.gradients, FloatSums), "main_grad holds the sums"
+    assert isinstance(trainer.slabs[0].gradients, FloatSums), "main_grad holds the sums"
     gradients = {named.name: (named.main_grad * mean).numpy() for named in trainer.parameters_named()}
     result = trainer.update(agreed_loss(trainer))
     return result, before, gradients, _values(trainer)
@@ -462,9 +468,11 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
         named.parameter.data.mul_(factor)
     trainer.begin_step(0)
     trainer.compute(work_of((0, 0), (1, 0)))
-    norms = [float(trainer.gradients.norm(bucket)) for bucket in range(len(trainer.gradients.buckets))]
+    norms = [
+        float(trainer.slabs[0].gradients.norm(bucket)) for bucket in range(len(trainer.slabs[0].gradients.buckets))
+    ]
     reduce_alone(trainer)
-    trainer.gradients.finish()
+    trainer.slabs[0].gradients.finish()
     return math.hypot(*norms), np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])
 
 

@@ -87,9 +87,9 @@ def biases_taken_over(config: RunConfig) -> tuple[list[str], list[np.ndarray]]:
     digests = [one.params_digest().hexdigest() for one in (donor, newcomer)]
     hand_over(donor, newcomer)
     digests.append(newcomer.params_digest().hexdigest())
-    next(newcomer.gradients.experts.biases())[1][0] += 1.0
+    next(newcomer.slabs[0].gradients.experts.biases())[1][0] += 1.0
     digests.append(newcomer.params_digest().hexdigest())
-    return digests, [biases.numpy() for _, biases in donor.gradients.experts.biases()]
+    return digests, [biases.numpy() for _, biases in donor.slabs[0].gradients.experts.biases()]
 
 
 def _count_one_more(own: AnyOptimizer) -> None:

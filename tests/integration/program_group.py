@@ -48,11 +48,11 @@ def means_of(config: RunConfig) -> dict[str, Any]:
     trainer.begin_step(0)
     try:
         trainer.compute(all_work(config))
-        for bucket in range(len(trainer.gradients.buckets)):
-            staging = trainer.gradients.new_staging()
-            trainer.gradients.stage(bucket, staging)
-            trainer.gradients.on_summed(bucket, staging)
-        totals = trainer.gradients.totals()
+        for bucket in range(len(trainer.slabs[0].gradients.buckets)):
+            staging = trainer.slabs[0].gradients.new_staging()
+            trainer.slabs[0].gradients.stage(bucket, staging)
+            trainer.slabs[0].gradients.on_summed(bucket, staging)
+        totals = trainer.slabs[0].gradients.totals()
         result = trainer.update(totals.loss, None, totals.terms)
     except ValueError as error:
         return {"error": str(error)}

@@ -21,7 +21,7 @@ def norms_both_ways(config: RunConfig) -> tuple[float, float, dict[str, float], 
     assert_every_element_is_in_the_part_of_its_partition(trainer)
     trainer.begin_step(0)
     trainer.compute(all_work(config))
-    sums, parts = trainer.gradients, trainer.gradient_parts()
+    sums, parts = trainer.slabs[0].gradients, trainer.gradient_parts()
     squares: Counter[str] = Counter()
     for bucket, of_bucket in enumerate(parts):
         staged = sums.stage(bucket, sums.new_staging())
@@ -39,7 +39,7 @@ def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) 
     no_group, all_groups = -1, -2
     flat = list(flat_parameters(trainer.chunks))
     everywhere = needed_everywhere(trainer.chunks, trainer.process_groups)
-    expected = np.full(trainer.gradients.buckets[-1].stop, no_group)
+    expected = np.full(trainer.slabs[0].gradients.buckets[-1].stop, no_group)
     partitions = stacked(trainer).partitions
     starts = {item.parameter: item.start for item in flat}
     for number in partitions.numbers:
@@ -48,7 +48,7 @@ def assert_every_element_is_in_the_part_of_its_partition(trainer: GroupTrainer) 
             owner = all_groups if fragment.parameter in everywhere else number
             expected[start + fragment.start : start + fragment.stop] = owner
     found = np.full_like(expected, no_group)
-    for bucket, parts in zip(trainer.gradients.buckets, trainer.gradient_parts(), strict=True):
+    for bucket, parts in zip(trainer.slabs[0].gradients.buckets, trainer.gradient_parts(), strict=True):
         for part in parts:
             place = found[bucket.start : bucket.stop][part.place]
             assert (place == no_group).all()

@@ -26,7 +26,7 @@ def recomputed(config: RunConfig, end: int) -> list[dict[str, Any]]:
         answers.append(_by_corpus(trainer, config, step, end))
         trainer.compute(all_work(config, step))
         reduce_alone(trainer)
-        trainer.update(agreed_loss(trainer), terms=trainer.gradients.totals().terms)
+        trainer.update(agreed_loss(trainer), terms=trainer.slabs[0].gradients.totals().terms)
     return answers
 
 

@@ -131,7 +131,7 @@ class Rank:
         self.agreement = Agreement(index)
         self.staging = Staging(self._new_staging)
         self.progress = RankProgress(lacks_params=True)
-        parts = {"communicator": self.communicator, "progress": self.progress}
+        parts = {"communicators": [self.communicator], "progress": self.progress}
         ctx = rank_context(self.agreement.member, agreement=self.agreement, head=HEAD, **parts)
         self.gather = ParamsGather(ctx, self.optimizer, self.staging)
 

@@ -79,10 +79,10 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
         position=dist.get_rank(),
         lanes=config.parallel.beside(dist.get_rank()),
         is_alone=is_alone,
-        trainer=trainer,
+        sums=trainer.slabs[0].gradients,
         communicator=communicator,
-        bucket_sums=BucketSums(trainer.gradients, communicator),
-        staging=Staging(trainer.gradients.new_staging),
+        bucket_sums=BucketSums(trainer.slabs[0].gradients, communicator),
+        staging=Staging(trainer.slabs[0].gradients.new_staging),
         outlier_factor=0.0,
         probe=SilentProbe(),
     )
@@ -98,7 +98,7 @@ def order_of_posts(config: RunConfig, late_sums: int, *, is_alone: bool) -> list
     exchange.start_attempt(attempt)
     dist.all_reduce = recorded
     exchange.begin_early(len(WORK))
-    trainer.compute(WORK, lambda num_ready: exchange.send_ready(num_ready, lambda: False))
+    trainer.compute(WORK, lambda _, num_ready: exchange.send_ready(num_ready, lambda: False))
     return order
 
 

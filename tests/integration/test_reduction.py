@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from spare_megatron.comm.bucket_exchange import BucketExchange
 from spare_megatron.comm.bucket_sums import BucketSums, Staging
 from spare_megatron.comm.communicators import MOVED_ON
+from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log.actions import AttemptReduce
@@ -197,10 +199,10 @@ class Agreement:
         return GroupOpinion(
             is_complete=outcome.is_complete,
             loss=LossSum(0.0, 1),
-            num_complete=(outcome.num_complete,),
+            num_complete=(outcome.num_complete[0],),
             compute_s=(0.5,),
             finding=max(outcome.finding, self.found),
-            wrong_sums=(outcome.wrong_sum,),
+            wrong_sums=(outcome.wrong_sums.get(0),),
         )
 
 
@@ -246,23 +248,24 @@ class Rank:
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         self.progress = RankProgress(step=step)
         trainer: Any = SimpleNamespace(
-            gradients=self.sums, loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict, memory=tuple
+            loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict, memory=tuple
         )
-        self.buckets = BucketExchange(
+        exchange = BucketExchange(
             position=0,
             lanes=(0,),
             is_alone=is_alone,
-            trainer=trainer,
+            sums=self.sums,  # type: ignore[arg-type]
             communicator=self.communicator,
             bucket_sums=BucketSums(self.sums, self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             outlier_factor=0.0,
             probe=self.probe,
         )
+        self.buckets = SlabExchanges(trainer, [exchange])
         self.ctx = rank_context(
             config=RunConfig(reduce=ReduceConfig(overlap=overlaps)),
             trainer=trainer,
-            communicator=self.communicator,
+            communicators=[self.communicator],
             voting=Votes(self.agreement, None, head=lambda: 0, write=self.records.append, probe=self.probe),
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
@@ -287,7 +290,7 @@ class Rank:
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:
         """Reports ready buckets before the attempt."""
         self.buckets.start_attempt(action(number, *kept))
-        return train_step._begin_early(self.ctx, self.parts, action(number, *kept), COMPUTED)
+        return partial(train_step._begin_early(self.ctx, self.parts, action(number, *kept), COMPUTED), 0)
 
     @property
     def num_posted(self) -> int:

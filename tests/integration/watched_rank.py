@@ -132,11 +132,11 @@ class _DumpingOptimizer(Optimizer):
         super().__init__(config, chunks, groups)
         self._watch, self._spec, self._chunks = watch, spec, chunks
 
-    def step(self) -> tuple[float, float]:
+    def step(self, norm: float | None = None) -> tuple[float, float]:
         step = self.schedule.num_steps  # comes with the state of a group that came back
         if step in self._watch.dump_steps:
             self._dump(dump_file(self._spec.run_dir, step, self._spec.group, self._spec.rank))
-        return super().step()
+        return super().step(norm)
 
     def _dump(self, file: Path) -> None:
         arrays: dict[str, np.ndarray] = {}

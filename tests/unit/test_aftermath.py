@@ -14,7 +14,7 @@ OTHER = RuntimeError("The size of tensor a (3) must match the size of tensor b (
 
 
 def _parts(may_break_device: bool) -> Any:
-    return SimpleNamespace(ctx=SimpleNamespace(communicator=SimpleNamespace(may_break_device=may_break_device)))
+    return SimpleNamespace(ctx=SimpleNamespace(communicators=[SimpleNamespace(may_break_device=may_break_device)]))
 
 
 class TroubledRank(_Rank):

@@ -49,8 +49,9 @@ class Probe(SilentProbe):
 
 
 class Rank:
-    """The one rank of a group, whose state is so many times the byte `value`. `servers`: where others serve theirs;
-    `is_lost` is by the log; `others_have_it`: what the other ranks of the group answer, each time.
+    """A rank of a group, whose state is so many times the byte `value`, and more by its position if it is that of
+    another. `servers`: where others serve theirs; `is_lost` is by the log; `others_have_it`: what the other ranks of
+    the group answer, each time.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Rank:
         member: Member,
         value: int = 0,
         *,
-        servers: Mapping[Member, Address] | None = None,
+        positions: Sequence[int] = (0,),
+        servers: Mapping[Member, Address | Sequence[Address]] | None = None,
         is_lost: Callable[[Member], bool] = lambda _: False,
         others_have_it: Sequence[bool] = (True,) * 3,
     ) -> None:
-        self.state = torch.full((NUM_BYTES,), value, dtype=torch.uint8)
-        self.is_installed = False
+        self.states = [torch.full((NUM_BYTES,), value + position, dtype=torch.uint8) for position in positions]
+        self.slabs = [SimpleNamespace(position=position) for position in positions]
+        self.num_installed = 0
         self.probe = Probe()
         self.source = StateSource()
         self.server = PieceServer("127.0.0.1", self.source, TIMEOUT_S)
@@ -88,15 +91,15 @@ class Rank:
         )
         self.transfer = StateTransfer(ctx, self.source)
 
-    def outgoing_state(self) -> Any:
-        return SimpleNamespace(description=b"as ever", tensors=TensorBytes([self.state]))
+    def outgoing_state(self, slab: int) -> Any:
+        return SimpleNamespace(description=b"as ever", tensors=TensorBytes([self.states[slab]]))
 
-    def incoming_state(self, description: bytes) -> Any:
+    def incoming_state(self, description: bytes, slab: int) -> Any:
         assert description == b"as ever"
-        return SimpleNamespace(tensors=TensorBytes([self.state]), install=self._install)
+        return SimpleNamespace(tensors=TensorBytes([self.states[slab]]), install=self._install)
 
     def _install(self) -> None:
-        self.is_installed = True
+        self.num_installed += 1
 
     def run(self, *, has_state: bool = True) -> Member | None:
         self.progress.lacks_params = not has_state
@@ -120,8 +123,9 @@ def newcomer(earlier: Mapping[Member, Rank], servers: Mapping[Member, Address] |
 
 
 def assert_taken(rank: Rank, donor: Member) -> None:
-    assert bool((rank.state == int(donor.group)).all())
-    assert rank.is_installed
+    for slab, state in zip(rank.slabs, rank.states, strict=True):
+        assert bool((state == int(donor.group) + slab.position).all())
+    assert rank.num_installed == len(rank.slabs)
     assert not [thread for thread in threading.enumerate() if thread.name == "fetch-state"]
 
 
@@ -136,6 +140,21 @@ def test_the_donor_gives_and_the_others_could(earlier: Mapping[Member, Rank]) ->
         assert new.run() == EARLIER[1]
     assert_taken(new, EARLIER[1])
     assert new.probe.moments == [FaultPoint.JOIN, FaultPoint.JOIN_CONFIRM]
+
+
+@pytest.mark.parametrize("of_donors", [[(0,), (1, 2)], [(0, 1), (2,)], [(0, 1, 2)]])
+def test_each_slab_comes_from_the_rank_of_the_donor_that_holds_it(of_donors: Sequence[Sequence[int]]) -> None:
+    with ExitStack() as stack:
+        ranks = [Rank(EARLIER[1], EARLIER[1].group, positions=positions) for positions in of_donors]
+        for rank in ranks:
+            stack.callback(rank.server.close)
+            rank.run()
+        addresses = [rank.server.address for rank in ranks for _ in rank.slabs]
+        for positions in ((0,), (1, 2)):
+            new = Rank(NEWCOMER, 200, positions=positions, servers={EARLIER[1]: addresses})
+            stack.callback(new.server.close)
+            assert new.run() == EARLIER[1]
+            assert_taken(new, EARLIER[1])
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -195,7 +214,7 @@ def test_where_no_group_gives_it_the_group_is_lost_again(earlier: Mapping[Member
     new = newcomer(earlier)
     with closing(new.server), pytest.raises(JoinFailed, match="group 0 has not given its state: it lacks parameters"):
         new.run()
-    assert not new.is_installed
+    assert not new.num_installed
 
 
 def test_a_group_that_is_lost_itself_asks_no_other(earlier: Mapping[Member, Rank]) -> None:

@@ -132,7 +132,7 @@ def _repeated(failures: Sequence[OwnFailure], attempted: Attempted) -> Fence | H
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
-    """For each rank, the leading buckets whose sums all votes hold; empty if a vote reports no buckets."""
+    """For each position, the leading buckets whose sums all votes hold; empty if a vote reports no buckets."""
     return tuple(map(min, zip(*(vote.num_complete for vote in votes), strict=False)))
 
 

@@ -242,7 +242,7 @@ class AttemptReduce:
     plan_digest: str
     """Of all work of the step."""
     kept: tuple[int, ...] = ()
-    """For each rank of a group, the number of leading kept buckets."""
+    """For each position of a slab, the number of leading kept buckets."""
     ownership: Ownership | None = None
     disputed: tuple[Microbatch, ...] = ()
     """The vote shows the boundaries of these."""

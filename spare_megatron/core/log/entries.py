@@ -106,7 +106,7 @@ class Retry:
     step: int
     attempt: int
     kept: tuple[int, ...] = ()
-    """For each rank of a group, the number of leading buckets that stay because all survivors hold their sums."""
+    """For each position of a slab, the number of leading buckets that stay because all survivors hold their sums."""
     recompute: bool = False
     """No sum of this step is valid: all groups compute it again from zero sums."""
     gather: bool = False

@@ -43,7 +43,7 @@ class Vote:
     """Digest of all the work of the step in the group's view."""
     params_digest: str = ""
     num_complete: tuple[int, ...] = ()
-    """For each rank of the group, the number of leading buckets whose sums it holds; may be empty."""
+    """For each position of a slab, the number of leading buckets whose sums the group holds; may be empty."""
     lacks_params: bool = False
     """The group could not gather the parameters of this step, has computed nothing, and reduces nothing."""
     restored: tuple[PartitionId, ...] = ()

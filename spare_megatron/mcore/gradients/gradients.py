@@ -105,8 +105,7 @@ class GradientSums(ABC):
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
         self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
         self._scale = scale
-        # Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more.
-        self._piece = 1 << (20 if device.type == "cpu" else 24)
+        self._piece = _piece_on(device)
         self._extras_of = [[0] * self._num_extras for _ in self.buckets]  # of the sums over groups
         self._copies = HostCopies(device, buffer_bytes=self._num_extras * self._extras_dtype.itemsize)
         self._staged_at: dict[int, gpu.Event | None] = {}
@@ -296,8 +295,7 @@ class GradientSums(ABC):
 
     def squares(self, values: Tensor) -> Tensor:
         """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
-        squares = [piece.double().square_().sum() for piece in values.split(self._piece)]
-        return torch.stack(squares).sum() / self._scale**2
+        return squares_in_fp64(values) / self._scale**2
 
     def totals(self) -> Totals:
         """Counts and loss of the sums over groups that have arrived."""
@@ -330,6 +328,17 @@ class GradientSums(ABC):
     @abstractmethod
     def _write_back(self, segment: Segment, factor: float) -> None:
         """Writes the sums of a segment, times a factor, to Megatron's buffer."""
+
+
+def squares_in_fp64(values: Tensor) -> Tensor:
+    """Sum of squares, bitwise deterministic."""
+    squares = [piece.double().square_().sum() for piece in values.view(-1).split(_piece_on(values.device))]
+    return torch.stack(squares).sum()
+
+
+def _piece_on(device: torch.device) -> int:
+    """Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more."""
+    return 1 << (20 if device.type == "cpu" else 24)
 
 
 def _number(high: float, low: float) -> int:

@@ -8,7 +8,7 @@ from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, flat_par
 from spare_megatron.mcore.model.model import Chunk
 
 OnReady = Callable[[int], None]
-"""Called with the number of leading buckets whose gradients are complete. An exception ends the backward pass."""
+"""Called with the number of leading buckets whose gradients are complete."""
 
 
 class ReadyBuckets:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -26,6 +26,7 @@ from megatron.core.utils import get_te_version
 
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model.model_shape import padded_vocab_size
+from spare_megatron.config.model.model_tensors import layer_has_experts
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
@@ -33,6 +34,7 @@ from spare_megatron.mcore.model.attention import TorchCoreAttention, within_docu
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
+from spare_megatron.stacking.slabs import Slabs
 
 DETERMINISTIC_ALGORITHMS = frozenset({"Ring", "CollnetDirect", "CollnetChain", "^NVLS"})
 """Values of NCCL_ALGO, joined by commas, that Megatron counts as deterministic (training/determinism.py of 0.19): not
@@ -91,15 +93,17 @@ def adam_of_megatron() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer.
+    """Consecutive layers of the model on one rank, in Megatron's wrapper with one fp32 gradient buffer: a slab.
 
-    `stage` is the index among all chunks of the model; the first embeds the tokens, the last computes the loss.
+    `stage` is the index among all chunks of the model; the first embeds the tokens, the last computes the loss. The
+    schedule runs the chunks of a rank with one `virtual_stage` in turn, as one.
     """
 
     module: DistributedDataParallel
     stage: int
     is_first: bool
     is_last: bool
+    virtual_stage: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,7 @@ class ModelContext:
     device: torch.device
     stage: int
     num_stages: int
+    layers: range
     virtual_stage: int | None
 
     @property
@@ -136,26 +141,35 @@ def build_chunks(
     device: torch.device,
     reduction: DistributedDataParallelConfig | None = None,
     provider: ModelProvider | None = None,
+    slabs: Slabs | None = None,
 ) -> list[Chunk]:
-    """This rank's chunks on `device`, in layer order; several if the pipeline is virtual. Equal in every data-parallel
-    group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron; ours never ask it to.
-    `provider` builds each chunk; `gpt_model` unless stated.
+    """This rank's chunks on `device`, in layer order: several if the pipeline is virtual, or a stage several slabs.
+    Equal in every data-parallel group. `reduction` says how Megatron's wrapper reduces gradients, for plain Megatron;
+    ours never ask it to. `provider` builds each chunk; `gpt_model` unless stated. `slabs`: unless all pipelines are of
+    this length.
 
     Collective over: all ranks of the group (stages that share embeddings synchronize them).
     """
+    num_virtual, num_stages = config.layout.virtual_pipeline, groups.pp.size() * config.layout.virtual_pipeline
+    slabs = slabs or Slabs(config.model.num_layers, (num_stages,))
+    places = [
+        (virtual, number)
+        for virtual in range(num_virtual)
+        for number in slabs.of_stage(virtual * groups.pp.size() + groups.pp.rank(), num_stages)
+    ]
     chunks = []
-    for virtual in range(config.layout.virtual_pipeline):
-        stage = virtual * groups.pp.size() + groups.pp.rank()
+    for virtual, number in places:
         context = ModelContext(
             config=config,
             transformer=transformer,
             groups=groups,
             device=device,
-            stage=stage,
-            num_stages=groups.pp.size() * config.layout.virtual_pipeline,
-            virtual_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+            stage=number,
+            num_stages=len(slabs.layers),
+            layers=slabs.layers[number],
+            virtual_stage=virtual if num_virtual > 1 else None,
         )
-        rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
+        rng.seed_parameters(config.train.seed, number, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
         model = checked((provider or gpt_model)(context), context).to(device)
         initialize_experts(model, transformer, partial(rng.seed_expert, config.train.seed, groups.tp.rank(), device))
@@ -165,15 +179,17 @@ def build_chunks(
             Float16Module(transformer, model) if transformer.bf16 else model,
             pg_collection=groups,
         )
-        chunks.append(Chunk(module=module, stage=stage, is_first=context.pre_process, is_last=context.post_process))
+        ends = {"is_first": context.pre_process, "is_last": context.post_process}
+        chunks.append(Chunk(module=module, stage=number, virtual_stage=virtual, **ends))
     return chunks
 
 
 def gpt_model(context: ModelContext) -> GPTModel:
     """A chunk of the GPT of the settings, in the layers that the device selects; the default model provider."""
     config, groups = context.config, context.groups
+    transformer, groups_of_layers = _placed(context)
     model = GPTModel(
-        config=context.transformer,
+        config=transformer,
         transformer_layer_spec=_layers(context),
         vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
         max_sequence_length=config.model.seq_length,
@@ -185,38 +201,54 @@ def gpt_model(context: ModelContext) -> GPTModel:
         rotary_base=config.model.rope_base,
         rope_scaling=config.model.rope_scaling_factor != 1.0,
         rope_scaling_factor=config.model.rope_scaling_factor,
-        pg_collection=_with_replicas(groups),
-        vp_stage=context.virtual_stage,
+        pg_collection=groups_of_layers,
     )
     if context.post_process:
         _mask_padding(model, config.model.vocab_size, groups.tp.rank())
     return model
 
 
-def _with_replicas(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for the layers, whose experts ask in checkpoints which ranks have the same. Megatron's wrapper must
-    not know these ranks: it would sum gradients over them.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands in for the pipeline group where Megatron only asks for the place of a chunk in it."""
+
+    number: int
+    num_places: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.num_places
+
+
+def _placed(context: ModelContext) -> tuple[TransformerConfig, ProcessGroupCollection]:
+    """Configuration and groups for the layers of a chunk, as if it were a stage of a pipeline of all chunks: Megatron
+    then numbers its layers as those of the whole model, however many they are.
     """
-    if not isinstance(groups, GroupCollection):
-        return groups
-    of_layers = copy.copy(groups)
-    of_layers.expt_dp = groups.expert_lanes_and_cp
-    return of_layers
+    transformer, groups = copy.copy(context.transformer), copy.copy(context.groups)
+    transformer.pipeline_model_parallel_size = context.num_stages
+    transformer.virtual_pipeline_model_parallel_size = None
+    if context.num_stages > 1:
+        transformer.num_layers_in_first_pipeline_stage = context.layers.start
+        transformer.num_layers_in_last_pipeline_stage = transformer.num_layers - context.layers.start
+    groups.pp = _Place(context.stage, context.num_stages)
+    if isinstance(groups, GroupCollection):
+        # Experts ask in checkpoints which ranks have the same ones. Megatron's wrapper, which sums gradients over these
+        # ranks, must not know them.
+        groups.expt_dp = groups.expert_lanes_and_cp
+    return transformer, groups
 
 
-def _layers(context: ModelContext) -> ModuleSpec | TransformerBlockSubmodules:
-    """What the layers of a chunk are built of: one specification if all layers of the model are alike."""
-    config, transformer, device = context.config, context.transformer, context.device
-    num_dense, num_layers = config.model.num_dense_layers, config.model.num_layers
-    if not num_dense:
-        return layer_spec(config, transformer, device)
-    dense, mixture = (layer_spec(config, transformer, device, has_experts=has_experts) for has_experts in (False, True))
-    num_here = num_layers // context.num_stages
-    numbers = range(context.stage * num_here, (context.stage + 1) * num_here)
-    norm = TENorm if uses_transformer_engine(config, device) else LayerNormImpl
-    return TransformerBlockSubmodules(
-        layer_specs=[dense if number < num_dense else mixture for number in numbers], layer_norm=norm
-    )
+def _layers(context: ModelContext) -> TransformerBlockSubmodules:
+    """What the layers of a chunk are built of."""
+    config = context.config
+    of_kinds = {
+        has_experts: layer_spec(config, context.transformer, context.device, has_experts=has_experts)
+        for has_experts in {layer_has_experts(config, number) for number in context.layers}
+    }
+    specs = [of_kinds[layer_has_experts(config, number)] for number in context.layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=LayerNormImpl)
 
 
 _OF_STAGES = ("set_input_tensor", "pre_process", "share_embeddings_and_output_weights")

@@ -1,12 +1,15 @@
 """Runs microbatches through the pipeline stages of a group, with Megatron's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
@@ -79,13 +82,14 @@ class Pipeline:
     ) -> None:
         num_stages = groups.pp.size()
         self._probe = probe
-        self._chunks = {id(chunk.module): chunk for chunk in chunks}
+        stages = [list(stage) for _, stage in groupby(chunks, key=lambda chunk: chunk.virtual_stage)]
+        self._stages = {id(stage[0].module): stage for stage in stages}  # the schedule knows a stage by its first chunk
         self._schedule = get_forward_backward_func(
             pp_size=num_stages, vp_size=transformer.virtual_pipeline_model_parallel_size
         )
-        self._multiple = transformer.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+        self._multiple = transformer.microbatch_group_size_per_vp_stage if len(stages) > 1 else 1
         self._fixed_arguments: dict[str, Any] = {
-            "model": [chunk.module for chunk in chunks],
+            "model": [stage[0].module for stage in stages],
             "seq_length": config.model.seq_length,
             "micro_batch_size": config.train.micro_batch_size,
             "pg_collection": groups,
@@ -115,25 +119,29 @@ class Pipeline:
         items = pad(items, self._multiple)
         if self._transfers is not None:
             self._transfers.is_training = not is_forward_only
+        for _, *others in self._stages.values():
+            for chunk in others:
+                chunk.module.set_is_first_microbatch()  # as the schedule does with the first
 
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
-            item, chunk = next(iterator), self._chunks[id(module)]
+            item, stage = next(iterator), self._stages[id(module)]
+            outputs: list[tuple[Tensor, LossFunction]] = []
             with self._probe.forward(item.microbatch.unit):
-                output, loss_function = forward_step(chunk, item)
-
-            def begin_backward(gradient: Tensor) -> None:
-                self._begin_backward(item)
-                if on_backward is not None:
-                    on_backward(chunk, item, gradient)
-
+                for chunk in stage:
+                    if outputs:
+                        unwrap_model(chunk.module).set_input_tensor(outputs[-1][0])
+                    outputs.append(forward_step(chunk, item))
             if not is_forward_only:
-                # The schedule runs the backward pass, which starts with the gradient of this output.
-                output.register_hook(begin_backward)
-            return output, loss_function
+                # The backward pass of a chunk, which the schedule runs, starts with the gradient of its output.
+                outputs[-1][0].register_hook(lambda _: self._begin_backward(item))
+                if on_backward is not None:
+                    for chunk, (output, _) in zip(stage, outputs, strict=True):
+                        output.register_hook(partial(on_backward, chunk, item))
+            return outputs[-1]
 
         self._schedule(
             forward_step_func=step,
-            data_iterator=[iter(items) for _ in self._chunks],
+            data_iterator=[iter(items) for _ in self._stages],
             num_microbatches=len(items),
             forward_only=is_forward_only,
             **self._fixed_arguments,

@@ -4,39 +4,47 @@ them. Every group has all of the state, unlike stacked state, which has the same
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.flat_gradients import ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRange
 from spare_megatron.mcore.gradients.partitions import OWN, StatePartitions
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, shared_by_stages
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.lane_buffers import LaneBuffers
+from spare_megatron.mcore.optimizer.parameters import GradientsForNorm
 
 
 class DividedOptimizer(FragmentAdam):
-    """Updates a rank's own strips of `ranges`, and gathers those of the other `lanes`. With `reduce.mode=reproducible`
-    all lanes have all gradients before, so that their norm has the same bits at any number of lanes.
+    """Updates a rank's own strips of the flat `spaces` of its slabs, given in layer order by their chunks, and gathers
+    those of the other lanes. With `reduce.mode=reproducible` all lanes have all gradients before, so that their norm
+    has the same bits at any number of lanes.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        chunks: Sequence[Chunk],
         groups: GroupCollection,
-        ranges: Sequence[ScatterRange],
-        lanes: Sequence[dist.ProcessGroup],
+        spaces: Sequence[tuple[Sequence[Chunk], FlatSpace]],
     ) -> None:
-        self._shared = LaneBuffers(chunks, ranges, lanes)
-        self.strips = [[one.own.start, one.own.stop] for one in ranges]
+        chunks = [chunk for of_slab, _ in spaces for chunk in of_slab]
+        ranges: list[ScatterRange] = []
+        self._slabs: dict[int, _SlabState] = {}  # by the first chunk
+        start = first = 0
+        for (of_first, *_), space in reversed(spaces):  # as the flat space of all chunks
+            ranges += [replace(one, start=start + one.start, stop=start + one.stop) for one in space.ranges]
+            own = [[one.own.start, one.own.stop] for one in space.ranges]
+            last = first + sum(len(one.own) for one in space.ranges)
+            self._slabs[of_first.stage] = _SlabState(own, slice(first, last))
+            start, first = start + space.ranges[-1].stop, last
+        self._shared = LaneBuffers(chunks, ranges, [lanes for _, space in reversed(spaces) for lanes in space.lanes])
         partitions = StatePartitions(self._shared.own_spans(), 1, piece_elements=None)
         super().__init__(config, chunks, groups, partitions=partitions, hosted=[OWN])
         self.has_all_gradients = config.reduce.mode == "reproducible"
@@ -50,44 +58,60 @@ class DividedOptimizer(FragmentAdam):
         """
         self._shared.gather_gradients(self._gathered)
 
-    def step(self) -> tuple[float, float]:
+    def step(self, norm: float | None = None) -> tuple[float, float]:
         """As `Optimizer.step`."""
-        norm = self._norm()
+        norm = self._norm() if norm is None else norm
         learning_rate = self._update(norm)
         self._shared.gather_parameters()
         return norm, learning_rate
 
     def _norm(self) -> float:
-        if self.has_all_gradients:
-            counted = [one for one in self.parameters if counts_for_norm(one, self._groups)]
-            norms = [
-                get_grad_norm_fp32([one.main_grad for one in part], grad_stats_parallel_group=group)
-                for part, group in self._by_replicas(counted)
-            ]
-            return math.hypot(*norms)
-        own = [one.gradient for one in self.fragments() if counts_for_norm(one.parameter, self._groups)]
-        return float(get_grad_norm_fp32(own, grad_stats_parallel_group=self._lanes_and_mp))
+        parts = self.for_norm()
+        norms = [get_grad_norm_fp32([one for _, one in part], grad_stats_parallel_group=ranks) for part, ranks in parts]
+        return math.hypot(*norms)
 
-    def _by_replicas(
-        self, parameters: Sequence[torch.nn.Parameter]
-    ) -> Iterator[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
-        """Parameters that every lane has, and experts if lanes divide them, with the ranks that have all of each."""
-        yield [one for one in parameters if not is_divided_expert(one)], self._groups.mp
+    def for_norm(self) -> Iterator[GradientsForNorm]:
+        """As `Optimizer.for_norm`: own strips, or with all gradients parameters that every lane has, and experts if
+        lanes divide them.
+        """
+        if not self.has_all_gradients:
+            own = [one for one in self.fragments() if counts_for_norm(one.parameter, self._groups)]
+            yield [(one.parameter, one.gradient) for one in own], self._lanes_and_mp
+            return
+        counted = [(one, one.main_grad) for one in self.parameters if counts_for_norm(one, self._groups)]
+        yield [one for one in counted if not is_divided_expert(one[0])], self._groups.mp
         if self._groups.ep.size() > 1:
-            yield [one for one in parameters if is_divided_expert(one)], self._groups.tp_ep_pp
+            yield [one for one in counted if is_divided_expert(one[0])], self._groups.tp_ep_pp
 
-    def main_parameters(self) -> list[tuple[str, Tensor]]:
-        """The fp32 parameters of the own strips of a bf16 model, by name; empty otherwise."""
-        return [("main parameters of the own strips", self.state[0])] if self.has_main else []
+    def strips(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """The own strips of the slabs of some chunks, each in the flat space of its slab."""
+        found = [self._slabs[chunk.stage].strips for chunk in chunks if chunk.stage in self._slabs]
+        return [strip for strips in found for strip in strips]
 
-    def digest(self) -> TensorsDigest:
-        """Digest of all optimizer state, bitwise equal on this rank of every group."""
-        return TensorsDigest([("state", self.state)], head=repr(self.num_updates))
+    def main_parameters(self, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
+        """The fp32 parameters of the own strips of a slab of a bf16 model, by name; empty otherwise."""
+        return [("main parameters of the own strips", self._state_of(chunks)[0])] if self.has_main else []
+
+    def digest(self, chunks: Sequence[Chunk]) -> TensorsDigest:
+        """Digest of all optimizer state of a slab, bitwise equal on this rank of every group."""
+        return TensorsDigest([("state", self._state_of(chunks))], head=repr(self.num_updates))
 
     @property
     def state(self) -> Tensor:
         """That of the own strips, rows as in `whole_partitions`."""
         return self.whole_partitions()[OWN]
+
+    def _state_of(self, chunks: Sequence[Chunk]) -> Tensor:
+        """The part of `state` of a slab."""
+        return self.state[:, self._slabs[chunks[0].stage].place].contiguous()
+
+    def part(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "strips": self._state_of(chunks)}
+
+    def load_part(self, chunks: Sequence[Chunk], part: dict[str, Any]) -> None:
+        whole = self.state
+        whole[:, self._slabs[chunks[0].stage].place].copy_(part["strips"])
+        self.restore(part, {OWN: whole})
 
     def state_dict(self) -> dict[str, Any]:
         """State of the own strips and the schedule's position."""
@@ -96,3 +120,10 @@ class DividedOptimizer(FragmentAdam):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a `state_dict` of the same strips, whose tensor is used from here on if it is on the device."""
         self.restore(state, {OWN: state["strips"].to(self.device)})
+
+
+class _SlabState(NamedTuple):
+    """A slab's own strips, and where their state is in that of all."""
+
+    strips: list[list[int]]
+    place: slice

@@ -11,6 +11,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,30 +19,42 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, with_local_norms
 from spare_megatron.config.model.parameter_rules import rule_of
 from spare_megatron.config.schema import ParameterRule, RunConfig
-from spare_megatron.mcore.gradients.tied_parameters import tied_embedding
+from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, tied_embedding
 from spare_megatron.mcore.model.model import Chunk
-from spare_megatron.mcore.optimizer.parameters import named_parameters
+from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, named_parameters, optimized
 
 
 class Optimizer:
     """Updates all parameters of a rank, once per committed step."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
+        self._chunks, self._groups = chunks, groups
         self.megatron = build_adam(adam_config(config), chunks, groups, config.optimizer.rules)
         self.schedule = make_schedule(config, self.megatron)
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 
-    def step(self) -> tuple[float, float]:
-        """Clips and applies the gradients; returns their norm before and the rate. Collective over: all ranks of the
-        group.
+    def step(self, norm: float | None = None) -> tuple[float, float]:
+        """Clips and applies the gradients; returns their norm before, Megatron's unless given, and the rate. Collective
+        over: all ranks of the group.
         """
         learning_rate = self.schedule.get_lr({})
-        was_applied, gradient_norm, _ = self.megatron.step()
+        if norm is None:
+            was_applied, gradient_norm, _ = self.megatron.step()
+        else:
+            self.megatron.prepare_grads()
+            if self.megatron.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.megatron.config.clip_grad, norm)
+            was_applied, gradient_norm = self.megatron.step_with_ready_grads(), norm
         assert was_applied, "only loss scaling, which fp16 alone needs, leaves a step out"
         self.schedule.step(increment=1)
         return float(gradient_norm), float(learning_rate)
+
+    def for_norm(self) -> Iterator[GradientsForNorm]:
+        """All that counts for the norm."""
+        counted = [one for one in named_parameters(self._chunks) if counts_for_norm(one.parameter, self._groups)]
+        yield [(one.parameter, one.main_grad) for one in counted], self._groups.mp
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Adam's state of a parameter; empty before the first update."""
@@ -51,6 +64,23 @@ class Optimizer:
         """Update counts of the schedule and of a fused Adam's parameter groups; torch's are in `state_of`."""
         groups = [] if USING_PYTORCH_OPTIMIZER else [group for group in self.megatron.param_groups if group["params"]]
         return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
+
+    def part(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """The state of some chunks: of each parameter, and the schedule's position."""
+        kept = [(named.parameter, optimized(named.parameter)) for named in named_parameters(chunks)]
+        main = [{} if own is parameter else {"main": own.detach()} for parameter, own in kept]
+        states = [{**first, **self.state_of(own)} for first, (_, own) in zip(main, kept, strict=True)]
+        return {"parameters": states, "schedule": self.schedule.state_dict()}
+
+    def load_part(self, chunks: Sequence[Chunk], part: dict[str, Any]) -> None:
+        """Takes over the state of these chunks of another group, whose tensors are used from here on."""
+        for named, state in zip(named_parameters(chunks), part["parameters"], strict=True):
+            own = optimized(named.parameter)
+            if "main" in state:
+                own.detach().copy_(state.pop("main"))
+            if state:
+                self.megatron.optimizer.state[own] = state
+        self._load_schedule(part["schedule"])
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, fp32 main parameters if any, and the schedule's position."""
@@ -71,11 +101,13 @@ class Optimizer:
         elif not any("step" in each for each in of_parameters):
             adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron copies it to each parameter
         self.megatron.load_state_dict(state["megatron"])
-        if not USING_PYTORCH_OPTIMIZER:
-            for group in self.megatron.param_groups:
-                group["step"] = num_updates
+        self._load_schedule(state["schedule"])
+
+    def _load_schedule(self, schedule: dict[str, Any]) -> None:
+        for group in () if USING_PYTORCH_OPTIMIZER else self.megatron.param_groups:
+            group["step"] = schedule["num_steps"]
         self.schedule.num_steps = 0  # Megatron adds the steps that it loads to those taken
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict(schedule)
 
     def sharded_state(self, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """`state_dict` with each tensor's place in the whole model; `is_loading` allocates missing state."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
@@ -13,6 +14,10 @@ from spare_megatron.mcore.model.model import Chunk
 
 _HASHED_BYTES = 32 * 2**20
 """Parameters that are hashed at a time: a small part of a heartbeat interval."""
+
+
+GradientsForNorm = tuple[Sequence[tuple[torch.nn.Parameter, torch.Tensor]], dist.ProcessGroup]
+"""Gradients that count for the norm on this rank, and the ranks whose squares add up to its square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

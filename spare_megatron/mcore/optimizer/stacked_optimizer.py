@@ -64,6 +64,13 @@ class StackedOptimizer(FragmentAdam):
         torch.distributed.all_reduce(total, group=self._groups.mp)
         return math.sqrt(float(total))
 
+    def part(self, _chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """As `Optimizer.part`: partitions are copied by themselves."""
+        return self.state_dict()
+
+    def load_part(self, _chunks: Sequence[Chunk], part: dict[str, Any]) -> None:
+        self.load_state_dict(part)
+
     def state_dict(self) -> dict[str, Any]:
         return {"schedule": self.schedule.state_dict()}
 

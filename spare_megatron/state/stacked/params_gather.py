@@ -31,6 +31,7 @@ class ParamsGather:
     def __init__(self, ctx: RankContext, optimizer: StackedOptimizer, staging: Staging) -> None:
         self._ctx = ctx
         self._optimizer, self._staging = optimizer, staging
+        [self._communicator] = ctx.communicators
         self._wrong: list[torch.Tensor] = []  # whether what has arrived in this gather is, on the device
 
     def run(self, action: GatherParams) -> None:
@@ -41,7 +42,7 @@ class ParamsGather:
         member group, and all ranks of the group.
         """
         lost: StoreLost | None = None
-        head, members = self._ctx.controller.head, self._ctx.communicator.members
+        head, members = self._ctx.controller.head, self._communicator.members
 
         def is_over() -> bool:
             nonlocal lost
@@ -58,21 +59,21 @@ class ParamsGather:
         with self._ctx.probe.during(Operation.REDUCE):
             is_complete = len(members) == 1 or self._exchange(action, members, is_over)
             if not is_complete and lost is None:
-                self._ctx.progress.gather_failure = report_incomplete(self._ctx.communicator, self._ctx.agreement, head)
-                evidence = self._ctx.communicator.evidence
+                self._ctx.progress.gather_failure = report_incomplete(self._communicator, self._ctx.agreement, head)
+                evidence = self._communicator.evidence
         with self._ctx.probe.during(Operation.SETTLE):
             is_broken = bool(self._ctx.agreement.highest(int(not is_complete)))
         if is_broken:
             # Groups that have everything use this communicator for something else next.
-            self._ctx.communicator.give_up()
+            self._communicator.give_up()
             self._ctx.progress.gather_evidence = evidence
         self._ctx.progress.lacks_params = self._ctx.progress.lacks_params and is_broken
         if lost is not None:
             raise lost
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
-        self._ctx.communicator.start_attempt()
-        if not self._ctx.communicator.connect(is_over):
+        self._communicator.start_attempt()
+        if not self._communicator.connect(is_over):
             return False
         partitions = self._optimizer.partitions
         lengths = [partitions.length(number) for number in partitions.numbers]
@@ -98,14 +99,14 @@ class ParamsGather:
                 rows[-1, -_CHECK_WORDS:].copy_(words_digest(rows[-1, :-_CHECK_WORDS]))
             if number == len(rounds) - 1:
                 self._ctx.probe(FaultPoint.IN_GATHER)
-            if not self._ctx.communicator.post_gather(rows[:-1], rows[-1]):
+            if not self._communicator.post_gather(rows[:-1], rows[-1]):
                 return False
             posted.append((sent, staging))
         while posted:
             if not self._receive(posted, shape, is_over):
                 return False
         if self._wrong and bool(torch.stack(self._wrong).any()):
-            self._ctx.communicator.evidence = "gathered parameters contradict their checksums"
+            self._communicator.evidence = "gathered parameters contradict their checksums"
             return False
         return True
 
@@ -113,9 +114,9 @@ class ParamsGather:
         self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
     ) -> bool:
         """Waits for the oldest round in flight and copies out what has arrived; False if it breaks."""
-        if not self._ctx.communicator.wait(is_over):
+        if not self._communicator.wait(is_over):
             return False
-        for _ in range(num_come := self._ctx.communicator.poll()):
+        for _ in range(num_come := self._communicator.poll()):
             sent, staging = posted.popleft()
             for share, row in zip(sent, _rows(staging, shape)[:-1], strict=True):
                 if share is not None and self._ctx.progress.lacks_params:

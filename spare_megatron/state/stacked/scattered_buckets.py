@@ -18,7 +18,7 @@ class ScatteredBuckets(BucketSums):
 
     def __init__(self, group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> None:
         assert trainer.stacked is not None, "only stacked state has recipients"
-        super().__init__(trainer.gradients, communicator)
+        super().__init__(trainer.slabs[0].gradients, communicator)
         self._group = group
         self._parts = trainer.gradient_parts()
         self._sums.divide([[part.place for part in parts] for parts in self._parts])
@@ -78,5 +78,5 @@ class ScatteredBuckets(BucketSums):
 def make_bucket_sums(group: GroupId, trainer: GroupTrainer, communicator: CrossGroupCommunicator) -> BucketSums:
     """Chooses how to sum: scattered for stacked optimizer state over NCCL, else all-reduce (benchmarks/RESULTS.md)."""
     if trainer.stacked is None or trainer.stacked.device.type == "cpu":
-        return BucketSums(trainer.gradients, communicator)
+        return BucketSums(trainer.slabs[0].gradients, communicator)
     return ScatteredBuckets(group, trainer, communicator)

@@ -30,13 +30,14 @@ class StackedState(OptimizerState):
     def __init__(
         self, ctx: RankContext, optimizer: StackedOptimizer, staging: Staging, hosted: tuple[PartitionId, ...]
     ) -> None:
-        super().__init__(ctx.trainer, make_bucket_sums(ctx.member.group, ctx.trainer, ctx.communicator))
+        [communicator] = ctx.communicators
+        super().__init__(ctx.trainer, [make_bucket_sums(ctx.member.group, ctx.trainer, communicator)])
         self._ctx = ctx
         self._optimizer = optimizer
         contents = partition_contents(optimizer)
         self.served = {content.name: content for content in contents}
         self._params_gather = ParamsGather(ctx, optimizer, staging)
-        awaits_update = isinstance(self.bucket_sums, ScatteredBuckets)
+        awaits_update = isinstance(self.bucket_sums[0], ScatteredBuckets)
         self._repairs = PartitionRepairs(ctx, optimizer, contents, awaits_update=awaits_update)
         self._repairs.run_in_background()
         self._hosted = frozenset(hosted)

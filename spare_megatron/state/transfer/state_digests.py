@@ -18,7 +18,7 @@ class StateDigests:
         self._every_steps = ctx.config.train.params_check_every_steps
         self.value = Digests()
         """Digests of the present state; empty where it is not compared."""
-        self._rest: TensorsDigest | None = None
+        self._rest: dict[int, TensorsDigest] | None = None
         self._copied_from: GroupId | None = None
         self.is_wanted = False
         """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
@@ -48,9 +48,10 @@ class StateDigests:
 
     def compute(self) -> None:
         """Computes the digests of the present state. Collective over: all ranks of the group."""
-        state = self._ctx.optimizer_state
+        state, trainer = self._ctx.optimizer_state, self._ctx.trainer
         with self._ctx.probe.during(Operation.CHECK):
-            own = [digest.hexdigest() for digest in (self._ctx.trainer.params_digest(), *state.digests())]
+            found = trainer.by_position(lambda slab: [trainer.params_digest(slab), *state.digests()])
+            own = {position: [digest.hexdigest() for digest in of_slab] for position, of_slab in found.items()}
         with self._ctx.probe.during(Operation.SETTLE):
             params, *others = self._ctx.agreement.combine_digests(own)
         self.value = Digests(params=params, partitions=state.reported(others))
@@ -65,9 +66,9 @@ class StateDigests:
         """The digests for the next vote. Collective over: all ranks of the group."""
         if self._rest is not None:
             with self._ctx.probe.during(Operation.CHECK):
-                own = self._rest.hexdigest()
+                own = {position: [digest.hexdigest()] for position, digest in self._rest.items()}
             with self._ctx.probe.during(Operation.SETTLE):
-                [state] = self._ctx.agreement.combine_digests([own])
+                [state] = self._ctx.agreement.combine_digests(own)
             self.value = replace(self.value, state=state, copied_from=self._copied_from)
             self._rest = None
         return self.value
@@ -99,7 +100,7 @@ class StateDigests:
         sha256 = ""
         if has_sha256:
             with self._ctx.probe.during(Operation.CHECK):
-                own = self._ctx.trainer.params_sha256()
+                own = self._ctx.trainer.by_position(lambda slab: [self._ctx.trainer.params_sha256(slab)])
             with self._ctx.probe.during(Operation.SETTLE):
-                [sha256] = self._ctx.agreement.combine_digests([own])
+                [sha256] = self._ctx.agreement.combine_digests(own)
         self.write(step, sha256)

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds
 from spare_megatron.core.log.actions import AdmitGroups
@@ -24,8 +24,11 @@ from spare_megatron.state.transfer.state_digests import StateDigests
 
 _POLL_S = 0.005
 _LOG_POLL_S = 0.010
-_DESCRIPTION, _TENSORS = "description", "tensors"
-"""Names of the two parts of a state, as they are offered."""
+
+
+def _names(position: int) -> tuple[str, str]:
+    """Names of the description and the tensors of the state at a position, as they are offered."""
+    return f"description {position}", f"tensors {position}"
 
 
 class JoinFailed(Exception):
@@ -103,12 +106,16 @@ class StateTransfer:
         return donor
 
     def _offer(self, step: int) -> None:
-        if self._ctx.progress.lacks_params:
-            self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
-            return
-        state = self._ctx.trainer.outgoing_state()
-        tensors = _Probed(state.tensors, self._ctx.probe)
-        self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
+        offered: dict[str, Content] = {}
+        for index, slab in enumerate(self._ctx.trainer.slabs):
+            description, tensors = _names(slab.position)
+            if self._ctx.progress.lacks_params:
+                offered[description] = LengthFirst(b"")
+            else:
+                state = self._ctx.trainer.outgoing_state(index)
+                offered[description] = LengthFirst(state.description)
+                offered[tensors] = _Probed(state.tensors, self._ctx.probe)
+        self._source.offer(step, offered)
 
     def _fetch(self, action: AdmitGroups) -> Member:
         """Takes the state of the first donor that gives it to all ranks of the group: the vote names one donor."""
@@ -116,12 +123,13 @@ class StateTransfer:
         for donor in in_order_to_give(action, self._ctx.member):
             fetch = self._fetch_from(donor, action.step)
             with self._ctx.probe.during(Operation.SETTLE):
-                [is_everywhere] = self._ctx.agreement.shared([fetch.state is not None])
-            if fetch.state is not None and is_everywhere:
+                [is_everywhere] = self._ctx.agreement.shared([not fetch.failure])
+            if not fetch.failure and is_everywhere:
                 with self._ctx.probe.during(Operation.CHECK), self._source.changing(action.step):
-                    fetch.state.install()
+                    for state in fetch.states:
+                        state.install()
                 return donor
-            why = fetch.failure if fetch.state is None else "another rank of this group could not take it"
+            why = fetch.failure or "another rank of this group could not take it"
             failure = f"group {donor.group} has not given its state: {why}"
             say(failure)
             del fetch  # memory has no room for a second state
@@ -134,7 +142,8 @@ class StateTransfer:
 
     def _fetch_from(self, donor: Member, step: int) -> "_Fetch":
         """Fetches from this donor, and gives up as soon as the log says that it is lost."""
-        fetch = _Fetch(self._ctx, self._ctx.find_server(donor), step)
+        servers = [self._ctx.find_server(donor, index) for index in range(len(self._ctx.trainer.slabs))]
+        fetch = _Fetch(self._ctx, servers, step)
         fetch.start()
         ask_log_at_s = 0.0
         # Until the thread has ended: it may still write where another donor's state is to go.
@@ -148,45 +157,50 @@ class StateTransfer:
 
 
 class _Fetch(threading.Thread):
-    """Fetches another rank's state into this one's tensors, beside the main thread. `state` is None until it is all
-    here; `failure` says why not. The main thread sets `is_left` when the donor is lost.
+    """Fetches the state of each slab, from the server of a rank that has it, into this rank's tensors, beside the main
+    thread. `failure` says why not; it is empty once all is here. The main thread sets `is_left` when the donor is lost.
     """
 
-    def __init__(self, ctx: RankContext, server: Address, step: int) -> None:
+    def __init__(self, ctx: RankContext, servers: Sequence[Address], step: int) -> None:
         super().__init__(name="fetch-state", daemon=True)
         self._ctx = ctx
-        self._server = server
+        self._servers = servers
         self._step = step
         self._timeout_s = ctx.config.reduce.timeout_s
-        self.state: IncomingState | None = None
+        self.states: list[IncomingState] = []
         self.failure = "it ended early"
         self.is_left = False
 
     def run(self) -> None:
         try:
-            with contextlib.closing(PieceClient(self._server, self._timeout_s, is_over=lambda: self.is_left)) as client:
-                description = self._description(client)
-                if not description:
-                    self.failure = "it lacks parameters itself"
-                    return
-                state = self._ctx.trainer.incoming_state(description)
-                with state.tensors.writing() as writer:
-                    pieces = pieces_of(state.tensors.num_bytes)
-                    for piece in client.fetch_each(_TENSORS, self._step, pieces, writer.room):
-                        self._require_donor()
-                        writer.write(piece)
-                        if not piece.start:
-                            self._ctx.probe(FaultPoint.JOIN_TRANSFER)
-                self.state = state
+            for index, server in enumerate(self._servers):
+                with contextlib.closing(PieceClient(server, self._timeout_s, is_over=lambda: self.is_left)) as client:
+                    self._fetch(client, index)
+            self.failure = ""
         except Exception as error:  # noqa: BLE001  (its text is the reason if no other donor gives the state)
             self.failure = "it is lost" if self.is_left else str(error) or type(error).__name__
 
-    def _description(self, client: PieceClient) -> bytes:
+    def _fetch(self, client: PieceClient, index: int) -> None:
+        described, named = _names(self._ctx.trainer.slabs[index].position)
+        description = self._description(client, described)
+        if not description:
+            raise JoinFailed("it lacks parameters itself")
+        state = self._ctx.trainer.incoming_state(description, index)
+        with state.tensors.writing() as writer:
+            pieces = pieces_of(state.tensors.num_bytes)
+            for piece in client.fetch_each(named, self._step, pieces, writer.room):
+                self._require_donor()
+                writer.write(piece)
+                if not piece.start:
+                    self._ctx.probe(FaultPoint.JOIN_TRANSFER)
+        self.states.append(state)
+
+    def _description(self, client: PieceClient, name: str) -> bytes:
         """All but the tensors, as soon as the donor has reached the step."""
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                length = self._piece(client, LengthFirst.PIECE)
+                length = self._piece(client, name, LengthFirst.PIECE)
                 break
             except (NotOffered, WrongStep) as error:
                 is_too_late = isinstance(error, WrongStep) and error.present > self._step
@@ -194,11 +208,11 @@ class _Fetch(threading.Thread):
                     raise
             time.sleep(_POLL_S)
         pieces = LengthFirst.pieces(length)
-        return b"".join(self._piece(client, piece) for piece in pieces)
+        return b"".join(self._piece(client, name, piece) for piece in pieces)
 
-    def _piece(self, client: PieceClient, piece: Piece) -> memoryview:
+    def _piece(self, client: PieceClient, name: str, piece: Piece) -> memoryview:
         self._require_donor()
-        return client.fetch(_DESCRIPTION, self._step, piece)
+        return client.fetch(name, self._step, piece)
 
     def _require_donor(self) -> None:
         if self.is_left:

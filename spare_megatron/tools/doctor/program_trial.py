@@ -194,7 +194,7 @@ def _computed(
     trainer.begin_step(step)
     with _Collectives(observer):
         trainer.compute([microbatch])
-    gradients = _digest_of(("", sums) for sums in trainer.gradients.local_sums())
+    gradients = _digest_of(("", sums) for slab in trainer.slabs for sums in slab.gradients.local_sums())
     address = f"step {step}, shard {microbatch.shard}, microbatch {microbatch.index}"
     return address, {"batch": _digest(observer.batches), "gradients": gradients, "terms": observer.terms}
 

@@ -1,0 +1,42 @@
+"""Cuts of the layers for pipelines of several lengths, against stages found layer by layer."""
+
+from itertools import combinations, groupby, product
+from math import gcd, lcm
+
+import pytest
+
+from spare_megatron.stacking.slabs import Slabs
+
+
+def stage_of(layer: int, num_layers: int, length: int) -> int:
+    """The last stage that begins at this layer or before; stage i begins after i / length of the layers."""
+    return max(stage for stage in range(length) if stage * num_layers // length <= layer)
+
+
+@pytest.mark.parametrize("lengths", [*combinations(range(1, 7), 2), *combinations(range(1, 6), 3), (5,)])
+def test_slabs_are_the_runs_of_layers_that_are_together_in_pipelines_of_all_lengths(lengths: tuple[int, ...]) -> None:
+    for num_layers in range(max(lengths), 31):
+        slabs = Slabs(num_layers, lengths)
+        together = [tuple(stage_of(layer, num_layers, length) for length in lengths) for layer in range(num_layers)]
+        runs = [list(run) for _, run in groupby(range(num_layers), key=together.__getitem__)]
+        assert [list(layers) for layers in slabs.layers] == runs
+        for length in lengths:
+            stages = [slabs.of_stage(stage, length) for stage in range(length)]
+            assert [number for stage in stages for number in stage] == list(range(len(runs))), "in order, without gaps"
+            for stage, numbers in enumerate(stages):
+                layers = [layer for number in numbers for layer in slabs.layers[number]]
+                assert layers == [at for at in range(num_layers) if stage_of(at, num_layers, length) == stage]
+                assert len(layers) in (num_layers // length, -(-num_layers // length)), "as even as layers allow"
+
+
+@pytest.mark.parametrize(("longer", "shorter"), [pair for pair in product(range(1, 9), repeat=2) if pair[0] > pair[1]])
+def test_two_lengths_make_as_many_slabs_as_they_have_different_cuts(longer: int, shorter: int) -> None:
+    most = longer + shorter - gcd(longer, shorter)
+    assert len(Slabs(lcm(longer, shorter), (longer, shorter)).layers) == most
+    assert all(len(Slabs(num_layers, (longer, shorter)).layers) <= most for num_layers in range(longer, 60))
+
+
+def test_with_one_length_slabs_are_stages() -> None:
+    slabs = Slabs(8, (4,))
+    assert slabs.layers == (range(2), range(2, 4), range(4, 6), range(6, 8))
+    assert [list(slabs.of_stage(stage, 4)) for stage in range(4)] == [[0], [1], [2], [3]]

@@ -40,3 +40,53 @@ def test_with_one_length_slabs_are_stages() -> None:
     slabs = Slabs(8, (4,))
     assert slabs.layers == (range(2), range(2, 4), range(4, 6), range(6, 8))
     assert [list(slabs.of_stage(stage, 4)) for stage in range(4)] == [[0], [1], [2], [3]]
+
+
+# ------------------------------------------------------------------------------------------------------ order of posts
+
+Operations = dict[tuple[int, int], list[tuple[object, ...]]]
+"""What each rank does in its last backward pass, by group and stage; each operation waits for all that take part."""
+
+
+def backward_pass(slabs: Slabs, group: int, length: int, *, is_ascending: bool = False) -> Operations:
+    operations: Operations = {}
+    for stage in range(length):
+        held = slabs.of_stage(stage, length)
+        sums = [("sum", slab, bucket) for slab in (held if is_ascending else held[::-1]) for bucket in range(2)]
+        received = [("transfer", group, stage)] if stage < length - 1 else []
+        sent = [("transfer", group, stage - 1)] if stage else []
+        operations[group, stage] = [*received, *sums, *sent, ("vote", group)]
+    return operations
+
+
+def gets_through(operations: Operations) -> bool:
+    """Whether all ranks reach their end if each waits at an operation until all that take part are there."""
+    left = {rank: list(of_rank) for rank, of_rank in operations.items()}
+    parts = {
+        one: [rank for rank, of_rank in operations.items() if one in of_rank]
+        for of_rank in left.values()
+        for one in of_rank
+    }
+    while any(left.values()):
+        next_of = {rank: of_rank[0] for rank, of_rank in left.items() if of_rank}
+        ready = [one for one in set(next_of.values()) if all(next_of.get(rank) == one for rank in parts[one])]
+        if not ready:
+            return False
+        for one in ready:
+            for rank in parts[one]:
+                left[rank].pop(0)
+    return True
+
+
+@pytest.mark.parametrize(("num_layers", "lengths"), [(12, (4, 3)), (12, (4, 3, 2)), (10, (5, 4, 3, 2, 1))])
+def test_groups_of_any_lengths_never_wait_in_a_circle_as_all_post_their_last_slabs_first(
+    num_layers: int, lengths: tuple[int, ...]
+) -> None:
+    slabs = Slabs(num_layers, lengths)
+    for of_groups in product(lengths, repeat=3):
+        passes = [backward_pass(slabs, group, length) for group, length in enumerate(of_groups)]
+        assert gets_through({rank: of_rank for each in passes for rank, of_rank in each.items()})
+        others = {rank: of_rank for each in passes[1:] for rank, of_rank in each.items()}
+        in_order = backward_pass(slabs, 0, of_groups[0], is_ascending=True)
+        is_same = in_order == passes[0]
+        assert gets_through({**others, **in_order}) is is_same, "in another order groups wait for each other for ever"

@@ -82,8 +82,9 @@ def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None
 
 
 class StateTransfer:
-    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes. All earlier groups
-    offer their state until the next update, in case a donor is lost. A donor has `reduce.timeout_s` for each piece.
+    """One rank's part in admitting groups: a rank of a donor gives the state of its slabs, ranks of the newcomer that
+    hold these take it. All earlier groups offer their state until the next update, in case a donor is lost. A donor has
+    `reduce.timeout_s` for each piece.
     """
 
     def __init__(self, ctx: RankContext, source: StateSource) -> None:

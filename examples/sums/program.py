@@ -8,10 +8,13 @@ or `python examples/sums/program.py`. The configuration kills two of the four gr
 from pathlib import Path
 
 import torch
-from megatron.core.transformer import MegatronModule
 from torch.nn import functional
 
+# First: without triton, as on CPUs, megatron-core 0.18 and later can only be imported after this.
 from spare_megatron import Batch, LossTerm, ModelContext, RunConfig, StepContext, Terms, pretrain
+
+# isort: split
+from megatron.core.transformer import MegatronModule
 
 CHARACTERS = "0123456789+=;"
 

@@ -99,11 +99,10 @@ def test_pods_that_replace_lost_ones_bring_a_node_back_and_conclude_a_run_withou
     text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
 ) -> None:
     """Pods of a Job of Kubernetes as processes of this machine: `spare supervise` by hand, and no driver at the end."""
-    run_dir = tmp_path / "run"
+    run_dir, path = tmp_path / "run", path_with_spare(tmp_path)
     preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand")
 
     def pod(index: int, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return started(tmp_path / name, preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX=str(index), PATH=path)
 
     with pod(0, "driver") as driver, pod(1, "lost") as lost:
@@ -128,8 +127,7 @@ def test_pods_that_are_all_to_end_save_the_run(text_corpus: Path, tmp_path: Path
     """As where their Job is deleted. The groups of a pod that is to end alone leave, and the run goes on."""
     run_dir = tmp_path / "run"
     preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand", f"{tmp_path}/spare-notice-{{node}}")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    common = {"PATH": path, "TMPDIR": str(tmp_path)}
+    common = {"PATH": path_with_spare(tmp_path), "TMPDIR": str(tmp_path)}
     with (
         started(tmp_path / "0", preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX="0", **common) as driver,
         started(tmp_path / "1", preset, run_dir, command=(POD,), JOB_COMPLETION_INDEX="1", **common) as node,
@@ -233,6 +231,15 @@ def committed(run_dir: Path, group: int = 0) -> int:
     """Updates that the incarnations of the group have journaled."""
     files = (run_dir / "journal").glob(f"group-{group:04d}-rank-0*.jsonl")
     return sum(file.read_text().count('"record":"update"') for file in files)
+
+
+def path_with_spare(folder: Path) -> str:
+    """A PATH with this Python and the command of the package, which need not be installed."""
+    command = folder / "bin" / "spare"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m spare_megatron "$@"\n')
+    command.chmod(0o755)
+    return os.pathsep.join([str(command.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def wait_until(is_so: Callable[[], bool], *needed: subprocess.Popen[bytes]) -> None:

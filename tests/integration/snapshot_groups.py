@@ -131,7 +131,7 @@ def take_late(
 
 
 def stacked_context(member: Member, **parts: Any) -> RankContext:
-    ctx = rank_context(member, **parts)
+    ctx = rank_context(member, communicators=[None], **parts)
     ctx.optimizer_state = StackedState(ctx, groups.stacked(ctx.trainer), cast(Staging, None), ())
     return ctx
 

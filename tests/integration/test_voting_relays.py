@@ -1,6 +1,7 @@
 """Relays of votes over real sockets, all members in one thread: what is sent waits in the sockets."""
 
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -52,6 +53,7 @@ def collected(relay: VoteRelay, attempt: int, timeout_s: float = LONG_S) -> set[
 def no_descriptors_left() -> Iterator[None]:
     """Nothing can be opened in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # what earlier tests have left in circles would be closed at any time, and leave room
     with contextlib.closing(socket.socket()) as lowest:
         limit = lowest.fileno()
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

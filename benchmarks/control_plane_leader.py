@@ -70,7 +70,7 @@ class _LoneAgreement(GroupAgreement):
 
     def __init__(self, member: Member, log: DecisionLog, roster: Roster) -> None:
         rank = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0, size=lambda: 1))
-        super().__init__(member, rank, log, TIMEOUT_S, fan_in=roster.fan_in)
+        super().__init__(member, rank, log, TIMEOUT_S, fan_in=roster.fan_in, num_positions=1)
         self._roster = roster
         self.num_casts = self.num_reads = 0
 

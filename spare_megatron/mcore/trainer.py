@@ -65,7 +65,7 @@ from spare_megatron.stacking.slabs import Slabs
 
 T = TypeVar("T")
 
-OnReady = Callable[[int, int], None]
+OnSlabReady = Callable[[int, int], None]
 """Called with the position of a slab and the number of its leading buckets whose gradients are complete, last slabs
 first. An exception ends the backward pass.
 """
@@ -187,7 +187,7 @@ class GroupTrainer:
     def compute(
         self,
         work: Sequence[Microbatch],
-        on_ready: OnReady | None = None,
+        on_ready: OnSlabReady | None = None,
         *,
         audited: Collection[Microbatch] = (),
         audits: Sequence[Microbatch] = (),

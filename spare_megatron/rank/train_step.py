@@ -25,7 +25,7 @@ from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
 from spare_megatron.journal.step_values import model_figures
-from spare_megatron.mcore.trainer import OnReady
+from spare_megatron.mcore.trainer import OnSlabReady
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
@@ -219,7 +219,7 @@ def _compute(ctx: RankContext, parts: Components, plan: StepPlan, into: actions.
 
 def _begin_early(
     ctx: RankContext, parts: Components, action: actions.AttemptReduce, brought: Sequence[Microbatch]
-) -> OnReady:
+) -> OnSlabReady:
     """Allows buckets to be sent while the last of the microbatches `brought` are computed; returns what backward passes
     report to.
     """

@@ -93,8 +93,7 @@ class GroupOpinion:
 class GroupAgreement:
     """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
     `ranks`: for CPU tensors, with a timeout beyond decision_timeout_s, the longest wait for an entry. `may_come_back`:
-    groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts. `num_positions`: of slabs;
-    as many as ranks if 0.
+    groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts. `num_positions`: of slabs.
     """
 
     def __init__(
@@ -105,7 +104,8 @@ class GroupAgreement:
         decision_timeout_s: float,
         may_come_back: Sequence[GroupId] = (),
         fan_in: int = 1,
-        num_positions: int = 0,
+        *,
+        num_positions: int,
     ) -> None:
         self.member = member
         self._may_come_back = tuple(may_come_back)
@@ -115,7 +115,7 @@ class GroupAgreement:
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
-        self._num_positions = num_positions or ranks.size()
+        self._num_positions = num_positions
         self._is_alone = ranks.size() == 1
         self.is_leader = ranks.rank() == 0
         self._appended = (-1, "")  # index and text of the entry that the log holds where this rank wrote last

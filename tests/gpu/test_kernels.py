@@ -119,22 +119,22 @@ def compare_sections(device: str) -> int:
     for size, offset, num in cases:
         values, counted = drawn(size + offset, generator)[offset:], drawn(num, generator)
         copy = torch.full((size + 2,), 7).to(device)
-        section = kernels.SectionSums(values.to(device), copy[1:-1])
+        section = kernels.TritonSectionSums(values.to(device), copy[1:-1])
         expected = checksums.SectionSums(values)
         assert copy.tolist() == [7, *values.tolist(), 7], (size, offset)
         assert torch.allclose(section.squares().cpu(), expected.squares(), rtol=1e-5), (size, offset)
         assert torch.equal(section.checksum(counted.to(device)).cpu(), expected.checksum(counted)), (size, offset, num)
     counted, missing = drawn(2 * row + 5, generator), torch.zeros((checksums.ROWS - 1) * row, dtype=torch.int64)
-    two_blocks = kernels.SectionSums(missing[:0].to(device))
+    two_blocks = kernels.TritonSectionSums(missing[:0].to(device))
     two_blocks._num_rows = checksums.ROWS - 1  # of zeros, which the interpreter would add for a minute
     found = two_blocks.checksum(counted.to(device))
     assert torch.equal(found.cpu(), checksums.checksum([missing, counted]))
     beyond_fp32 = torch.full((40,), 2**62)
-    for section in (checksums.SectionSums(beyond_fp32), kernels.SectionSums(beyond_fp32.to(device))):
+    for section in (checksums.SectionSums(beyond_fp32), kernels.TritonSectionSums(beyond_fp32.to(device))):
         assert math.isinf(section.squares())
     lowest = torch.full((33 * row,), -(2**63))
     for values in (lowest, ~lowest):
-        found = kernels.SectionSums(values.to(device)).checksum(values[:3].to(device))
+        found = kernels.TritonSectionSums(values.to(device)).checksum(values[:3].to(device))
         assert torch.equal(found.cpu(), checksums.checksum([values, values[:3]]))
     return len(cases) + 3
 
@@ -155,7 +155,7 @@ def compare_steps(device: str) -> int:
     cases = [[torch.randn(NUM_ELEMENTS, generator=generator) for _ in range(num)] for num in (1, 3)]
     for value in (0.999 * limit, 1.001 * limit, largest, 1.001 * largest, math.nan, math.inf, -math.inf):
         cases.append([*cases[1], torch.zeros(NUM_ELEMENTS).index_fill(0, torch.tensor(5), value)])
-    chosen = kernels.add_rounded, kernels.SectionSums
+    chosen = kernels.add_rounded, kernels.TritonSectionSums
     with mock.patch.object(gradients, "choose_kernels", return_value=chosen):  # as on a GPU
         found_sums = make_sums("reproducible", device)
     both = (make_sums("reproducible"), "cpu"), (found_sums, device)

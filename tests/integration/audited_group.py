@@ -7,7 +7,7 @@ import torch
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits.audits import Boundary
-from spare_megatron.mcore.trainer import GroupTrainer, OnReady
+from spare_megatron.mcore.trainer import GroupTrainer, OnSlabReady
 from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import CPU, staged, work_of
 
@@ -56,7 +56,7 @@ def _sums(
     work: Sequence[Microbatch],
     audited: Collection[Microbatch] = (),
     audits: Sequence[Microbatch] = (),
-    on_ready: OnReady | None = None,
+    on_ready: OnSlabReady | None = None,
 ) -> np.ndarray:
     trainer.begin_step(STEP)
     trainer.compute(work, on_ready, audited=audited, audits=audits)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import (
@@ -22,6 +22,7 @@ from spare_megatron.process.reports import MachineQuarantined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
+    Run,
     complete_run,
     entries_of,
     fenced_groups,
@@ -86,6 +87,19 @@ def test_an_outvoted_machine_stays_out_until_its_examination_passes_and_no_bit_c
     assert params_of(run)[STEPS] == params_of(calm)[STEPS]
 
 
+def examined_before_the_last_step(config: RunConfig, folder: Path) -> Run:
+    is_examined = folder / "examined"
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, ExaminationRecord):
+            is_examined.touch()
+
+    watch = Watch(files=frozenset({(config.train.steps - 1, is_examined)}))
+    run = complete_run(config, folder / "run", watch, on_event)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    return run
+
+
 MORE_STEPS = 30
 
 
@@ -105,15 +119,7 @@ def test_machines_that_train_do_the_same_between_two_steps_and_no_bit_changes(
         heartbeat_s=2 * HEARTBEAT_S,
     )
     config = replace(config, audit=AuditConfig(every_steps=AUDITED + 1))
-    is_examined = tmp_path / "examined"
-
-    def on_event(event: RunEvent) -> None:
-        if isinstance(event, ExaminationRecord):
-            is_examined.touch()
-
-    watch = Watch(files=frozenset({(MORE_STEPS - 1, is_examined)}))
-    run = complete_run(config, tmp_path / "run", watch, on_event)
-    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    run = examined_before_the_last_step(config, tmp_path)
     assert [record.kind for record in run.journal.of(FaultRecord)] == ["drift"]
     assert fenced_groups(run.journal) == {2}
     likes = [like for record in run.journal.of(ExaminationRecord) for like in record.likes.values()]
@@ -151,15 +157,7 @@ def test_a_slow_machine_is_drained_examined_and_replaced_by_a_spare_one_and_no_b
         data=replace(config.data, access="shared"),
     )
     assert problems(config, look_at_machine(config)) == []
-    is_examined = tmp_path / "examined"
-
-    def on_event(event: RunEvent) -> None:
-        if isinstance(event, ExaminationRecord):
-            is_examined.touch()
-
-    watch = Watch(files=frozenset({(SLOW_STEPS - 1, is_examined)}))
-    run = complete_run(config, tmp_path / "run", watch, on_event)
-    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    run = examined_before_the_last_step(config, tmp_path)
     assert [record.kind for record in run.journal.of(FaultRecord)] == ["slow"]
     (drain,) = [record for record in run.journal.of(LadderRecord) if record.rule == "drain"]
     assert (drain.machine, drain.cause, drain.replacement) == (1, "compute", "group")

@@ -37,7 +37,7 @@ class Leader:
         self.member, self.store = member, MemoryStore(data)
         log = DecisionLog(self.store)  # type: ignore[arg-type]
         alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-        self.agreement = GroupAgreement(member, alone, log, LONG_S, fan_in=2)  # type: ignore[arg-type]
+        self.agreement = GroupAgreement(member, alone, log, LONG_S, fan_in=2, num_positions=1)  # type: ignore[arg-type]
         relay = VoteRelay("127.0.0.1", 2)
         addresses[member] = relay.address
         link = RelayLink(member, addresses.get, LONG_S)

@@ -119,10 +119,10 @@ def test_nothing_is_compiled_for_the_buckets_that_are_staged_and_checked(compile
             section = values[first:][:size]
             for copy in (None, values[1:][:size], values[2:][:size]):
                 for num_counted in (1, 3, 16, 2 * checksums.COLUMNS + 1):
-                    kernels.SectionSums(section, copy).checksum(values[first:][:num_counted])
+                    kernels.TritonSectionSums(section, copy).checksum(values[first:][:num_counted])
     for size in (2**28, 2**31, 2**33):  # of rows that no block before has
         huge = torch.empty(size, dtype=torch.int64, device="meta")
-        sections = kernels.SectionSums.__new__(kernels.SectionSums)
+        sections = kernels.TritonSectionSums.__new__(kernels.TritonSectionSums)
         sections._sums = torch.zeros(2, 2, checksums.COLUMNS, dtype=torch.int64)
         sections._add(huge, huge, size // checksums.COLUMNS)
     assert compiled == at_start

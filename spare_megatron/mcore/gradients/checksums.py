@@ -143,9 +143,14 @@ def pseudo_random(first: int, num: int) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
+def elements_at_once(device: torch.device) -> int:
+    """Elements to convert at a time: on CPUs copies stay in the cache, on GPUs launches cost more."""
+    return 1 << (20 if device.type == "cpu" else 24)
+
+
 class SectionSums:
     """What is taken from a section of a bucket, which is copied meanwhile: its squares and its checksum. By torch
-    alone; `kernels.SectionSums` reads each element once.
+    alone; `kernels.TritonSectionSums` reads each element once.
     """
 
     def __init__(self, values: Tensor, copy: Tensor | None = None) -> None:
@@ -155,8 +160,7 @@ class SectionSums:
 
     def squares(self) -> Tensor:
         """The sum of squares in fp64, infinite beyond fp32."""
-        # Copies stay in the cache of a CPU. torch has no norm of integers.
-        pieces = self._values.split(1 << (20 if self._values.device.type == "cpu" else 24))
+        pieces = self._values.split(elements_at_once(self._values.device))  # torch has no norm of integers
         return torch.stack([torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]).sum()
 
     def checksum(self, counted: Tensor) -> Tensor:

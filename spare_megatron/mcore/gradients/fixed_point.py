@@ -55,4 +55,4 @@ def choose_kernels(device: torch.device) -> tuple[Callable[[Tensor, Tensor, floa
     from spare_megatron.mcore.gradients import kernels
 
     kernels.check_fixed_point(device)
-    return kernels.add_rounded, kernels.SectionSums
+    return kernels.add_rounded, kernels.TritonSectionSums

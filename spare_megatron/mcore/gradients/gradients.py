@@ -20,7 +20,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.devices import gpu
-from spare_megatron.mcore.gradients.checksums import SectionSums, SumChecks
+from spare_megatron.mcore.gradients.checksums import SectionSums, SumChecks, elements_at_once
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_kernels, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
     FlatParameter,
@@ -105,7 +105,7 @@ class GradientSums(ABC):
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
         self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
         self._scale = scale
-        self._piece = _piece_on(device)
+        self._piece = elements_at_once(device)
         self._extras_of = [[0] * self._num_extras for _ in self.buckets]  # of the sums over groups
         self._copies = HostCopies(device, buffer_bytes=self._num_extras * self._extras_dtype.itemsize)
         self._staged_at: dict[int, gpu.Event | None] = {}
@@ -332,13 +332,8 @@ class GradientSums(ABC):
 
 def squares_in_fp64(values: Tensor) -> Tensor:
     """Sum of squares, bitwise deterministic."""
-    squares = [piece.double().square_().sum() for piece in values.view(-1).split(_piece_on(values.device))]
+    squares = [piece.double().square_().sum() for piece in values.view(-1).split(elements_at_once(values.device))]
     return torch.stack(squares).sum()
-
-
-def _piece_on(device: torch.device) -> int:
-    """Elements that are converted at a time: on CPUs copies stay in the cache, on GPUs launches cost more."""
-    return 1 << (20 if device.type == "cpu" else 24)
 
 
 def _number(high: float, low: float) -> int:

@@ -50,7 +50,7 @@ def check_fixed_point(device: torch.device) -> None:
         for dtype, first, other in product((torch.float32, torch.bfloat16), _OFFSETS, _OFFSETS):
             values = torch.zeros(2, dtype=dtype, device=device)
             add_rounded(sums[first : first + 1], values[other : other + 1], 1.0, largest)
-        SectionSums(sums[:1], sums[1:]).checksum(sums)
+        TritonSectionSums(sums[:1], sums[1:]).checksum(sums)
     except _NOT_COMPILED as error:
         raise ValueError(
             f"reduce.mode=reproducible compiles kernels where there is a GPU, and that failed: {error}; install a C "
@@ -80,7 +80,7 @@ def _add_rounded(sums, values, largest_bits, scale, num_elements: tl.int64, BLOC
     tl.store(sums + places, before + rounded.to(tl.int64), mask=is_inside)
 
 
-class SectionSums(checksums.SectionSums):
+class TritonSectionSums(checksums.SectionSums):
     """A section that is read once for its copy, its squares and its checksum; never waits for the device."""
 
     def __init__(self, values: Tensor, copy: Tensor | None = None) -> None:

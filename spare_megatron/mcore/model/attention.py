@@ -200,71 +200,73 @@ class _Mask(Enum):
     padding_causal_bottom_right = 1
 
 
+class _WithinDocuments(torch.nn.Module):
+    """What `within_documents` changes of a `core_attention` of transformer-engine."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        assert pg_collection is not None, "Megatron hands its process groups down"
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(
+            config=alone,  # type: ignore[call-arg]
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            cp_comm_type=cp_comm_type,
+            softmax_scale=softmax_scale,
+            pg_collection=pg_collection,
+        )
+        self._ranks_of_sequence = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        attn_mask_type: AttnMaskType,
+        attention_bias: None = None,
+        packed_seq_params: None = None,
+    ) -> Tensor:
+        """[sequence, batch, heads, width] to [sequence, batch, hidden here]."""
+        assert attention_bias is None, "attention bias is not set here"
+        assert packed_seq_params is None, "sequences are packed here alone"
+        length, group = key.size(0) * self._ranks_of_sequence.size(), self._ranks_of_sequence
+        chunks = chunks_of(length, group)
+        kind: AttnMaskType | _Mask = attn_mask_type
+        offsets = (attention_mask, attention_mask)
+        if is_split := len(chunks) > 1:
+            key, value = whole_sequence(key, value, group)
+            kind, offsets = _Mask.padding_causal_bottom_right, (attention_mask[0], attention_mask[1])
+        joined = [_joined(query.chunk(len(chunks)), repeats_first=is_split)]
+        joined += [_joined([one[: chunk.stop] for chunk in chunks], repeats_first=is_split) for one in (key, value)]
+        documents = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_kv=offsets[1],
+            max_seqlen_q=len(chunks[0]),
+            max_seqlen_kv=length,
+        )
+        attended = super().forward(*joined, None, kind, packed_seq_params=documents)
+        of_chunks = attended.unflatten(0, (len(chunks), query.size(1), -1))[:, :, int(is_split) :]
+        return of_chunks.transpose(1, 2).flatten(0, 1).flatten(2).contiguous()
+
+
 def within_documents(core_attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The `core_attention` of transformer-engine, given `document_offsets` in place of a mask: only it sees the
     sequences of a microbatch as one, in which documents lie one after another ("thd"). Context-parallel ranks give it
     `chunk_offsets` and the keys of the whole sequence, and it exchanges nothing.
     """
-
-    class DocumentAttention(core_attention):  # type: ignore[misc, valid-type]
-        def __init__(
-            self,
-            config: TransformerConfig,
-            layer_number: int,
-            attn_mask_type: AttnMaskType,
-            attention_type: str,
-            cp_comm_type: str | None = None,
-            softmax_scale: float | None = None,
-            pg_collection: ProcessGroupCollection | None = None,
-        ) -> None:
-            assert pg_collection is not None, "Megatron hands its process groups down"
-            alone = copy.copy(config)
-            alone.context_parallel_size = 1
-            super().__init__(
-                config=alone,
-                layer_number=layer_number,
-                attn_mask_type=attn_mask_type,
-                attention_type=attention_type,
-                cp_comm_type=cp_comm_type,
-                softmax_scale=softmax_scale,
-                pg_collection=pg_collection,
-            )
-            self._ranks_of_sequence = pg_collection.cp
-
-        def forward(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            attention_mask: Tensor,
-            attn_mask_type: AttnMaskType,
-            attention_bias: None = None,
-            packed_seq_params: None = None,
-        ) -> Tensor:
-            """[sequence, batch, heads, width] to [sequence, batch, hidden here]."""
-            assert attention_bias is None, "attention bias is not set here"
-            assert packed_seq_params is None, "sequences are packed here alone"
-            length, group = key.size(0) * self._ranks_of_sequence.size(), self._ranks_of_sequence
-            chunks = chunks_of(length, group)
-            kind: AttnMaskType | _Mask = attn_mask_type
-            offsets = (attention_mask, attention_mask)
-            if is_split := len(chunks) > 1:
-                key, value = whole_sequence(key, value, group)
-                kind, offsets = _Mask.padding_causal_bottom_right, (attention_mask[0], attention_mask[1])
-            joined = [_joined(query.chunk(len(chunks)), repeats_first=is_split)]
-            joined += [_joined([one[: chunk.stop] for chunk in chunks], repeats_first=is_split) for one in (key, value)]
-            documents = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=offsets[0],
-                cu_seqlens_kv=offsets[1],
-                max_seqlen_q=len(chunks[0]),
-                max_seqlen_kv=length,
-            )
-            attended = super().forward(*joined, None, kind, packed_seq_params=documents)
-            of_chunks = attended.unflatten(0, (len(chunks), query.size(1), -1))[:, :, int(is_split) :]
-            return of_chunks.transpose(1, 2).flatten(0, 1).flatten(2).contiguous()
-
-    return DocumentAttention
+    return type("DocumentAttention", (_WithinDocuments, core_attention), {})
 
 
 def _joined(chunks: Sequence[Tensor], *, repeats_first: bool) -> Tensor:

@@ -209,7 +209,7 @@ def gpt_model(context: ModelContext) -> GPTModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PipelinePlace:
     """Stands in for the pipeline group where Megatron only asks for the place of a chunk in it."""
 
     number: int
@@ -232,7 +232,7 @@ def _placed(context: ModelContext) -> tuple[TransformerConfig, ProcessGroupColle
     if context.num_stages > 1:
         transformer.num_layers_in_first_pipeline_stage = context.layers.start
         transformer.num_layers_in_last_pipeline_stage = transformer.num_layers - context.layers.start
-    groups.pp = _Place(context.stage, context.num_stages)
+    groups.pp = _PipelinePlace(context.stage, context.num_stages)
     if isinstance(groups, GroupCollection):
         # Experts ask in checkpoints which ranks have the same ones. Megatron's wrapper, which sums gradients over these
         # ranks, must not know them.

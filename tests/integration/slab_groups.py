@@ -224,13 +224,9 @@ def _train_alone(trainer: GroupTrainer, step: int, work: Sequence[Microbatch]) -
 
 
 def _combined(trainer: GroupTrainer) -> list[str]:
-    agreement = GroupAgreement(
-        Member(MEMBERS[0]),
-        dist.group.WORLD,
-        SimpleNamespace(),
-        TIMEOUT_S,
-        num_positions=trainer.num_positions,  # type: ignore[arg-type]
-    )
+    log: Any = SimpleNamespace()
+    member = Member(MEMBERS[0])
+    agreement = GroupAgreement(member, dist.group.WORLD, log, TIMEOUT_S, num_positions=trainer.num_positions)
     return agreement.combine_digests(
         trainer.by_position(
             lambda slab: [one(slab).hexdigest() for one in (trainer.params_digest, trainer.rest_of_state)]

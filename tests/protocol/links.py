@@ -203,4 +203,4 @@ class Links:
         return [EntryRead(index=index, entry=entry)]
 
     def _voice(self, log: DecisionLog) -> GroupAgreement:
-        return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in)
+        return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in, num_positions=1)

@@ -17,7 +17,7 @@ class _Rank(GroupAgreement):
 
     def __init__(self, rank: int, store: MemoryStore, messages: list[torch.Tensor]) -> None:
         ranks = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
-        super().__init__(Member(GroupId(0)), ranks, DecisionLog(store), 1.0)  # type: ignore[arg-type]
+        super().__init__(Member(GroupId(0)), ranks, DecisionLog(store), 1.0, num_positions=1)  # type: ignore[arg-type]
         self._messages = messages
 
     def _send_from_leader(self, values: torch.Tensor) -> None:

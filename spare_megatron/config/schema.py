@@ -1,7 +1,7 @@
 """The schema of a run's configuration. A field's type has its limit; the string below it is its help for users."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from spare_megatron.config.limits import (
@@ -19,6 +19,7 @@ from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
+from spare_megatron.stacking.slabs import Slabs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,10 @@ class LayoutConfig:
     """Number of pipeline stages."""
     virtual_pipeline: PositiveInt = 1
     """Model chunks per stage; above 1 selects the interleaved schedule."""
+    least_pipeline_parallel: PositiveInt | None = None
+    """Fewest pipeline stages with which a group goes on whose machines are lost, on those that are left, until others
+    make it whole again; if absent it waits for these. Each rank then holds more of the model: see `spare config show`.
+    """
 
     @property
     def most_groups(self) -> int:
@@ -552,7 +557,18 @@ class RunConfig:
             pipeline_parallel=self.layout.pipeline_parallel,
             num_nodes=self.cluster.num_nodes,
             num_further=self.layout.most_groups - self.layout.num_groups,
+            least_pipeline_parallel=self.layout.least_pipeline_parallel,
         )
+
+    @property
+    def slabs(self) -> Slabs | None:
+        """What stages are made of; None if all pipelines have as many."""
+        lengths = self.parallel.lengths
+        return Slabs(self.model.num_layers, lengths) if len(lengths) > 1 else None
+
+    def with_stages(self, stages: int) -> "RunConfig":
+        """The configuration of a group with so many stages, as its own ranks see it."""
+        return replace(self, layout=replace(self.layout, pipeline_parallel=stages))
 
     @property
     def placement(self) -> Placement:

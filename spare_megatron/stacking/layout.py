@@ -45,6 +45,8 @@ class Layout:
     """Machines; each holds an equal block of consecutive ranks."""
     num_further: int = 0
     """Of the groups the last ones, which host no shard and do not take part before they are asked to."""
+    least_pipeline_parallel: int | None = None
+    """Stages of a group that lacks machines, at least; None if every group has `pipeline_parallel`."""
 
     @property
     def num_home_groups(self) -> int:
@@ -62,6 +64,17 @@ class Layout:
     @property
     def ranks_per_stage(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Stages that a group may have, most first: all of them, and fewer where these fill whole machines.
+
+        >>> Layout(num_groups=2, pipeline_parallel=8, least_pipeline_parallel=3, num_nodes=8).lengths
+        (8, 6, 4)
+        """
+        fewer = range(self.pipeline_parallel - 1, (self.least_pipeline_parallel or self.pipeline_parallel) - 1, -1)
+        fitting = (stages for stages in fewer if not stages * self.ranks_per_stage % self.ranks_per_node)
+        return (self.pipeline_parallel, *fitting)
 
     def lane_of(self, rank: int) -> int:
         """The lane of a rank inside its group.
@@ -112,13 +125,15 @@ class Layout:
         """
         return rank == 0 or self.node_of(group, rank) != self.node_of(group, rank - 1)
 
-    def nodes_of(self, group: GroupId) -> list[int]:
-        """Nodes that hold a rank of the group, ascending.
+    def nodes_of(self, group: GroupId, stages: int | None = None) -> list[int]:
+        """Nodes that hold a rank of the group, ascending: of these first stages, or of all.
 
-        >>> Layout(num_groups=2, pipeline_parallel=4, num_nodes=4).nodes_of(GroupId(1))
-        [2, 3]
+        >>> layout = Layout(num_groups=2, pipeline_parallel=4, num_nodes=4)
+        >>> layout.nodes_of(GroupId(1)), layout.nodes_of(GroupId(1), stages=2)
+        ([2, 3], [2])
         """
-        return sorted({self.node_of(group, rank) for rank in range(self.ranks_per_group)})
+        num_ranks = self.ranks_per_group if stages is None else stages * self.ranks_per_stage
+        return sorted({self.node_of(group, rank) for rank in range(num_ranks)})
 
     @property
     def most_peers_on_node(self) -> int:

@@ -261,6 +261,8 @@ class StartRecord(OfGroup):
     incarnation: int
     num_ranks: int
     num_spares: int
+    stages: int | None = None
+    """Of the group's pipeline, if fewer than usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ class RankSpec:
     the process; a spec that is sent has none. `seconds_left`: until the run ends with the current step.
     `wiped_out_at_s`: monotonic time at which the supervisor learned of the wipe-out that caused this start. `code`: the
     driver's digest. `gpu`: UUID of the only GPU that the process sees; empty on CPUs, and where its machine lacks one.
+    `stages`: of the group's pipeline, if fewer than usual.
     """
 
     config: RunConfig
@@ -37,6 +38,17 @@ class RankSpec:
     wiped_out_at_s: float | None = None
     snapshot_server: SnapshotServerAddress | None = None
     code: str = field(default_factory=code_digest)
+    stages: int | None = None
+
+    @property
+    def own_config(self) -> RunConfig:
+        """The configuration with the pipeline of this group."""
+        return self.config if self.stages is None else self.config.with_stages(self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group, in this incarnation."""
+        return self.own_config.parallel.ranks_per_group
 
     @property
     def name(self) -> str:

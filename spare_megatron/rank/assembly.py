@@ -102,7 +102,7 @@ class Assembly:
         check_weights(config.checkpoint)
         begins = not spec.incarnation and not config.checkpoint.load
         hosted = _hosted_at_first(spec, self._controller) if begins else ()
-        trainer = GroupTrainer(config, self._device, self._probe, hosted=hosted)
+        trainer = GroupTrainer(spec.own_config, self._device, self._probe, hosted=hosted, slabs=config.slabs)
         if audit_policy(config) is not None:
             check_same_device(self._device, spec.group, self._store)
         if config.data.access == "shared":

@@ -85,7 +85,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
         "nccl" if device.type != "cpu" else "gloo",
         store=store.rendezvous(keys.world(spec.member), spec.rank, timeout_s),
         rank=spec.rank,
-        world_size=spec.config.parallel.ranks_per_group,
+        world_size=spec.num_ranks,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )

@@ -108,7 +108,7 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
         run_dir=real_paths(str(spec.run_dir.absolute())),
         group=spec.group,
         rank=spec.rank,
-        num_ranks=spec.config.parallel.ranks_per_group,
+        num_ranks=spec.num_ranks,
         num_bytes=num_bytes,
         sha256=sha256,
         params_sha256=trainer.params_sha256(),

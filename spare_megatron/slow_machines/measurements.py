@@ -9,7 +9,7 @@ from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.machine.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.reports import NodeMeasured, RankKey
-from spare_megatron.stacking.layout import MachineId
+from spare_megatron.stacking.layout import GroupId, MachineId
 
 _LEAST_STEPS = 4
 _LEAST_S = 2.0
@@ -31,6 +31,11 @@ class _Begin:
 
 class MeasuredRanks(Protocol):
     """The processes of the ranks on one node."""
+
+    @property
+    def stages(self) -> Mapping[GroupId, int | None]:
+        """Of groups that have fewer than usual: their ranks compute more than those at their position elsewhere."""
+        ...
 
     @property
     def pids(self) -> Mapping[RankKey, int]: ...
@@ -98,7 +103,8 @@ class Measurements:
         )
 
     def _read(self, now_s: float) -> _Begin:
-        pages = {key: (pid, self._ranks.page(key)) for key, pid in self._ranks.pids.items()}
+        alike = {key: pid for key, pid in self._ranks.pids.items() if self._ranks.stages[key[0]] is None}
+        pages = {key: (pid, self._ranks.page(key)) for key, pid in alike.items()}
         ranks = {key: (pid, self._totals(key, pid, page)) for key, (pid, page) in pages.items() if page is not None}
         return _Begin(now_s, ranks, read_machine(), self._answers())
 

@@ -100,6 +100,13 @@ def group_incarnation(group: GroupId) -> str:
     return f"incarnation/{group}"
 
 
+def group_stages(member: Member) -> str:
+    """Stages of the incarnation, where groups may have fewer than usual. Written by the first supervisor to start it;
+    read by all of its group.
+    """
+    return f"stages/{member.group}/{member.incarnation}"
+
+
 def assignment(index: int) -> str:
     """Entry of the list of assignments. Written once, by the supervisor that assigns; read by those without ranks."""
     return f"assignment/{index:010}"

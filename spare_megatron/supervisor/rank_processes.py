@@ -147,6 +147,8 @@ class RankProcesses:
             struck = {record for key in self._keys if spec.faults for record in faults_struck(spec.run_dir, *key)}
             self._faults = {fault for fault in spec.faults if fault_record(fault) not in struck}
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
+        self.stages: dict[GroupId, int | None] = dict.fromkeys(self._incarnations)
+        """With which groups start again, if fewer than usual."""
         self.snapshot_server = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._end_asked = 0  # as on the heartbeat pages
         self._leave_asked: frozenset[GroupId] = frozenset()
@@ -219,6 +221,7 @@ class RankProcesses:
             wiped_out_at_s=wiped_out_at_s,
             snapshot_server=None if self.snapshot_server is None else self.snapshot_server.address,
             code=self._spec.code,
+            stages=self.stages[group],
         )
         process.become(spec)
         self._processes[key] = process

@@ -37,6 +37,9 @@ class Launcher(Protocol):
     def replaces(self) -> bool:
         """Whether a lost supervisor is started again, on the same node or another one."""
 
+    def lacks(self, node: int) -> bool:
+        """Whether there is no machine for this node when the run begins: it begins without."""
+
     def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts `spare supervise` for this node; None if a user is to do that, or no node is free now."""
 
@@ -48,6 +51,9 @@ class ByHand:
     """For users who run `spare supervise` on every other node, and again on a node that is back after its loss."""
 
     replaces = True
+
+    def lacks(self, node: int) -> bool:  # noqa: ARG002  (whoever is late is missed)
+        return False
 
     def start(self, run_dir: Path, node: int, incarnation: int) -> None:
         """Leaves the start to the user."""
@@ -85,12 +91,13 @@ class _RemoteSupervisor:
         """Runs one supervisor after another, until the run ends or the launcher does not replace a lost one."""
         try:
             while True:
-                supervisor, began_s = self._start_supervisor(), time.monotonic()
+                is_lacking = not self._incarnation and self._launcher.lacks(self._spec.node)
+                supervisor, began_s = None if is_lacking else self._start_supervisor(), time.monotonic()
                 if supervisor is not None and self._forward(supervisor):
                     self._end_step(_END_S)
                     return
                 if not self._has_begun:
-                    cause = self._why_missing(has_connected=supervisor is not None)
+                    cause = self._why_missing(is_lacking=is_lacking, has_connected=supervisor is not None)
                     self._report(reports.NodeMissing(node=self._spec.node, cause=cause))
                 self._end_step()
                 if not self._launcher.replaces:
@@ -140,8 +147,10 @@ class _RemoteSupervisor:
         say(f"node {spec.node}: no supervisor has connected")
         return None
 
-    def _why_missing(self, *, has_connected: bool) -> str:
+    def _why_missing(self, *, is_lacking: bool, has_connected: bool) -> str:
         node, step = self._spec.node, self._step
+        if is_lacking:
+            return f"node {node}: the job has fewer nodes than cluster.num_nodes={self._spec.config.cluster.num_nodes}"
         code = None if step is None else step.poll()
         if has_connected:
             reason = "its supervisor was lost before training began"

@@ -34,7 +34,13 @@ from spare_megatron.supervisor.places.group_reforming import (
     GroupReforming,
     PlaceTaken,
 )
-from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous, PartFenced, PartsReady, present_members
+from spare_megatron.supervisor.places.group_rendezvous import (
+    GroupRendezvous,
+    PartFenced,
+    PartsReady,
+    is_without,
+    present_members,
+)
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop
@@ -116,6 +122,13 @@ class HasLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunsWithout:
+    """Nothing is to be fenced: this incarnation of the group has so few stages that none is on this node."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceChanged:
     """This machine's place is another from now on; None if it has lost its place to another machine."""
 
@@ -124,18 +137,19 @@ class PlaceChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineChanged:
-    """This machine's quarantine, by an entry of the list of assignments; None if it is in none. `slow_groups` have a
-    machine in their places here or elsewhere that is in quarantine because it is slow.
+    """This machine's quarantine, by an entry of the list of assignments; None if it is in none. `leaving`: groups here
+    that are to leave and come back, as a machine in their places is slow, or machines suffice for more stages.
     """
 
     own: Quarantine | None = None
     by: Assigned | None = None
-    slow_groups: frozenset[GroupId] = frozenset()
+    leaving: frozenset[GroupId] = frozenset()
 
 
 LinkEvent = (
     FenceWritten
     | HasLeft
+    | RunsWithout
     | NodeSilent
     | PartFenced
     | PartsReady
@@ -210,9 +224,11 @@ class StoreLink:
         """Requests a fence, which is written as soon as the store answers."""
         self._wanted.put(lambda store, log: self._fence(store, log, wanted))
 
-    def publish_incarnation(self, member: Member) -> None:
-        """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
-        self._wanted.put(lambda store, _: self._on_started(store, member))
+    def publish_incarnation(self, member: Member, stages: int | None) -> None:
+        """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log.
+        `stages`: if fewer than usual.
+        """
+        self._wanted.put(lambda store, _: self._on_started(store, member, stages))
 
     def give_place_up(self) -> None:
         """Publishes that this machine's place may be given to another, as it loses its group again and again."""
@@ -283,9 +299,9 @@ class StoreLink:
         wanted(store, log)
         return True
 
-    def _on_started(self, store: ControlStore, member: Member) -> None:
+    def _on_started(self, store: ControlStore, member: Member, stages: int | None) -> None:
         store.put(keys.group_incarnation(member.group), str(member.incarnation))
-        self._parts.note_started(member)
+        self._parts.note_started(member, stages)
         self._follower = None
 
     def _start_following(self, follower: LogFollower) -> None:
@@ -312,6 +328,9 @@ class StoreLink:
 
     def _fence(self, store: ControlStore, log: DecisionLog, wanted: FenceWanted) -> None:
         member = wanted.member or present_members(store, [wanted.group])[0]
+        if wanted.member is None and is_without(store, self._layout, member, self._node):
+            self._outbox.send(RunsWithout(member=member))
+            return
         index = self._parts.find_fence(store, member)
         if index is None and wanted.member is None and store.exists(keys.has_left(member, self._node)):
             self._outbox.send(HasLeft(member=member))
@@ -366,11 +385,13 @@ class StoreLink:
         places = self._assignments.places
         own = places.quarantine_of(self._holding.machine)
         slow = [places.held_by(one.machine) for one in places.quarantines if one.cause == "slow"]
-        slow_groups = {group for held in slow if held is not None for group in self._layout.groups_on(held.place)}
+        slow_groups = frozenset(
+            group for held in slow if held is not None for group in self._layout.groups_on(held.place)
+        )
         changed = QuarantineChanged(
             own=own,
             by=None if own is None else self._assignments.beginning_of(own),
-            slow_groups=frozenset(slow_groups).intersection(self._layout.groups_on(self._node)),
+            leaving=slow_groups.intersection(self._layout.groups_on(self._node)) | self._parts.growing(places),
         )
         if changed != self._quarantine:
             self._quarantine = changed
@@ -437,6 +458,7 @@ class StoreLink:
         cause = self._absences[other].poll(self._last_beats[other], now_s)
         if cause and other not in self._silent:
             present = present_members(store, self._layout.groups_on(other))
+            present = [member for member in present if not is_without(store, self._layout, member, other)]
             # A fence of a group that has left would cost the others a reduction.
             texts = store.get([keys.has_left(member, other) for member in present])
             left = tuple(member for member, text in zip(present, texts, strict=True) if text is not None)

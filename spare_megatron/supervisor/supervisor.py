@@ -113,7 +113,7 @@ class Supervisor:
         self._head_hint = 0
         self._faults = NodeFaults(spec, self._ranks, self._timers, network, self._driver.report)
         examiner.limit, examiner.page = self._faults.limit, self._ranks.first_page
-        self._slow_groups: frozenset[GroupId] = frozenset()  # that are to leave as a machine of theirs is slow
+        self._leaving: frozenset[GroupId] = frozenset()  # groups that are to leave for what their machines are
         self._polled_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         machine = MachineId(spec.node) if taken is None else taken.holding.machine
@@ -309,7 +309,7 @@ class Supervisor:
             self._asked = self._requests.receive()
             if len(self._asked) == self._spec.config.parallel.num_groups:  # all machines are about to go
                 self.end_requests.request("requests to all groups to leave")
-            self._ranks.ask_to_leave(self._asked | self._slow_groups)
+            self._ranks.ask_to_leave(self._asked | self._leaving)
             self._restarts.on_asked(self._asked)
 
     def _handle_order(self) -> None:
@@ -464,7 +464,10 @@ class Supervisor:
                     elif member == self._ranks.next_member(member.group):
                         self._ranks.adopt(member)
                         self._restarts.on_missed(member.group)
-                case PartsReady(member=member):
+                case store_watch.RunsWithout(member=member):
+                    self._wait_out(member)
+                case PartsReady(member=member, stages=stages):
+                    self._ranks.stages[member.group] = stages
                     self._restarts.start(member.group)
                 case store_watch.LogStopped(stop=stop):
                     if isinstance(stop, AwaitHosts):
@@ -489,10 +492,17 @@ class Supervisor:
                 case store_watch.LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
+    def _wait_out(self, member: Member) -> None:
+        """The group's present incarnation does without this machine, which takes part in a later one."""
+        self._num_fences_wanted -= 1
+        self._ranks.adopt(Member(member.group, member.incarnation - 1))
+        self._lost.add(member.group)
+        self._restarts.on_missed(member.group)
+
     def _on_quarantine(self, change: store_watch.QuarantineChanged) -> None:
-        """Starts no group while this machine is in quarantine, and asks groups to leave that a slow machine is in."""
-        self._slow_groups = change.slow_groups
-        self._ranks.ask_to_leave(self._asked | self._slow_groups)
+        """Starts no group while this machine is in quarantine, and asks groups to leave whose machines change."""
+        self._leaving = change.leaving
+        self._ranks.ask_to_leave(self._asked | self._leaving)
         if change.own is None:
             self._restarts.release()
             return
@@ -563,11 +573,17 @@ class Supervisor:
         self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
-        num_ranks = len(self._ranks.of(group))
+        num_ranks, stages = len(self._ranks.of(group)), self._ranks.stages[group]
         self._journal.write(
-            StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
+            StartRecord(
+                group=group,
+                incarnation=member.incarnation,
+                num_ranks=num_ranks,
+                num_spares=num_spares,
+                stages=stages,
+            )
         )
-        self._link.publish_incarnation(member)
+        self._link.publish_incarnation(member, stages)
         self._is_following = False
         self._driver.report(reports.RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))

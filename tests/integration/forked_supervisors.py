@@ -36,6 +36,9 @@ class Forks:
 
     replaces: bool = True
 
+    def lacks(self, node: int) -> bool:
+        return False
+
     def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
         process = multiprocessing.get_context("fork").Process(target=supervise, args=(os.getpid(), run_dir, node))
         process.start()

@@ -453,12 +453,12 @@ class Supervisor:
                 self.restarts.start(self.group)
             case Assigned():
                 self._journal(event.record(self.world.layout))
-            case QuarantineChanged(own=own, by=by, slow_groups=slow_groups):
+            case QuarantineChanged(own=own, by=by, leaving=leaving):
                 self.is_quarantined = own is not None
                 (self.restarts.release if own is None else self.restarts.hold)()
                 if by is not None:
                     self._journal(by.record(self.world.layout))
-                for group in slow_groups:
+                for group in leaving:
                     self.world.let_slow_group_leave(group)
             case ExaminationWanted():
                 self.examine(event)
@@ -492,7 +492,7 @@ class Supervisor:
         self._journal(StartRecord(group=group, incarnation=self.incarnation + 1, num_ranks=1, num_spares=0))
         self.incarnation, self.runs, self.is_lost, self.is_up = self.incarnation + 1, True, False, False
         self.world.joined[self.member].add((self.place, self.machine))
-        self.link.publish_incarnation(self.member)
+        self.link.publish_incarnation(self.member, None)
 
     def on_ready(self) -> None:
         if not self.is_up:

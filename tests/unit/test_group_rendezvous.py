@@ -38,7 +38,7 @@ def places_in(store: MemoryStore, layout: Layout) -> Places:
 
 def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) -> list[bool]:
     """What is found of nodes 4 and 5 with these beats, a tick apart."""
-    gathering = PartReadiness((4, 5), INTERVAL_S)
+    gathering = PartReadiness(INTERVAL_S)
     return [gathering.poll(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
 
 
@@ -133,11 +133,11 @@ def test_a_loss_is_reported_to_the_other_nodes_of_the_group_for_its_incarnation_
     assert one.events == stranger.events == []
     found = [stranger.parts.find_fence(store, Member(GROUP, incarnation)) for incarnation in (0, 1)]  # type: ignore[arg-type]
     assert found == [7, None], "it need not be written again"
-    other.parts.note_started(NEXT)
+    other.parts.note_started(NEXT, None)
     other.look(2)
     assert len(other.events) == 1
     stranger.fenced(NEXT)  # it watches the first node
-    one.parts.note_started(NEXT)
+    one.parts.note_started(NEXT, None)
     look_both(one, other)
     assert one.events == [other.events[1]] == [PartFenced(member=NEXT, rank=1, cause="SIGKILL")]
 
@@ -290,7 +290,7 @@ class Node:
     def start(self, group: GroupId, takes_spares: bool) -> None:
         self.world.begins(self, self.incarnation + 1)
         self.incarnation, self.runs, self.is_up = self.incarnation + 1, True, False
-        self.parts.note_started(self.member)
+        self.parts.note_started(self.member, None)
 
     def up(self) -> None:
         if not self.is_up:

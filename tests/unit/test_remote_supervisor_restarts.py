@@ -80,6 +80,9 @@ class Launcher:
         self.calls: list[str] = []
         self.steps: list[Step | Broken] = []
 
+    def lacks(self, node: int) -> bool:
+        return False
+
     def start(self, run_dir: Path, node: int, incarnation: int) -> Any:
         self.calls.append(f"start {incarnation}")
         begin = self._supervisors.pop(0)

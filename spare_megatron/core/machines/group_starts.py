@@ -110,15 +110,14 @@ def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, 
 class PartReadiness:
     """Whether all nodes of a group are present, so that its next incarnation can start on all of them together."""
 
-    def __init__(self, nodes: Collection[int], interval_s: float) -> None:
-        self._nodes = tuple(nodes)
+    def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._beats: dict[int, tuple[str | None, float]] = {}  # the last beat, and when it moved
 
     def poll(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
-        """Whether all nodes are in `ready` and present at this monotonic time; `beats` is None without heartbeat."""
-        for node in self._nodes:
+        """Whether the nodes of `beats` are in `ready` and present at this monotonic time; None is no heartbeat."""
+        for node in beats:
             beat, since_s = self._beats.get(node, (beats[node], -math.inf))  # the first beat seen may be stale
             self._beats[node] = (beat, since_s) if beats[node] in (None, beat) else (beats[node], now_s)
         fresh_s = _FRESH_INTERVALS * self._interval_s
-        return all(node in ready and now_s - self._beats[node][1] < fresh_s for node in self._nodes)
+        return all(node in ready and now_s - self._beats[node][1] < fresh_s for node in beats)

@@ -51,12 +51,15 @@ def nodes_of(job_id: JobId) -> tuple[str, ...]:
 
 
 def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's nodes in the order of the run, by rack if known, spares last. ValueError: they are too few."""
+    """Names of the job's nodes in the order of the run, by rack if known, spares last: fewer than `cluster.num_nodes`
+    if groups may have fewer stages. ValueError: they are too few.
+    """
     names, num_nodes = nodes_of(job_id), config.cluster.num_nodes
-    if len(names) < num_nodes:
+    if len(names) < num_nodes and len(config.parallel.lengths) == 1:
         raise ValueError(
             f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
-            f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
+            f"for more (sbatch --nodes), lower cluster.num_nodes and the layout, or set layout.least_pipeline_parallel "
+            f"for groups that go on with fewer nodes"
         )
     return order_by_rack(names, racks, num_nodes, nodes_per_domain(config.spare, config.parallel))
 

@@ -70,6 +70,9 @@ class SrunLauncher:
     _held: str = field(default="", init=False)
     _last: str = field(default="", init=False)
 
+    def lacks(self, node: int) -> bool:
+        return node >= len(self.nodes)
+
     def start(self, run_dir: Path, node: int, incarnation: int) -> subprocess.Popen[bytes] | None:
         """Starts the supervisor with srun. Returns None if no node is free now."""
         name = self._choose(run_dir, node, incarnation)

@@ -150,7 +150,7 @@ class GroupReforming:
             return None
         unhosted = self._unhosted([member.group for member in empty])
         assignment = places.reform(found, self._groups_per_domain, unhosted)
-        return assignments.append(assignment) if assignment.holdings else None
+        return assignments.append(assignment) if assignment.holdings or assignment.stages else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
         """Takes a place for the machine, and ends its quarantine. ValueError: it was replaced itself."""

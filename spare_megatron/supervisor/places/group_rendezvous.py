@@ -4,6 +4,7 @@ cause) and that its node is ready for the next (`keys.part_ready`). No node lead
 ready.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,17 @@ from spare_megatron.voting.fencing import fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsReady:
-    """All nodes of the group are ready for this incarnation, which starts now."""
+    """All nodes of the group are ready for this incarnation, which starts now; `stages`: if fewer than usual."""
 
     member: Member
+    stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFenced:
-    """The incarnation that runs or is awaited here is fenced because of what another node has seen."""
+    """The incarnation that runs or is awaited here is fenced because of what another node has seen, or has been in the
+    run without this node, and left it.
+    """
 
     member: Member
     rank: int
@@ -55,6 +59,7 @@ class GroupRendezvous:
         self._on_event = on_event
         self._groups = [group for group in layout.groups_on(node) if self._is_divided(group)]
         self._present = {} if incarnation else {group: Member(group) for group in self._groups}
+        self._stages: dict[GroupId, int] = {}  # of the present incarnations, if fewer than usual
         self._waiting: dict[GroupId, tuple[Member, PartReadiness]] = {}
 
     @property
@@ -62,16 +67,25 @@ class GroupRendezvous:
         """Whether some group has no present incarnation here that is not fenced."""
         return len(self._present) < len(self._groups)
 
-    def note_started(self, member: Member) -> None:
-        """Notes that the group's ranks on this node run this incarnation."""
+    def growing(self, places: Places) -> frozenset[GroupId]:
+        """The groups here that have machines for more stages than they run with."""
+        return frozenset(
+            group for group in self._present if self._stages.get(group, math.inf) < places.stages_of(group)
+        )
+
+    def note_started(self, member: Member, stages: int | None) -> None:
+        """Notes that the group's ranks on this node run this incarnation; `stages`: if fewer than usual."""
         if self._is_divided(member.group):
             self._present[member.group] = member
+            self._stages.pop(member.group, None)
+            if stages is not None:
+                self._stages[member.group] = stages
 
     def publish_ready(self, store: ControlStore, member: Member) -> None:
         """Publishes that this node is ready for this incarnation; `poll` waits for the others."""
         self._present.pop(member.group, None)
         store.put(keys.part_ready(member, self._node), str(self._incarnation))
-        self._waiting[member.group] = member, PartReadiness(self._layout.nodes_of(member.group), self._interval_s)
+        self._waiting[member.group] = member, PartReadiness(self._interval_s)
 
     def find_fence(self, store: ControlStore, member: Member) -> int | None:
         """The entry that fences this incarnation, if a node has published one: all nodes of a group share one loss."""
@@ -92,13 +106,14 @@ class GroupRendezvous:
                 del self._present[member.group]
         for member, readiness in list(self._waiting.values()):
             # Other nodes may have started and lost it while this one believed a node to be away.
-            if self._is_fenced(store, member):
+            if self._is_fenced(store, member) or self._has_left(store, member):
                 del self._waiting[member.group]
-            elif self._are_ready(store, member, readiness, read_places):
+            elif stages := self._stages_if_ready(store, member, readiness, read_places):
                 del self._waiting[member.group]
                 # Before anything starts: a replacement supervisor must know of this incarnation.
                 store.put(keys.group_incarnation(member.group), str(member.incarnation))
-                self._on_event(PartsReady(member=member))
+                is_whole = stages == self._layout.pipeline_parallel
+                self._on_event(PartsReady(member=member, stages=None if is_whole else stages))
 
     def _is_fenced(self, store: ControlStore, member: Member) -> bool:
         (text,) = store.get([keys.part_fenced(member)])
@@ -107,24 +122,62 @@ class GroupRendezvous:
             self._on_event(PartFenced(member=member, rank=rank, cause=cause))
         return text is not None
 
-    def _are_ready(
+    def _has_left(self, store: ControlStore, member: Member) -> bool:
+        """Whether this incarnation, which is awaited here, has been in the run without this node, and left it."""
+        has_left = has_lengths(self._layout) and store.exists(
+            keys.has_left(member, self._layout.nodes_of(member.group)[0])
+        )
+        if has_left:
+            self._on_event(PartFenced(member=member, rank=-1, cause="it has left the run"))
+        return has_left
+
+    def _stages_if_ready(
         self, store: ControlStore, member: Member, readiness: PartReadiness, read_places: Callable[[], Places]
-    ) -> bool:
-        nodes = self._layout.nodes_of(member.group)
+    ) -> int | None:
+        """The stages with which this node starts its part now. The first node to start any decides for all: another
+        may have read more of the list of assignments.
+        """
+        group, layout = member.group, self._layout
+        if (begun := stages_of(store, layout, member)) is not None:
+            return begun if self._node in layout.nodes_of(group, begun) else None
+        nodes = layout.nodes_of(group)
         published = store.get([keys.part_ready(member, node) for node in nodes])
         beats = store.get([keys.beat(node) for node in nodes])
         # After the beats: an assignment is written before a beat stands for the machine that has not come yet.
         places = read_places()
+        stages = places.stages_of(group)
+        wanted = layout.nodes_of(group, stages)
         ready = [
             node
             for node, text in zip(nodes, published, strict=True)
             if text == str(places.incarnation_of(PlaceId(node)))
         ]
         present = {node: None if beat == ENDED else beat for node, beat in zip(nodes, beats, strict=True)}
-        return readiness.poll(ready, present, time.monotonic())
+        are_ready = readiness.poll(ready, {node: present[node] for node in wanted}, time.monotonic())
+        if not are_ready or self._node not in wanted:
+            return None
+        if has_lengths(layout):
+            stages = int(store.put_if_absent(keys.group_stages(member), str(stages)))
+        return stages if self._node in layout.nodes_of(group, stages) else None
 
     def _is_divided(self, group: GroupId) -> bool:
         return len(self._layout.nodes_of(group)) > 1
+
+
+def has_lengths(layout: Layout) -> bool:
+    """Whether groups may have pipelines of several lengths."""
+    return len(layout.lengths) > 1
+
+
+def stages_of(store: ControlStore, layout: Layout, member: Member) -> int | None:
+    """The stages of an incarnation that has been started again; None if all groups have equally many."""
+    (text,) = store.get([keys.group_stages(member)]) if has_lengths(layout) else (None,)
+    return None if text is None else int(text)
+
+
+def is_without(store: ControlStore, layout: Layout, member: Member, node: int) -> bool:
+    """Whether this incarnation has so few stages that none is on the node."""
+    return node not in layout.nodes_of(member.group, stages_of(store, layout, member))
 
 
 def publish_fence(store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:

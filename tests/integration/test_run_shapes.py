@@ -1,0 +1,136 @@
+"""Groups that lose a machine for good go on with fewer stages, and become whole again when a machine comes."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig, RunConfig
+from spare_megatron.faults.points import FaultPoint
+from spare_megatron.journal.records import PlacesRecord, StartRecord
+from spare_megatron.process.reports import GroupRejoined, RunEvent
+from spare_megatron.stacking.layout import GroupId, Member
+from tests.integration.forked_supervisors import Forked, Forks
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, assert_masked, complete_run, tiny_config
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 20
+LOST_IN = 8
+HEARTBEAT_S = 1.5
+"""As in test_run_reform.py."""
+COMES_BACK = (12, Member(GroupId(1), 1))
+"""The step at whose end the smaller group is admitted."""
+IS_WHOLE = (16, Member(GroupId(1), 2))
+"""The same of the group once it is whole again."""
+
+
+def kill_machine(group: int, rank: int) -> FaultConfig:
+    return FaultConfig(phase=FaultPoint.FORWARD, step=LOST_IN, group=group, rank=rank, kind="kill_supervisor")
+
+
+def shaped(corpus: Path, *, num_groups: int = 2, stages: int = 4, lanes: int = 1, **settings: Any) -> RunConfig:
+    """A run of groups that have a machine for each stage and may have one stage fewer."""
+    layout = LayoutConfig(
+        num_groups=num_groups,
+        data_parallel=lanes,
+        pipeline_parallel=stages,
+        least_pipeline_parallel=stages - 1,
+    )
+    return tiny_config(
+        corpus,
+        layout,
+        steps=STEPS,
+        rejoins=2,
+        mode="reproducible",
+        cluster=ClusterConfig(device="cpu", num_nodes=num_groups * stages),
+        heartbeat_s=HEARTBEAT_S,
+        **{"num_layers": 6, "num_microbatches": 4, **settings},
+    )
+
+
+def with_faults(config: RunConfig, *faults: FaultConfig) -> RunConfig:
+    return replace(config, faults=FaultsConfig(trace=faults))
+
+
+def starts(run: Run) -> set[tuple[int, int, int | None]]:
+    """Group, incarnation and stages of all starts after the first."""
+    return {(record.group, record.incarnation, record.stages) for record in run.journal.of(StartRecord)}
+
+
+def params(run: Run) -> str | None:
+    return run.summary.params_sha256
+
+
+VARIANTS = {
+    "dense": {"deal_by_pace": True},
+    "dropout and an output layer of its own": {
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "tie_embeddings": False,
+    },
+    "lanes": {"stages": 3, "lanes": 2},
+    "experts over lanes, in bf16": {"stages": 3, "lanes": 2, "num_experts": 2, "precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+def test_a_group_that_loses_a_machine_goes_on_with_fewer_stages_and_changes_no_bit(
+    text_corpus: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config = shaped(text_corpus, **settings)
+    whole = config.layout.pipeline_parallel
+    lanes = config.layout.data_parallel
+    lost = with_faults(config, kill_machine(1, rank=lanes * (whole - 2)))
+    run = complete_run(lost, tmp_path / "run", Watch(awaited=frozenset({COMES_BACK})))
+    assert_masked(run)
+    assert starts(run) == {(1, 1, whole - 1)}
+    # The machine of the last place takes that of the lost one.
+    (places,) = {record.index: record for record in run.journal.of(PlacesRecord)}.values()
+    assert places.holdings == [[2 * whole - 1, 2 * whole - 2, 1]]
+    assert places.stages == [[1, whole - 1]]
+    plain = complete_run(config, tmp_path / "plain")
+    assert params(run) == params(plain)
+
+
+def test_two_groups_that_lose_a_machine_each_go_on_side_by_side(text_corpus: Path, tmp_path: Path) -> None:
+    """Of three groups two have two stages of three: unequal parts of the layers stand beside each other in all sums."""
+    config = shaped(text_corpus, num_groups=3, stages=3)
+    lost = with_faults(config, kill_machine(0, rank=2), kill_machine(1, rank=0))
+    members = frozenset((COMES_BACK[0], Member(GroupId(group), 1)) for group in (0, 1))
+    run = complete_run(lost, tmp_path / "run", Watch(awaited=members))
+    assert_masked(run)
+    assert starts(run) == {(0, 1, 2), (1, 1, 2)}
+    assert params(run) == params(complete_run(config, tmp_path / "plain"))
+
+
+@dataclass(frozen=True)
+class LateForks(Forks):
+    """Starts no supervisor in the place of a lost one before a file is there."""
+
+    may_come: Path = Path()
+
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
+        return None if incarnation and not self.may_come.exists() else super().start(run_dir, node, incarnation)
+
+
+def test_a_smaller_group_becomes_whole_when_a_machine_comes(text_corpus: Path, tmp_path: Path) -> None:
+    """It leaves at a commit, and loses nothing: what it has computed counts."""
+    config = shaped(text_corpus)
+    launcher = LateForks(may_come=tmp_path / "may_come")
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, GroupRejoined):
+            launcher.may_come.touch()
+
+    watch = Watch(awaited=frozenset({COMES_BACK, IS_WHOLE}))
+    lost = with_faults(config, kill_machine(1, rank=3))
+    run = complete_run(lost, tmp_path / "run", watch, on_event, launcher=launcher)  # type: ignore[arg-type]
+    assert_masked(run)
+    assert starts(run) == {(1, 1, 3), (1, 2, None)}
+    found = {record.index: record.stages for record in run.journal.of(PlacesRecord)}
+    assert [stages for _, stages in sorted(found.items())] == [[[1, 3]], [[1, 4]]]
+    assert run.summary.groups_lost == 1
+    assert params(run) == params(complete_run(config, tmp_path / "plain"))

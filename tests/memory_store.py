@@ -20,6 +20,9 @@ class MemoryStore:
         self.delete(forget)
         return int(self.data[counter])
 
+    def put(self, key: str, value: str) -> None:
+        self.data[key] = value
+
     def counted(self, counter: str) -> int:
         return int(self.data.get(counter, 0))
 

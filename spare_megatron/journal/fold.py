@@ -239,6 +239,7 @@ def _log_terms(run: RunRecord) -> LogTerms:
         last_resort=run.last_resort,
         partitions=partitions,
         evaluation=policy if run.eval_every_steps else None,
+        num_stages=run.ranks_per_group // run.ranks_per_stage,
     )
 
 

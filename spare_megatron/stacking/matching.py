@@ -39,6 +39,8 @@ class SpreadProblem:
     """Time per round, at least 1, of all groups or of each."""
     rounds: Rounds = ONE_BY_ONE
     """The rounds that units take."""
+    lacking: IntArray | int = 0
+    """By how many of these rounds the pipeline fills sooner, of all groups or of each."""
     fetch: int | None = None
     """Time before a group can begin a cold unit, in the same unit of time; None if it never can."""
 
@@ -51,11 +53,11 @@ class SpreadProblem:
 
     def least_time(self, units: int) -> int:
         """The time that the fastest group needs for so many units."""
-        return int(np.min(self.pace)) * self.rounds.num_rounds(units)
+        return int(np.min(self._times(units)))
 
     def most_time(self, units: int) -> int:
         """The time in which every group is done with so many units, cold or not."""
-        return int(np.max(self.pace)) * self.rounds.num_rounds(units) + (self.fetch or 0)
+        return int(np.max(self._times(units))) + (self.fetch or 0)
 
     @property
     def cold_cost(self) -> int:
@@ -63,7 +65,10 @@ class SpreadProblem:
         return int(self.demand.sum()) + 1
 
     def _units(self, time: int) -> IntArray:
-        return self.rounds.num_units(np.asarray(time // self.pace, dtype=np.int64))
+        return self.rounds.num_units(np.asarray(time // self.pace + self.lacking, dtype=np.int64))
+
+    def _times(self, units: int) -> IntArray:
+        return np.asarray(self.pace * np.maximum(self.rounds.num_rounds(units) - self.lacking, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

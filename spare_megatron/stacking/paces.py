@@ -1,7 +1,8 @@
 """How long a group needs for its units of work: its pace, and the rounds that the pipeline schedule makes of the units.
 
 The pace is the time of one round, in thousandths of the pace of the group's like. Groups without lanes, pipeline fill
-and padding need one round per unit: pace x load.
+and padding need one round per unit: pace x load. A pipeline with fewer stages takes longer for a round, and is filled
+in fewer.
 """
 
 from bisect import bisect_left
@@ -57,21 +58,25 @@ class Paces:
 
     permille: Mapping[GroupId, int] = field(default_factory=dict)
     rounds: Rounds = ONE_BY_ONE
+    lacking: Mapping[GroupId, int] = field(default_factory=dict)
+    """Stages that the pipeline of a group lacks, which is filled in as many rounds fewer."""
 
     def among(self, is_alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
-        """The pace of each group, lost ones included; None if all surviving groups have the same.
+        """The pace and the lacking stages of each group, lost ones included; None if all surviving groups are alike.
 
-        >>> Paces(permille={GroupId(1): 2000}).among(np.array([True, True, False]))
-        array([1000, 2000, 1000])
+        >>> Paces(permille={GroupId(1): 2000}, lacking={GroupId(0): 1}).among(np.array([True, True, False]))
+        array([[1000, 2000, 1000],
+               [   1,    0,    0]])
         >>> Paces(permille={GroupId(1): 2000}).among(np.array([True, False, True])) is None
         True
         """
-        paces = np.full(is_alive.size, LIKE, dtype=np.int64)
-        for group, permille in self.permille.items():
-            if group < is_alive.size:
-                paces[group] = permille
-        present = paces[is_alive]
-        return None if (present == present[:1]).all() else paces
+        found = np.repeat([[LIKE], [0]], is_alive.size, axis=1)
+        for row, by_group in enumerate((self.permille, self.lacking)):
+            for group, value in by_group.items():
+                if group < is_alive.size:
+                    found[row, group] = value
+        present = found[:, is_alive]
+        return None if (present == present[:, :1]).all() else found
 
     def in_units_of(self, size: int) -> "Paces":
         """The same where a unit is as many microbatches."""
@@ -96,10 +101,10 @@ def slack_of(work: Work, paces: Paces) -> dict[GroupId, int]:
     """
     rounds = replace(paces.rounds, size=1)
     loads = {GroupId(group): int(load) for group, load in enumerate(work.loads.tolist()) if load}
-    times = {group: paces.permille.get(group, LIKE) * rounds.num_rounds(load) for group, load in loads.items()}
-    most = max(times.values(), default=0)
-    within = np.array([most // paces.permille.get(group, LIKE) for group in loads], dtype=np.int64)
-    units = rounds.num_units(within).tolist()
+    pace = np.array([paces.permille.get(group, LIKE) for group in loads], dtype=np.int64)
+    lacking = np.array([paces.lacking.get(group, 0) for group in loads], dtype=np.int64)
+    times = pace * (np.array([rounds.num_rounds(load) for load in loads.values()], dtype=np.int64) - lacking)
+    units = rounds.num_units(times.max(initial=0) // pace + lacking).tolist()
     return {group: (most - load) // rounds.lanes for (group, load), most in zip(loads.items(), units, strict=True)}
 
 

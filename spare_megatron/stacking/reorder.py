@@ -111,16 +111,18 @@ def patch_work(
 def _problem(
     placement: Placement, is_alive: BoolArray, demand: IntArray, kept: IntArray, fetch: int | None, paces: Paces
 ) -> SpreadProblem:
-    """To spread this demand, of which each pair keeps a part. Rounds count only where groups differ in pace."""
-    pace = paces.among(is_alive)
+    """To spread this demand, of which each pair keeps a part. Rounds count only where groups are unlike."""
+    unlike = paces.among(is_alive)
+    pace, lacking = (LIKE, 0) if unlike is None else unlike
     return SpreadProblem(
         placement=placement,
         is_alive=is_alive,
         demand=demand,
         free=kept,
         start=kept,
-        pace=LIKE if pace is None else pace,
-        rounds=ONE_BY_ONE if pace is None else paces.rounds,
+        pace=pace,
+        rounds=ONE_BY_ONE if unlike is None else paces.rounds,
+        lacking=lacking,
         fetch=fetch,
     )
 

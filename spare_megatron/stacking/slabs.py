@@ -33,5 +33,14 @@ class Slabs:
         firsts = [slab.start for slab in self.layers]
         return range(*(bisect_left(firsts, self._edge(one, length)) for one in (stage, stage + 1)))
 
+    def pace(self, length: int) -> int:
+        """That of a pipeline of so many stages, in thousandths of that of the longest: by the most layers of a stage.
+
+        >>> Slabs(12, (4, 3)).pace(3)
+        1333
+        """
+        most, of_longest = (-(-self.num_layers // stages) for stages in (length, self.lengths[0]))
+        return 1000 * most // of_longest
+
     def _edge(self, stage: int, length: int) -> int:
         return stage * self.num_layers // length

@@ -72,8 +72,8 @@ def reorder_stacks(
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
     problem = _one_unit_per_shard(placement, is_alive)
-    if (by_group := paces.among(is_alive)) is not None:
-        problem = replace(problem, pace=by_group, rounds=paces.rounds)
+    if (unlike := paces.among(is_alive)) is not None:
+        problem = replace(problem, pace=unlike[0], rounds=paces.rounds, lacking=unlike[1])
         return _fewest_moves(problem, order, position, least_spread(problem).makespan)
     bound = makespan_bound(problem)
     is_covered = (is_alive[placement.host_array] & (position < order.depth)).any(axis=1).all()

@@ -6,8 +6,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,13 @@ class Fenced(Exception):
 
 class GroupBroken(Exception):
     """A rank of this group is gone, so the group is lost."""
+
+
+class Announcement(NamedTuple):
+    """What a group that waits to be admitted publishes; `stages`: None if it has the whole pipeline."""
+
+    incarnation: int
+    stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,7 @@ class GroupAgreement:
     """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
     `ranks`: for CPU tensors, with a timeout beyond decision_timeout_s, the longest wait for an entry. `may_come_back`:
     groups that may ask to be admitted. `fan_in`: most groups whose votes one relay casts. `num_positions`: of slabs.
+    `stages`: of the group, None if it has the whole pipeline.
     """
 
     def __init__(
@@ -106,8 +114,10 @@ class GroupAgreement:
         fan_in: int = 1,
         *,
         num_positions: int,
+        stages: int | None = None,
     ) -> None:
         self.member = member
+        self._stages = stages
         self._may_come_back = tuple(may_come_back)
         self._fan_in = fan_in
         self._voters: Sequence[Member] = ()
@@ -240,15 +250,19 @@ class GroupAgreement:
         votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
         decoded = {text: decode(text, Vote) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
-        return VotesRead(attempt=attempt, votes=counted, waiting=self.waiting(voters))
+        waiting, stages = self.waiting(voters)
+        return VotesRead(attempt=attempt, votes=counted, waiting=waiting, stages=stages)
 
-    def waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
-        """Leader: the members, other than these groups, that have announced that they wait to be admitted."""
+    def waiting(self, voters: Sequence[Member]) -> tuple[tuple[Member, ...], dict[GroupId, int]]:
+        """Leader: the members, other than these groups, that have announced that they wait to be admitted; and the
+        stages of those that have fewer than the whole pipeline.
+        """
         present = {voter.group for voter in voters}
         absent = [group for group in self._may_come_back if group not in present]
-        found = read_values(self._log.store, [keys.waiting(group) for group in absent], int)
-        pairs = zip(absent, found, strict=True)
-        return tuple(Member(group, incarnation) for group, incarnation in pairs if incarnation is not None)
+        read = read_values(self._log.store, [keys.waiting(group) for group in absent], Announcement)
+        found = [(group, one) for group, one in zip(absent, read, strict=True) if one is not None]
+        waiting = tuple(Member(group, one.incarnation) for group, one in found)
+        return waiting, {group: one.stages for group, one in found if one.stages is not None}
 
     # ----------------------------------------------------------------------------------------------------- rejoining
 
@@ -261,11 +275,13 @@ class GroupAgreement:
     def announce(self) -> None:
         """On the leader, announces that the group is up and waits to be admitted."""
         if self.is_leader:
-            write_value(self._log.store, keys.waiting(self.member.group), self.member.incarnation)
+            announced = Announcement(self.member.incarnation, self._stages)
+            write_value(self._log.store, keys.waiting(self.member.group), announced)
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        write_value(self._log.store, keys.restart(waiting.member.group), set_fields(waiting))
+        announced = replace(waiting, stages=self._stages)
+        write_value(self._log.store, keys.restart(waiting.member.group), set_fields(announced))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""

@@ -36,6 +36,8 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         microbatches_per_shard=config.unit_ramp.largest,
         ramp=config.unit_ramp,
         rounds=config.rounds if spare.deal_by_pace else None,
+        num_stages=config.layout.pipeline_parallel,
+        slabs=config.slabs,
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",

@@ -165,14 +165,15 @@ class Voting:
         end_s = time.monotonic() + _TURN_S
         interval_s = max(_POLL_S, _POLL_S_PER_GROUP * len(action.voters))
         while True:
-            waiting = self.agreement.waiting(action.voters)
+            waiting, stages = self.agreement.waiting(action.voters)
             groups = {member.group for member in waiting}
             if not groups <= self._have_waited:
                 self._have_waited |= groups
                 self._since_s = time.monotonic()
             is_new, self._reported = waiting != self._reported, waiting
             if is_new or time.monotonic() >= end_s or self.agreement.poll_entry(action.index, interval_s):
-                return HostsRead(waiting=waiting, waited_s=time.monotonic() - self._since_s)
+                waited_s = time.monotonic() - self._since_s
+                return HostsRead(waiting=waiting, waited_s=waited_s, stages=stages)
 
     # ----------------------------------------------------------------------------------------------- over the relays
 

@@ -5,7 +5,6 @@ or choose the moment of a fault more closely than a configuration can.
 """
 
 import json
-import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, read_values
 from spare_megatron.store.open_store import open_store
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.agreement import Announcement, GroupAgreement
 
 _TIMEOUT_S = 20.0
 _RESTART_TIMEOUT_S = 60.0
@@ -220,7 +219,10 @@ def _wait_until_waiting(spec: RankSpec, one_of: Sequence[Member]) -> None:
     store = open_store(spec.store)
     end_s = time.monotonic() + _RESTART_TIMEOUT_S
     waiting = [keys.waiting(member.group) for member in one_of]
-    while not any(map(operator.eq, read_values(store, waiting, int), [member.incarnation for member in one_of])):
+    while not any(
+        announced is not None and announced.incarnation == member.incarnation
+        for announced, member in zip(read_values(store, waiting, Announcement), one_of, strict=True)
+    ):
         if time.monotonic() > end_s:
             raise TimeoutError(f"none of {one_of} waits to be admitted")
         time.sleep(_POLL_S)

@@ -238,8 +238,8 @@ class Group:
         self._world.paused()
         is_over = self._world.is_patience_over
         if not self._world.is_written(action.index):
-            waiting = yield from self._links.waiting(action.voters)
-            event = HostsRead(waiting=waiting, waited_s=math.inf if is_over else 0.0)
+            waiting, stages = yield from self._links.waiting(action.voters)
+            event = HostsRead(waiting=waiting, waited_s=math.inf if is_over else 0.0, stages=stages)
             if (waiting, is_over) != self._seen:
                 self._seen = (waiting, is_over)
                 return [event]
@@ -503,7 +503,7 @@ class Group:
             state_digest=(spoiled or "right") if is_compared and self.held is None else "",
             copied_from=self._state_reports.copied_from,
             sums=self._evaluation.sums() if isinstance(action, AttemptEvaluation) and is_complete else (),
-            pace_ns=self._world.pace_ns(self.group, action.step) if self._has_work else 0,
+            pace_ns=self._world.pace_ns(self.member, action.step) if self._has_work else 0,
             leaves=self.leaves and isinstance(action, AttemptReduce),
             failure="" if is_complete else self._links.failure,
             has_wrong_sum=has_wrong_sum,

@@ -1,14 +1,13 @@
 """How a simulated group reaches others: sums over its communicator, and its voice in the log."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.entries import Fence, decode_entry
 from spare_megatron.core.log.events import EntryRead, VotesRead
-from spare_megatron.stacking.layout import Member
-from spare_megatron.store import keys
+from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
@@ -151,22 +150,18 @@ class Links:
 
     def announce(self) -> Steps:
         """Says that this incarnation waits to be admitted."""
-        member = self._member
-        yield from conversation(lambda store: store.put(keys.waiting(member.group), str(member.incarnation)))
+        yield from self.speak(lambda voice: voice.announce())
         self._world.num_announced += 1
 
     def with_waiting(self, event: VotesRead) -> Steps:
         """The votes, with those who wait to be admitted."""
-        return replace(event, waiting=(yield from self.waiting(self._controller.voters)))
+        waiting, stages = yield from self.waiting(self._controller.voters)
+        return replace(event, waiting=waiting, stages=stages)
 
-    def waiting(self, voters: Collection[Member]) -> Steps:
-        """Those who wait to be admitted beside these."""
-        present = {voter.group for voter in voters}
-        groups = [group for group in self._world.groups if group not in present]
-        if not groups:
-            return ()
-        found = yield from conversation(lambda store: store.get([keys.waiting(group) for group in groups]))
-        return tuple(Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None)
+    def waiting(self, voters: Sequence[Member]) -> Steps:
+        """Those who wait to be admitted beside these, and the stages of those that have fewer than others."""
+        log_type, groups = self._world.log_type, self._world.groups
+        return (yield from conversation(lambda store: self._voice(log_type(store), groups).waiting(voters)))
 
     # ------------------------------------------------------------------------------------------------------ the log
 
@@ -202,5 +197,9 @@ class Links:
             raise Fenced
         return [EntryRead(index=index, entry=entry)]
 
-    def _voice(self, log: DecisionLog) -> GroupAgreement:
-        return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in, num_positions=1)
+    def _voice(self, log: DecisionLog, may_come_back: Sequence[GroupId] = ()) -> GroupAgreement:
+        world = self._world
+        stages = world.stages_of(self._member)
+        return world.voice_type(
+            self._member, _LoneRank(), log, 1.0, may_come_back, world.fan_in, num_positions=1, stages=stages
+        )

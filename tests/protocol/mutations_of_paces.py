@@ -22,7 +22,7 @@ class CountsWhatItHasRead(Controller):
         actions = super()._decide(event, now_s)
         if actions and not (self.is_trained or self.is_evaluating):
             measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns}
-            self._paces.fold(exceptions(measured, self._paces.dealt), self.members, self._idle())
+            self._paces.fold(exceptions(measured, self._paces.dealt), self.members, self._idle(self.members))
         return actions
 
 

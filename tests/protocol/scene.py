@@ -7,10 +7,14 @@ from random import Random
 from typing import NamedTuple
 
 from spare_megatron.stacking.batch_ramp import BatchRamp
+from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.order import Granularity
+from spare_megatron.stacking.slabs import Slabs
 
 MAX_BREAKS = 4
 """Reductions that break between living groups; the controller halts a run at more than five in a row."""
+
+NUM_LAYERS = 12
 
 FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "replace", "break", "corrupt")
 """What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
@@ -73,6 +77,15 @@ class Scene:
     """Of every group."""
     row_size: int = 1
     """Microbatches of a unit of work, which lanes compute together."""
+    lengths: tuple[int, ...] = (1,)
+    """Stages that groups may have, most first, as in the beginning; a group that comes back has one of them."""
+
+    @property
+    def slabs(self) -> Slabs:
+        return Slabs(NUM_LAYERS, self.lengths)
+
+    def stages_of(self, member: Member) -> int:
+        return self.lengths[(member.group + member.incarnation) % len(self.lengths) if member.incarnation else 0]
 
     def with_lanes(self, num_lanes: int, row_size: int) -> "Scene":
         return replace(self, num_lanes=num_lanes, row_size=row_size)

@@ -135,7 +135,9 @@ class World:
             ramp=scene.ramp,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
-            rounds=None if scene.slow is None else Rounds(fill=1),
+            rounds=self._rounds(scene),
+            num_stages=scene.lengths[0],
+            slabs=scene.slabs,
             saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             partitions=PartitionSetup(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             evaluation=evaluation,
@@ -143,6 +145,11 @@ class World:
             pause_s=1.0 if scene.pauses else None,
             audits=self._audit_policy(scene),
         )
+
+    def _rounds(self, scene: Scene) -> Rounds | None:
+        if len(scene.lengths) > 1:
+            return Rounds(fill=scene.lengths[0] - 1)
+        return None if scene.slow is None else Rounds(fill=1)
 
     def _audit_policy(self, scene: Scene) -> AuditPolicy | None:
         if not scene.audit_every_steps:
@@ -168,10 +175,17 @@ class World:
 
     # ----------------------------------------------------------------------------------------------- for the groups
 
-    def pace_ns(self, group: GroupId, step: int) -> int:
+    def stages_of(self, member: Member) -> int | None:
+        """Its stages, if it has fewer than groups have in the beginning."""
+        stages = self._scene.stages_of(member)
+        return stages if stages < self._scene.lengths[0] else None
+
+    def pace_ns(self, member: Member, step: int) -> int:
         """What the group measures in a step; no two groups the same."""
-        factors = [one.factor for one in self._scene.slow or () if one.group == group and one.first <= step < one.end]
-        return (10_000 + 10 * group) * max(factors, default=1)
+        group, slow = member.group, self._scene.slow or ()
+        factors = [one.factor for one in slow if one.group == group and one.first <= step < one.end]
+        by_stages = self._scene.lengths[0] / self._scene.stages_of(member)
+        return int((10_000 + 10 * group) * max(factors, default=1) * by_stages)
 
     def now_s(self, process: str) -> float:
         return self.num_moves + self._clock_skew_s[process]

@@ -1,11 +1,13 @@
 """How the leader of a group passes log entries to its other ranks."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from spare_megatron.core.log.entries import Commit, Entry, Fence, encode_entry
+from spare_megatron.core.log.events import RestartState
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
@@ -78,3 +80,30 @@ def test_a_leader_whose_entry_came_too_late_reads_the_one_that_stands() -> None:
     late.append(0, _fence("second"))
     assert late.read_entry(0) == _fence("first")
     assert leader.read_entry(0) == other.read_entry(0) == _fence("first")
+
+
+def test_a_leader_reads_who_waits_and_with_how_many_stages() -> None:
+    data: dict[str, Any] = {}
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    members = [Member(GroupId(group), 1 + group) for group in range(3)]
+
+    def agreement(member: Member, stages: int | None = None) -> GroupAgreement:
+        log = DecisionLog(MemoryStore(data))  # type: ignore[arg-type]
+        groups = [GroupId(group) for group in range(4)]
+        return GroupAgreement(member, alone, log, 1.0, groups, num_positions=6, stages=stages)  # type: ignore[arg-type]
+
+    reader = agreement(members[0])
+    reader.announce()
+    assert reader.waiting(members[:1]) == ((), {})
+    agreement(members[1], stages=3).announce()
+    agreement(members[2]).announce()
+    assert reader.waiting(members[:1]) == ((members[1], members[2]), {1: 3})
+    found = reader.read_votes(5, members[:1])
+    assert (found.waiting, found.stages) == ((members[1], members[2]), {1: 3})
+    again = Member(GroupId(1), 9)
+    agreement(again).announce()
+    assert reader.waiting(members[:1]) == ((again, members[2]), {}), "its last incarnation has all stages"
+    agreement(again, stages=2).announce_restart(RestartState(member=again, candidates=()))
+    reader.announce_restart(RestartState(member=members[0], candidates=()))
+    groups = [member.group for member in (members[0], again)]
+    assert [state.stages for state in reader.waiting_to_restart(groups)] == [None, 2]

@@ -14,6 +14,7 @@ from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.pace_evidence import PROBE_STEPS, PaceException
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.slabs import Slabs
 
 SETUP = ControllerSetup(
     placement=make_placement("golomb", 8, 3), microbatches_per_shard=16, num_steps=1000, rounds=Rounds()
@@ -137,6 +138,75 @@ def test_a_group_without_work_is_probed_now_and_then() -> None:
         if 2 in run.loads:
             found.append((step, run.loads[2]))
     assert found == [(PROBE_STEPS - 1, 1), (3 * PROBE_STEPS, 1)], "less and less often"
+
+
+SHAPED = replace(
+    SETUP,
+    placement=make_placement("golomb", 4, 3),
+    rounds=Rounds(fill=3),
+    num_stages=4,
+    slabs=Slabs(12, (4, 3)),
+)
+
+
+def shaped(stages: tuple[int, ...] = (3,)) -> Run:
+    """A run in which group 2 has come back with so many stages."""
+    run = Run(SHAPED)
+    run.fold(Fence(group=GroupId(2)))
+    run.fold(Commit(step=0, attempt=0, admit=(Member(GroupId(2), 1),), stages=stages))
+    return run
+
+
+def test_a_group_with_fewer_stages_is_dealt_what_it_computes_in_the_time_of_the_others() -> None:
+    """Of 64 microbatches whole groups compute 17 in 17 + 3 rounds, and the other one 13 in 13 + 2 of 4/3: 20 each."""
+    run = shaped()
+    assert run.controller.stages == {2: 3}
+    assert run.loads == {0: 17, 1: 17, 2: 13, 3: 17}
+    assert shaped(stages=()).loads == dict.fromkeys(range(4), 16)
+
+
+def test_the_pace_of_fewer_stages_is_no_slowness() -> None:
+    run = shaped()
+    run.paces[GroupId(2)] = 1_333_000
+    for _ in range(20):
+        assert run.step().paces == ()
+    assert run.loads[2] == 13
+    run.paces[GroupId(2)] = 2 * 1_333_000
+    assert run.step().paces == (PaceException(GroupId(2), 2000),), "over its like"
+    for _ in range(2):
+        run.step()
+    assert (run.loads[2], max(run.loads.values())) == (6, 20), "(7 + 2) rounds of 8/3 take longer than 20 + 3"
+    controller = run.controller
+    assert controller._all_paces.permille == {2: 2666}
+    run.fold(Fence(group=GroupId(2), incarnation=1))
+    run.fold(Commit(step=controller.step, attempt=controller.attempt, admit=(Member(GroupId(2), 2),)))
+    assert (controller.stages, run.loads) == ({}, dict.fromkeys(range(4), 16)), "it is whole, and as fast as its like"
+
+
+def test_without_rounds_a_group_with_fewer_stages_is_dealt_the_same() -> None:
+    run = Run(replace(SHAPED, rounds=None))
+    run.fold(Fence(group=GroupId(2)))
+    run.fold(Commit(step=0, attempt=0, admit=(Member(GroupId(2), 1),), stages=(3,)))
+    assert set(run.loads.values()) == {16}
+
+
+@pytest.mark.parametrize("layers", [12, 13])
+def test_groups_that_all_have_fewer_stages_are_dealt_the_same(layers: int) -> None:
+    run = Run(replace(SHAPED, slabs=Slabs(layers, (4, 3))))
+    run.fold(Restart(step=0, members=tuple(Member(GroupId(group), 1) for group in range(4)), stages=(3,) * 4))
+    assert run.loads == dict.fromkeys(range(4), 16)
+
+
+def test_entries_carry_the_stages_of_those_that_wait() -> None:
+    run = Run(SHAPED)
+    controller, back = run.controller, Member(GroupId(2), 1)
+    run.fold(Fence(group=GroupId(2)))
+    for stages, carried in (({}, ()), ({GroupId(2): 3}, (3,)), ({GroupId(1): 3}, ())):
+        votes = dict.fromkeys(controller.members, Vote(is_complete=True, plan_digest=controller._plans[-1].digest))
+        event = VotesRead(attempt=0, votes=votes, waiting=(back,), stages=stages)
+        [append] = controller.handle(event, now_s=0.0)
+        assert isinstance(append, AppendEntry)
+        assert append.entry == Commit(step=0, attempt=0, admit=(back,), stages=carried)
 
 
 def test_the_pipeline_fill_counts() -> None:

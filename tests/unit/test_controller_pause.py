@@ -37,6 +37,7 @@ from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.state_partitions import PartitionSetup
 
 WAIT_S = 60.0
@@ -95,6 +96,15 @@ def test_survivors_wait_for_the_hosts_of_a_shard_and_compute_the_step_from_zero_
     assert isinstance(reduce, AttemptReduce)
     assert (reduce.step, reduce.attempt, reduce.kept) == (1, 3, ())
     assert controller.pause is None
+
+
+def test_training_resumes_with_the_stages_of_those_that_come_back() -> None:
+    controller = paused(replace(SETUP, num_stages=4, slabs=Slabs(8, (4, 3, 2))))
+    event = HostsRead(waiting=BACK, stages={BACK[1].group: 3, GroupId(3): 2})
+    append, _ = controller.handle(event, now_s=0.0)
+    assert append == AppendEntry(index=4, entry=Resume(step=1, attempt=2, admit=BACK, stages=(4, 3)))
+    fold(controller, append.entry)
+    assert controller.stages == {BACK[1].group: 3}
 
 
 @pytest.mark.parametrize(("num_groups", "redundancy"), [(4, 1), (5, 2), (7, 3)])

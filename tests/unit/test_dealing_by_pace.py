@@ -1,6 +1,8 @@
 """Work dealt by pace, at both granularities, against all ways to deal it."""
 
-from itertools import product
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from spare_megatron.stacking.paces import EVEN, Paces, Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.plans import Microbatch, Owners
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 from spare_megatron.stacking.stack_reorder import reorder_stacks
 
@@ -27,7 +30,8 @@ def time_of(loads: dict[int, int], paces: Paces) -> int:
     longest, rounds = 0, paces.rounds
     for group, load in loads.items():
         passes = -(-load * rounds.size // rounds.lanes)
-        passes += -passes % rounds.multiple + (rounds.fill if load else 0)
+        fill = rounds.fill - paces.lacking.get(GroupId(group), 0)
+        passes += -passes % rounds.multiple + (fill if load else 0)
         longest = max(longest, passes * paces.permille.get(GroupId(group), 1000))
     return longest
 
@@ -50,7 +54,8 @@ def brute_force(placement: Placement, alive: frozenset[GroupId], owners: Owners,
 def random_paces(rng: np.random.Generator, num_groups: int) -> Paces:
     lanes, multiple = rng.integers(1, 3, 2).tolist()
     rounds = Rounds(lanes=lanes, multiple=multiple, fill=int(rng.integers(0, 3)))
-    return slow(dict(enumerate(rng.integers(500, 3000, num_groups).tolist())), rounds)
+    paces = slow(dict(enumerate(rng.integers(500, 3000, num_groups).tolist())), rounds)
+    return replace(paces, lacking=dict(enumerate(rng.integers(0, rounds.fill + 1, num_groups).tolist())))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,6 +110,38 @@ def test_equal_paces_deal_exactly_as_none(granularity: str) -> None:
     for paces in (all_slow, one_lost):
         assert order.for_groups(alive, paces).work.digest == order.for_groups(alive).work.digest
         assert order.patch(alive, orphans, paces).digest == order.patch(alive, orphans).digest
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(12, 4), (12, 3), (7, 4), (8, 8)])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 8])
+def test_groups_with_fewer_stages_are_dealt_what_ends_first_of_all_loads(
+    layers: int, stages: int, num_microbatches: int
+) -> None:
+    """Two such groups beside a whole one, of all lengths: against exact fractions, which thousandths stand for."""
+    placement, total = make_placement("golomb", 3, 3), 3 * num_microbatches
+    for lengths in product(range(2, stages + 1), repeat=2):
+        slabs = Slabs(layers, (stages, *range(stages - 1, 1, -1)))
+        of_group = (stages, *lengths)
+
+        def time_of_loads(loads: tuple[int, ...], of_group: tuple[int, ...] = of_group) -> Fraction:
+            return max(
+                Fraction(-(-layers // length), -(-layers // stages)) * (load + length - 1) if load else Fraction(0)
+                for load, length in zip(loads, of_group, strict=True)
+            )
+
+        cuts = combinations_with_replacement(range(total + 1), 2)
+        least = min(time_of_loads((first, second - first, total - second)) for first, second in cuts)
+        fewer = {GroupId(group): length for group, length in enumerate(of_group) if length < stages}
+        paces = Paces(
+            permille={group: slabs.pace(length) for group, length in fewer.items()},
+            rounds=Rounds(fill=stages - 1),
+            lacking={group: stages - length for group, length in fewer.items()},
+        )
+        result = reorder_microbatches(
+            placement, frozenset(range(3)), initial_owners(placement, num_microbatches), paces=paces
+        )
+        loads = loads_of(result.owners)
+        assert time_of_loads(tuple(loads.get(group, 0) for group in range(3))) == least
 
 
 def test_a_patch_spares_a_slow_group() -> None:

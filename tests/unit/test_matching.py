@@ -21,13 +21,13 @@ from tests.unit.certificate import is_certified
 COLD_COST = 10**6
 
 
-def units_within(time: int, pace: int, rounds: Rounds) -> int:
+def units_within(time: int, pace: int, rounds: Rounds, lacking: int) -> int:
     """The most units whose time is no longer, counted up one by one."""
     units = 0
     while True:
         passes = -(-(units + 1) * rounds.size // rounds.lanes)
         passes += -passes % rounds.multiple
-        if (passes + rounds.fill) * pace > time:
+        if (passes + rounds.fill - lacking) * pace > time:
             return units
         units += 1
 
@@ -38,18 +38,22 @@ def oracle_cost(problem: SpreadProblem, makespan: int) -> int | None:
     hosts, r = placement.host_array.ravel(), placement.redundancy
     pairs = np.flatnonzero(problem.is_alive[hosts])
     alive = np.flatnonzero(problem.is_alive)
-    pace = np.broadcast_to(problem.pace, problem.is_alive.shape)[alive].tolist()
+    pace, lacking = (
+        np.broadcast_to(of_groups, problem.is_alive.shape)[alive].tolist()
+        for of_groups in (problem.pace, problem.lacking)
+    )
     solver = min_cost_flow.SimpleMinCostFlow()
     total = int(problem.demand.sum())
     add = solver.add_arcs_with_capacity_and_unit_cost
     add(pairs // r, n + hosts[pairs], problem.free[pairs], np.zeros(pairs.size, int))
     add(pairs // r, n + hosts[pairs], np.full(pairs.size, total), np.ones(pairs.size, int))
     commons, sink = n + problem.is_alive.size, n + problem.is_alive.size + 1
-    total_units = [units_within(makespan, p, problem.rounds) for p in pace]
+    total_units = [units_within(makespan, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
     add(n + alive, np.full(alive.size, sink), total_units, np.zeros(alive.size, int))
     if problem.fetch is not None and makespan >= problem.fetch:
         add(np.arange(n), np.full(n, commons), problem.demand, np.full(n, COLD_COST))
-        cold_units = [units_within(makespan - problem.fetch, p, problem.rounds) for p in pace]
+        left = makespan - problem.fetch
+        cold_units = [units_within(left, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
         add(np.full(alive.size, commons), n + alive, cold_units, np.zeros(alive.size, int))
     solver.set_nodes_supplies(np.arange(n), problem.demand)
     solver.set_node_supply(sink, -total)
@@ -86,9 +90,10 @@ def random_problem(rng: np.random.Generator, *, start_is_free: bool) -> SpreadPr
     return SpreadProblem(placement=placement, is_alive=is_alive, demand=demand, free=free.ravel(), start=start.ravel())
 
 
-def random_rounds(rng: np.random.Generator) -> Rounds:
+def with_rounds(problem: SpreadProblem, rng: np.random.Generator) -> SpreadProblem:
     size, lanes, multiple = rng.integers(1, 4, 3).tolist()
-    return Rounds(size=size, lanes=lanes, multiple=multiple, fill=int(rng.integers(0, 3)))
+    rounds = Rounds(size=size, lanes=lanes, multiple=multiple, fill=int(rng.integers(0, 3)))
+    return replace(problem, rounds=rounds, lacking=rng.integers(0, rounds.fill + 1, problem.is_alive.size))
 
 
 def two_shards_on_one_pair() -> SpreadProblem:
@@ -182,7 +187,7 @@ def test_makespan_and_cost_agree_with_a_general_solver(seed: int, start_is_free:
     assert not spread.cold.any()
     paces = replace(problem, pace=rng.integers(1, 5, problem.is_alive.size))
     check_against_oracle(paces, int(rng.integers(1, 9)))
-    check_against_oracle(replace(paces, rounds=random_rounds(rng)), int(rng.integers(1, 9)))
+    check_against_oracle(with_rounds(paces, rng), int(rng.integers(1, 9)))
 
 
 @pytest.mark.parametrize("is_even", [True, False])
@@ -196,7 +201,7 @@ def test_makespan_and_cost_with_a_commons_agree_with_a_general_solver(seed: int,
     assert problem.fetch is not None
     ends = np.maximum(load * pace, np.where(spread.lent > 0, problem.fetch + spread.lent * pace, 0))
     assert ends.max(initial=0) == spread.makespan, "the last group ends when the spread says"
-    check_against_oracle(replace(problem, rounds=random_rounds(rng)), int(rng.integers(1, 9)))
+    check_against_oracle(with_rounds(problem, rng), int(rng.integers(1, 9)))
 
 
 def test_cold_units_are_taken_only_for_a_shorter_makespan_and_by_any_survivor() -> None:

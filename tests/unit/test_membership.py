@@ -26,8 +26,8 @@ from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
 
-NUM_GROUPS, NUM_STEPS = 5, 9
-TERMS = LogTerms(placement=make_placement("golomb", NUM_GROUPS, 2), num_steps=NUM_STEPS)
+NUM_GROUPS, NUM_STEPS, NUM_STAGES = 5, 9, 4
+TERMS = LogTerms(placement=make_placement("golomb", NUM_GROUPS, 2), num_steps=NUM_STEPS, num_stages=NUM_STAGES)
 PARTITIONED = LogTerms(
     placement=TERMS.placement,
     num_steps=NUM_STEPS,
@@ -107,20 +107,30 @@ class ByDefinition:
         return [one for one in asked if one.group not in present and not self.is_over(one, at)]
 
 
+def stages_of(member: Member) -> int:
+    return 1 + (member.group + 3 * member.incarnation) % NUM_STAGES if member.incarnation else NUM_STAGES
+
+
+def listed(members: Sequence[Member]) -> tuple[int, ...]:
+    stages = tuple(map(stages_of, members))
+    return stages if min(stages) < NUM_STAGES else ()
+
+
 def drawn(membership: Membership, random: Random) -> Entry:
     """An entry as a correct run may have it, with requests of any incarnation to take part."""
     step, attempt = membership.step, membership.attempt
-    some = [Member(GroupId(random.randrange(NUM_GROUPS)), random.randrange(6)) for _ in range(4)]
+    some = tuple(Member(GroupId(random.randrange(NUM_GROUPS)), random.randrange(6)) for _ in range(4))
     if random.random() < 0.35:
         return Fence(group=some[0].group, incarnation=some[0].incarnation, discard=random.random() < 0.3)
     if random.random() < 0.1 or not membership.voters:
-        return Restart(step=random.randint(0, step), members=tuple(some))
+        return Restart(step=random.randint(0, step), members=some, stages=listed(some))
     if membership.uncovered:
-        return Resume(step=step, attempt=attempt, admit=of(*range(NUM_GROUPS), incarnation=6 + membership.head))
+        back = of(*range(NUM_GROUPS), incarnation=6 + membership.head)
+        return Resume(step=step, attempt=attempt, admit=back, stages=listed(back))
     if membership.is_discarded or membership.is_trained:
         return Retry(step=step, attempt=attempt, recompute=True)
     leaving = tuple(random.sample(membership.voters, random.choice((0, 0, 0, 1))))
-    return Commit(step=step, attempt=attempt, admit=tuple(some), drain=leaving)
+    return Commit(step=step, attempt=attempt, admit=some, drain=leaving, stages=listed(some))
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -132,6 +142,8 @@ def test_members_of_drawn_logs_are_those_by_definition(seed: int) -> None:
         log.append(entry)
         found = ByDefinition(log)
         assert membership.voters == tuple(one for one in found.named if found.takes_part(one, len(log)))
+        fewer = {one.group: stages_of(one) for one in membership.voters if stages_of(one) < NUM_STAGES}
+        assert membership.stages == fewer
         assert (change.contradictions, change.voters) == ((), before)
         assert set(membership.voters) == {*before} - {*change.lost, *change.left} | {*change.admitted}
         assert len(change.undone) == (step - entry.step if isinstance(entry, Restart) else 0)
@@ -179,6 +191,9 @@ COMMIT = Commit(step=0, attempt=0)
             TERMS,
             "and no group hosts shards",
         ),
+        ([Commit(step=0, attempt=0, admit=of(1, 2), stages=(3,))], TERMS, "2 members have (3,) stages"),
+        ([Restart(step=0, members=of(1, incarnation=1), stages=(5,))], TERMS, "each at most 4"),
+        ([*lost(1), Commit(step=0, attempt=0, admit=of(1, incarnation=1), stages=(0,))], TERMS, "have (0,) stages"),
     ],
 )
 def test_what_no_correct_run_writes_is_a_contradiction(entries: list[Entry], terms: LogTerms, found: str) -> None:

@@ -126,6 +126,16 @@ def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
     assert append.entry == restart(6, 0, 1, 2)
 
 
+def test_a_restart_names_the_stages_of_its_members_if_some_have_fewer() -> None:
+    restarts = Restarts(LIMITS, replace(TERMS, num_stages=4))
+    restarts.on_wipe_out(StopWipeOut(step=9))
+    for stages, listed in ((None, ()), (3, (4, 4, 3))):
+        waits = (waiting(0, 4), waiting(1, 4), replace(waiting(2, 4), stages=stages))
+        event = WaitingRead(group=GroupId(0), waiting=waits, waited_s=0.0)
+        (append,) = restarts.decide(event, {4}, {}, 0.0, 7)
+        assert append.entry == replace(restart(4, 0, 1, 2), stages=listed)
+
+
 # ---------------------------------------------------------------------------------------------------------- reading
 
 NEW, OLD = (

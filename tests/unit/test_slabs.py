@@ -36,6 +36,11 @@ def test_two_lengths_make_as_many_slabs_as_they_have_different_cuts(longer: int,
     assert all(len(Slabs(num_layers, (longer, shorter)).layers) <= most for num_layers in range(longer, 60))
 
 
+def test_the_pace_of_a_pipeline_is_that_of_its_longest_stage() -> None:
+    slabs = Slabs(13, (4, 3, 2))
+    assert [slabs.pace(length) for length in slabs.lengths] == [1000, 1250, 1750]
+
+
 def test_with_one_length_slabs_are_stages() -> None:
     slabs = Slabs(8, (4,))
     assert slabs.layers == (range(2), range(2, 4), range(4, 6), range(6, 8))

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from spare_megatron.core.audits.audits import AuditPolicy, Dispute, draw_audits, saver_of
 from spare_megatron.core.audits.clean_prefix import AuditedSteps
@@ -39,14 +40,12 @@ class AuditCourse:
         """Whether an attempt may compute suspects again."""
         return self._policy is not None and self._budget.is_left
 
-    def draw(
-        self, step: int, work: Work, members: Collection[GroupId], dealt: Mapping[GroupId, int]
-    ) -> tuple[Audit, ...]:
-        """The audits of a step: of all groups, or of those that are due and others by their slack at `dealt` paces."""
+    def draw(self, step: int, work: Work, members: Collection[GroupId], paces: Paces) -> tuple[Audit, ...]:
+        """The audits of a step: of all groups, or of those that are due and others by their slack at these paces."""
         if self._policy is None:
             return ()
         asked = members if self._policy.is_due(step) else self._due
-        slack = slack_of(work, Paces(permille=dict(dealt), rounds=self._policy.rounds))
+        slack = slack_of(work, replace(paces, rounds=self._policy.rounds))
         return draw_audits(self._policy, step, work, self._hosts, asked, slack)
 
     def saver(self, voters: Sequence[Member], disputes: Iterable[Dispute] = ()) -> Member | None:

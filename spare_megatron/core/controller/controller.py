@@ -21,10 +21,11 @@ from spare_megatron.machine.gpus.device_errors import is_ambiguous
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
-from spare_megatron.stacking.pace_evidence import PaceEvidence, exceptions
-from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.pace_evidence import PaceEvidence, PaceException, exceptions
+from spare_megatron.stacking.paces import EVEN, LIKE, Paces, Rounds
 from spare_megatron.stacking.placement import WipeOut
 from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, StateWipeOut, first_ownership
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -53,6 +54,8 @@ class ControllerSetup(LogTerms):
     """Microbatches per shard by step, up to `microbatches_per_shard`; None if constant."""
     rounds: Rounds | None = None
     """What the time of a group's work follows from; None deals the same work to slow groups as to fast ones."""
+    slabs: Slabs | None = None
+    """What stages are made of, if groups may have fewer than others."""
 
 
 class Controller(Membership):
@@ -204,7 +207,7 @@ class Controller(Membership):
         self._clock.set_by(commit.at_s, now_s)
         self._audits.on_commit(step, self._plans, members)
         dealt = dict(self._paces.dealt)
-        has_changed = self._paces.fold(commit.paces, members, self._idle())
+        has_changed = self._paces.fold(commit.paces, members, self._idle(members))
         self._audits.on_paces(dealt, self._paces.dealt, members)
         self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
         self._retries_without_loss = self._num_resumes = 0
@@ -343,13 +346,19 @@ class Controller(Membership):
         hosts = self.state_hosts
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, hosts, is_last=is_last, is_asked=saves)
         entry = decide(attempted, event, save=is_due, at_s=at_s, is_last=is_last, is_asked=is_asked)
-        if isinstance(entry, entries.Commit) and entry.drain:
-            entry = self._let_leave(entry)
-        if isinstance(entry, entries.Commit) and self.deals_by_pace:
-            measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
-            if paces := exceptions(measured, self._paces.dealt):
-                entry = replace(entry, paces=paces)
+        if isinstance(entry, entries.Commit):
+            entry = self._let_leave(entry) if entry.drain else entry
+            paces = self._exceptions(event) if self.deals_by_pace else ()
+            if paces or event.stages:
+                entry = replace(entry, paces=paces, stages=self.terms.stages_of(entry.admit, event.stages))
         return () if entry is None else (actions.AppendEntry(index=self.head, entry=entry),)
+
+    def _exceptions(self, event: events.VotesRead) -> tuple[PaceException, ...]:
+        """By the paces in the votes, each over the one that the group's stages explain."""
+        by_stages = self._paces_by_stages
+        measured = {group: event.votes[group].pace_ns for group in self.members if event.votes[group].pace_ns > 0}
+        like = {group: pace_ns * LIKE // by_stages.get(group, LIKE) for group, pace_ns in measured.items()}
+        return exceptions(like, self._paces.dealt)
 
     def _let_leave(self, commit: entries.Commit) -> entries.Commit:
         """The commit that drains those members, of the ones that ask, that may leave now."""
@@ -379,6 +388,8 @@ class Controller(Membership):
             self._setup.pause_s,
             is_end_due=self._is_end_requested or self._is_time_over(now_s),
         )
+        if isinstance(entry, entries.Resume):
+            entry = replace(entry, stages=self.terms.stages_of(entry.admit, event.stages))
         return (self.pause,) if entry is None else (actions.AppendEntry(index=self.head, entry=entry), self.pause)
 
     def _is_time_over(self, now_s: float) -> bool:
@@ -436,7 +447,7 @@ class Controller(Membership):
         probe = None if self.is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        audits = () if self.is_evaluating else self._audits.draw(self.step, work, self.members, self._paces.dealt)
+        audits = () if self.is_evaluating else self._audits.draw(self.step, work, self.members, self._all_paces)
         plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self.is_evaluating, audits=audits)
         self._plans = [plan]
         return plan
@@ -450,12 +461,29 @@ class Controller(Membership):
     @property
     def _dealt_paces(self) -> Paces:
         """Those by which work is dealt; they change between two steps alone."""
-        rounds = self._setup.rounds
-        return Paces(permille=dict(self._paces.dealt), rounds=rounds) if rounds and self._paces.dealt else EVEN
+        rounds, paces = self._setup.rounds, self._all_paces
+        return replace(paces, rounds=rounds) if rounds and paces.permille else EVEN
 
-    def _idle(self) -> list[GroupId]:
-        """The groups that are known to be slow and have computed nothing in this step."""
-        return [group for group in self._paces.dealt if not any(plan.work.of(group) for plan in self._plans)]
+    @property
+    def _all_paces(self) -> Paces:
+        """What is known of the paces of all groups."""
+        dealt, by_stages = self._paces.dealt, self._paces_by_stages
+        permille = {
+            group: dealt.get(group, LIKE) * by_stages.get(group, LIKE) // LIKE for group in {**dealt, **by_stages}
+        }
+        lacking = {group: self.terms.num_stages - number for group, number in self.stages.items()}
+        return Paces(permille=permille, lacking=lacking)
+
+    @property
+    def _paces_by_stages(self) -> dict[GroupId, int]:
+        """Of groups with fewer stages, as fast as their like: measured paces are over these."""
+        slabs = self._setup.slabs
+        return {} if slabs is None else {group: slabs.pace(number) for group, number in self.stages.items()}
+
+    def _idle(self, members: Iterable[GroupId]) -> list[GroupId]:
+        """Of the members of this step those that are known to be slow and have computed nothing."""
+        slow = self._all_paces.permille
+        return [group for group in members if group in slow and not any(plan.work.of(group) for plan in self._plans)]
 
     # --------------------------------------------------------------------------------------------------- actions
 

@@ -119,6 +119,9 @@ class Restarts:
             return (actions.WithdrawCandidates(reasons=reasons),)
         num_recent = sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s)
         decision = decide_restart(self.wipe_out.step, search, num_recent)
+        if isinstance(decision, Restart):
+            fewer = {item.member.group: item.stages for item in waiting if item.stages is not None}
+            decision = replace(decision, stages=self._terms.stages_of(decision.members, fewer))
         if isinstance(decision, CheckpointCandidate):
             return (actions.ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
         return () if decision is None else (actions.AppendEntry(index=head, entry=decision),)

@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 5
+VERSION = 6
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -53,6 +53,8 @@ class Commit:
     admit: tuple[Member, ...] = ()
     """Members that take part from the next step on, unless fenced by then. Part of the commit, because any entry
     between two commits makes groups abandon the reduction they are in."""
+    stages: tuple[int, ...] = ()
+    """Stages of the members that it admits, in their order; empty if all have the whole pipeline."""
     is_last: bool = False
     """The run ends with this step, whatever its configured number of steps."""
     is_asked: bool = False
@@ -146,6 +148,8 @@ class Restart:
     members: tuple[Member, ...]
     snapshot: int | None = None
     """The attempt whose commit the snapshot was taken after; None restarts from a checkpoint."""
+    stages: tuple[int, ...] = ()
+    """As in `Commit`, of the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,8 @@ class Resume:
     attempt: int
     admit: tuple[Member, ...] = ()
     """Members that take part from here on, unless fenced by then."""
+    stages: tuple[int, ...] = ()
+    """As in `Commit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +197,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"entry":"commit","version":5,"step":3,"attempt":4}'
+    '{"entry":"commit","version":6,"step":3,"attempt":4}'
     """
     return encode({"entry": type(entry).__name__.lower(), "version": VERSION} | set_fields(entry))
 

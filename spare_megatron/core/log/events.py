@@ -1,7 +1,7 @@
 """Events: what a driver reports to the controller."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spare_megatron.core.log.actions import CheckpointCandidate, Reading
@@ -44,6 +44,8 @@ class RestartState:
     is_reading: bool = False
     silent_s: float = 0.0
     """Seconds since it last reported anything new, on the reader's clock."""
+    stages: int | None = None
+    """None: the whole pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class VotesRead:
     votes: Mapping[GroupId, Vote]
     waiting: tuple[Member, ...] = ()
     """Members that hold a copy of the model and wait for admission."""
+    stages: Mapping[GroupId, int] = field(default_factory=dict)
+    """Of those that have fewer than the whole pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ class HostsRead:
     waiting: tuple[Member, ...] = ()
     waited_s: float = 0.0
     """Seconds since the last loss, or since the last group came to wait."""
+    stages: Mapping[GroupId, int] = field(default_factory=dict)
+    """As in `VotesRead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

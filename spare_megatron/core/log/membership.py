@@ -4,7 +4,7 @@ The controller decides by it; `spare check`, displays and reports read journals 
 it is equal in all processes after the same entries. docs/protocol.md says what proves it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -28,6 +28,13 @@ class LogTerms:
     partitions: PartitionSetup | None = None
     """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     evaluation: EvaluationPolicy | None = None
+    num_stages: int = 1
+    """Of a whole pipeline."""
+
+    def stages_of(self, members: Sequence[Member], fewer: Mapping[GroupId, int]) -> tuple[int, ...]:
+        """Those of the members, as entries have them, if these groups have fewer than the whole pipeline."""
+        stages = tuple(fewer.get(member.group, self.num_stages) for member in members)
+        return stages if min(stages, default=self.num_stages) < self.num_stages else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,7 @@ class Membership:
         self.voters: tuple[Member, ...] = tuple(map(Member, self.members))  # the same with their incarnations
         self.last_fenced: dict[GroupId, int] = {}  # highest incarnation that may not take part again
         self.drained: dict[GroupId, int] = {}  # incarnation in which it left, of groups that take no part
+        self.stages: dict[GroupId, int] = {}  # of members that have fewer than the whole pipeline
         self.kept: tuple[int, ...] = ()  # leading buckets of each rank that the attempt has from earlier ones
         self.is_discarded = False  # a group with wrong state or gradients contributed to the attempt
         self.is_evaluating = False  # after `step` committed steps, before the next one
@@ -123,7 +131,7 @@ class Membership:
             case entries.Resume():
                 yield from self._on_resume(entry)
             case entries.Restart():
-                self._on_restart(entry)
+                yield from self._on_restart(entry)
             case entries.Finish():
                 yield from self._misplaced(entry, "ends the run")
                 self.is_over = True
@@ -164,6 +172,7 @@ class Membership:
                 if member not in self.voters:
                     yield f"step {step}: group {member.group} is drained, and takes no part"
             self._change(commit.admit, commit.drain)
+            yield from self._set_stages(commit.admit, commit.stages)
         self._open(commit.attempt + 1)
 
     def _on_retry(self, retry: entries.Retry) -> Iterator[str]:
@@ -193,14 +202,17 @@ class Membership:
         if not self.uncovered:
             yield f"step {resume.step} resumes after a pause, and every shard had a host"
         self._change(resume.admit)
+        yield from self._set_stages(resume.admit, resume.stages)
         if uncovered := self.uncovered:
             yield f"step {resume.step} resumes, and no group hosts shards {[int(shard) for shard in uncovered]}"
         self._open(resume.attempt + 1)
 
-    def _on_restart(self, restart: entries.Restart) -> None:
+    def _on_restart(self, restart: entries.Restart) -> Iterator[str]:
         for voter in set(self.voters) - set(restart.members):
             self.last_fenced[voter.group] = max(voter.incarnation, self.last_fenced.get(voter.group, -1))
         self._set_voters(self.not_fenced(restart.members))
+        self.stages.clear()
+        yield from self._set_stages(restart.members, restart.stages)
         self.step = restart.step
         self.num_restarts += 1
         self.votes_on_end = True  # the state saved after the last step has yet to be compared
@@ -221,8 +233,19 @@ class Membership:
         self.voters = tuple(sorted(voters))
         self.members = tuple(voter.group for voter in self.voters)
         self.epoch += 1
-        for group in self.drained.keys() & set(self.members):
+        present = set(self.members)
+        for group in self.drained.keys() & present:
             del self.drained[group]
+        for group in self.stages.keys() - present:
+            del self.stages[group]
+
+    def _set_stages(self, named: Sequence[Member], stages: Sequence[int]) -> Iterator[str]:
+        """Of those members that an entry names and that take part."""
+        most = self.terms.num_stages
+        if stages and (len(stages) != len(named) or not 0 < min(stages) <= max(stages) <= most):
+            yield f"step {self.step}: {len(named)} members have {stages} stages, each at most {most}"
+        fewer = {member: number for member, number in zip(named, stages, strict=False) if number < most}
+        self.stages |= {voter.group: fewer[voter] for voter in self.voters if voter in fewer}
 
     def _open(self, attempt: int, kept: tuple[int, ...] = ()) -> None:
         """Begins an attempt, unless none follows."""

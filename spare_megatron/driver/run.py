@@ -68,11 +68,11 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
     """Collects what this machine offers a run. `on_read` is called with a description before a slow step."""
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     program, program_failure = judge_program(config.program)
-    limits = process_limits()
+    limits, gpus = process_limits(), visible_gpus()
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     fault_kinds = {fault.kind for fault in config.faults.trace}.union(config.faults.kinds)
     return MachineResources(
-        num_gpus=num_machines * len(visible_gpus()),
+        num_gpus=num_machines * len(gpus),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in map(shutil.which, ("ip", "bridge", "nsenter")),
         no_slow_host=why_no_quota() if "slow_host" in fault_kinds else "",
@@ -84,6 +84,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
         program=program,
         program_failure=program_failure,
         memory_bytes=_memory_bytes(),
+        gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None),
         process_memory_bytes=min(_memory_bytes(), limits.address_space_bytes or _memory_bytes()),
         limits=limits,
         has_corpus=corpus is not None,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from spare_megatron.config.model_fields import as_written, head_width, model_fields
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.training.terms import global_batch
-from spare_megatron.core.machines.reforming import places_per_group
+from spare_megatron.core.machines.reforming import can_reform, places_per_group
 from spare_megatron.stacking.layout import GroupId, PlaceId
 
 Subject = TypeVar("Subject")
@@ -89,6 +89,10 @@ def _why_not_reformed(config: RunConfig) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _is_fewer(config: RunConfig) -> bool:
+    return 2 <= (config.layout.least_pipeline_parallel or 0) < config.layout.pipeline_parallel
 
 
 def _hosts_in_domain(config: RunConfig) -> int:
@@ -224,6 +228,33 @@ LAYOUT: tuple[Rule[RunConfig], ...] = (
          "[layout.data_parallel] is no multiple of <sharing_lanes>: lanes of one group divide the experts, never "
          "groups, any of which may be lost; change one of them"),
 )
+
+SHAPES: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: not _is_fewer(c),
+         "[layout.least_pipeline_parallel] must be at least 2, and less than [layout.pipeline_parallel]; change it, or "
+         "remove it"),
+    Rule(lambda c: _fills_nodes(c) and not can_reform(c.parallel),
+         "[layout.least_pipeline_parallel] is for groups that fill several machines each and can lose some of them, "
+         "but each has <parallel.ranks_per_group> ranks, and each of [cluster.num_nodes] machines "
+         "<parallel.ranks_per_node>; change cluster.num_nodes, or remove the former"),
+    Rule(lambda c: _is_fewer(c) and _fills_nodes(c) and can_reform(c.parallel) and len(c.parallel.lengths) == 1,
+         "[layout.least_pipeline_parallel] allows no pipeline below [layout.pipeline_parallel] whose stages, of "
+         "<parallel.ranks_per_stage> ranks each, fill whole machines of <parallel.ranks_per_node>; lower it, or change "
+         "cluster.num_nodes"),
+    Rule(lambda c: not c.spare.rejoins,
+         "[layout.least_pipeline_parallel] has no effect with [spare.rejoins], with which no group comes back; raise "
+         "the latter, or remove the former"),
+    Rule(lambda c: c.layout.virtual_pipeline != 1,
+         "[layout.least_pipeline_parallel] needs stages of one chunk, but [layout.virtual_pipeline]; set the latter to "
+         "1, or remove the former"),
+    Rule(lambda c: c.optimizer.sharding == "stacked",
+         "[layout.least_pipeline_parallel] needs the whole optimizer state of a layer in each group, but "
+         "[optimizer.sharding] divides it over groups by rank; set the latter to replicated, or remove the former"),
+    Rule(lambda c: c.megatron.get("recompute_method") == "block" or c.megatron.get("recompute_num_layers", 1) != 1,
+         "[layout.least_pipeline_parallel] cuts stages into parts of different sizes, each of which recomputes its "
+         "layers one by one; set megatron.recompute_method=uniform and megatron.recompute_num_layers=1, or remove it"),
+)
+"""Of `layout.least_pipeline_parallel`, if it is set. Delayed scaling is refused in any layout (`field_problems`)."""
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

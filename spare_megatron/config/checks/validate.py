@@ -55,6 +55,8 @@ class MachineResources:
     """Why the program cannot be used; empty if it can, or there is none."""
     memory_bytes: int | None = None
     """Memory of one machine."""
+    gpu_memory_bytes: int | None = None
+    """Of the smallest GPU."""
     process_memory_bytes: int | None = None
     """Memory that one process may use."""
     limits: validate_cluster.ProcessLimits | None = None
@@ -79,6 +81,7 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
         *broken(requirements.TRAINING, config),
         *validate_training.lane_problems(config),
         *broken(requirements.LAYOUT, config),
+        *broken(requirements.SHAPES if config.layout.least_pipeline_parallel is not None else (), config),
         *_infinite(config),
         *audit_problems(on_device(config, machine)),
         *_indivisible(config),
@@ -108,8 +111,9 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
     found = [text for text in found if not any(name in text for name in unusable)]
     found += [f"{name}: {reason}" for name, reason in unusable.items()]
     # The sizes are those of the GPT of [model], not of a program's own model.
-    if not found and "model_provider" not in machine.program and resolve_device(config, machine) == "cpu":
-        found = list(validate_training.memory_problems(config, machine.memory_bytes))
+    if not found and "model_provider" not in machine.program:
+        known = {"cpu": machine.memory_bytes, "gpu": machine.gpu_memory_bytes}[resolve_device(config, machine)]
+        found = list(validate_training.memory_problems(on_device(config, machine), known))
     return found
 
 
@@ -118,7 +122,7 @@ def beyond_limits(config: RunConfig, machine: MachineResources) -> list[str]:
     if machine.limits is None:
         return []
     is_cpu = resolve_device(config, machine) == "cpu" and "model_provider" not in machine.program
-    rank_bytes = run_sizes(on_device(config, machine)).memory.total_bytes if is_cpu else 0
+    rank_bytes = run_sizes(on_device(config, machine)).most_memory_bytes if is_cpu else 0
     return list(validate_cluster.limit_problems(config, machine.limits, rank_bytes))
 
 
@@ -233,6 +237,11 @@ def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
             yield f"faults of kind {kind} are not possible on this machine: {reason}; choose others"
     if machine.program_failure:
         yield machine.program_failure
+    if "model_provider" in machine.program and (least := config.layout.least_pipeline_parallel) is not None:
+        yield (
+            f"layout.least_pipeline_parallel={least} cuts the GPT of [model], and program.file={config.program.file} "
+            f"defines a model of its own (model_provider); remove the setting"
+        )
     if resolve_device(config, machine) == "cpu":
         for field in fields_set(config, ON_GPUS_ALONE):
             yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from spare_megatron.config.checks.requirements import ID, TOKENS, broken
-from spare_megatron.config.model.rank_memory import rank_memory, ranks_per_machine
+from spare_megatron.config.model.rank_memory import memory_by_length, ranks_per_machine
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.training.corpus import (
     HELD_OUT,
@@ -154,17 +154,29 @@ def _validation(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
             )
 
 
-def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
-    """Whether CPU ranks of an otherwise valid configuration exceed a machine's memory, activations left out."""
-    memory, num_ranks = rank_memory(config), ranks_per_machine(config)
-    needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
-    if machine_bytes is not None and needed > machine_bytes:
+def memory_problems(config: RunConfig, device_bytes: int | None) -> Iterator[str]:
+    """Whether ranks of an otherwise valid configuration exceed the memory of a machine or, if they are on GPUs, of one
+    of these; activations left out. None: it is not known.
+    """
+    layout, sharing, is_gpu = config.layout, config.cluster.ranks_per_gpu, config.cluster.device == "gpu"
+    where, first = f"machine (layout.num_groups={layout.num_groups})", "lower layout.num_groups"
+    if is_gpu:
+        where, first = f"GPU (cluster.ranks_per_gpu={sharing})", "raise layout.tensor_parallel"
+    remedy = f"{first}, choose a smaller model, or set optimizer.sharding=stacked"
+    for stages, memory in memory_by_length(config).items():
+        num_ranks = sharing if is_gpu else ranks_per_machine(config, stages)
+        needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
+        if device_bytes is None or needed <= device_bytes:
+            continue
+        if stages < layout.pipeline_parallel:
+            where += f" in groups of {stages} stages"
+            remedy = f"raise layout.least_pipeline_parallel={layout.least_pipeline_parallel}, or remove it"
         yield (
-            f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need "
+            f"{num_ranks} {'ranks' if num_ranks > 1 else 'rank'} on one {where} need "
             f"{format_binary_bytes(needed)} for parameters, gradients, buckets and optimizer state, but it has "
-            f"{format_binary_bytes(machine_bytes)} of memory; lower layout.num_groups, choose a smaller model, or set "
-            f"optimizer.sharding=stacked"
+            f"{format_binary_bytes(device_bytes)} of memory; {remedy}"
         )
+        return
 
 
 def metrics_problems(metrics: MetricsConfig, *, can_serve: bool = True) -> Iterator[str]:

@@ -6,6 +6,7 @@ from math import prod
 from spare_megatron.config.model.model_tensors import layer_has_experts, layer_tensors, norm_parts
 from spare_megatron.config.model_fields import head_width
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.stacking.slabs import Slabs
 
 _VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary of each tensor-parallel rank to a multiple of this."""
@@ -74,8 +75,7 @@ class ModelShape:
         return [sum(layer.experts for layer in layers) for layers in self._stages(num_stages)]
 
     def _stages(self, num_stages: int) -> list[tuple[LayerShape, ...]]:
-        size = len(self.layers) // num_stages
-        return [self.layers[stage * size : (stage + 1) * size] for stage in range(num_stages)]
+        return [self.layers[own.start : own.stop] for own in Slabs(len(self.layers), (num_stages,)).layers]
 
 
 def model_shape(config: RunConfig) -> ModelShape:

@@ -7,6 +7,7 @@ from spare_megatron.config.model.model_shape import model_shape, padded_vocab_si
 from spare_megatron.config.model_fields import head_width, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.bucket_window import MAX_STAGED
+from spare_megatron.stacking.slabs import Slabs
 
 MOST_CHANNELS = 16
 """Of NCCL in a communicator between groups. NCCL takes up to 32 inside a node, for all of which it holds buffers."""
@@ -42,7 +43,7 @@ class RankMemory:
 
 
 def rank_memory(config: RunConfig) -> RankMemory:
-    """The memory of the fullest rank of a configuration without problems."""
+    """The memory of the fullest rank of a configuration without problems, or of `config.with_stages`."""
     layout = config.layout
     weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
     # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
@@ -89,7 +90,7 @@ def _activations_bytes(config: RunConfig) -> int:
 
     Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
     tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
-    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first of p stages keeps p
+    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. Stage i of p, counted from 0, keeps p - i
     microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h values in 16
     bits, and is taken to route equally many tokens to each rank. Keys and values of whole sequences come on top.
     """
@@ -108,20 +109,19 @@ def _activations_bytes(config: RunConfig) -> int:
         per_token *= 2
     tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
     stages = layout.pipeline_parallel
-    layers = model.num_layers / stages
+    layers = [len(own) for own in Slabs(model.num_layers, (stages,)).layers]
     num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
     most_of_lane = -(-num_shards * config.spare.microbatches_per_shard // layout.data_parallel)
-    in_flight = float(min(stages, most_of_lane))
-    if layout.virtual_pipeline > 1:
-        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
+    kept = [each * float(min(stages - stage, most_of_lane)) for stage, each in enumerate(layers)]
+    if layout.virtual_pipeline > 1:  # microbatches padded to a multiple of stages
+        kept[0] = layers[0] * (stages + (stages - 1) / layout.virtual_pipeline)
     logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
     gathered = _gathered_bytes(config) / tokens
     if megatron.get("recompute_granularity") == "full":
-        gathered /= layers * in_flight  # of one layer
-    per_token += gathered
-    first = layers * in_flight * tokens * per_token
-    last = layers * tokens * per_token + logits
-    return round(max(first + (logits if stages == 1 else 0), last))
+        gathered /= max(kept)  # of one layer
+    of_stages = [number * tokens * (per_token + gathered) for number in kept]
+    of_stages[-1] += logits
+    return round(max(of_stages))
 
 
 def _gathered_bytes(config: RunConfig) -> int:
@@ -137,7 +137,14 @@ def _gathered_bytes(config: RunConfig) -> int:
     return int(config.train.micro_batch_size * config.model.seq_length * values * number_bytes)
 
 
-def ranks_per_machine(config: RunConfig) -> int:
-    """Ranks on one machine: all of them if nodes are rehearsed on it."""
+def memory_by_length(config: RunConfig) -> dict[int, RankMemory]:
+    """The same for each number of stages that a group may have, most first."""
+    return {stages: rank_memory(config.with_stages(stages)) for stages in config.parallel.lengths}
+
+
+def ranks_per_machine(config: RunConfig, stages: int | None = None) -> int:
+    """Ranks on one machine: all of them if nodes are rehearsed on it, in groups of `stages` if that is given."""
     layout = config.parallel
-    return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
+    if config.cluster.launcher != "local":
+        return layout.ranks_per_node
+    return layout.num_groups * layout.ranks_per_stage * (stages or layout.pipeline_parallel)

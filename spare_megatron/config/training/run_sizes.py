@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spare_megatron.config.model.model_shape import model_shape
-from spare_megatron.config.model.rank_memory import RankMemory, rank_memory, state_bytes_per_parameter
+from spare_megatron.config.model.rank_memory import RankMemory, memory_by_length, state_bytes_per_parameter
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch, tokens_before
 
@@ -28,14 +28,21 @@ class RunSizes:
     tokens: int
     bucket_mib: float
     memory: RankMemory
+    memory_by_stages: dict[int, int]
+    """Bytes of the fullest rank by the stages of its group."""
     checkpoint_bytes: int
     nvlink_traffic: float
+
+    @property
+    def most_memory_bytes(self) -> int:
+        """Of the fullest rank in a group of any length."""
+        return max(self.memory_by_stages.values())
 
 
 def run_sizes(config: RunConfig) -> RunSizes:
     sequences = global_batch(config)
     tokens = sequences * config.model.seq_length
-    shape = model_shape(config)
+    shape, memory = model_shape(config), memory_by_length(config)
     return RunSizes(
         num_ranks=config.parallel.num_ranks,
         ranks_per_group=config.parallel.ranks_per_group,
@@ -47,7 +54,8 @@ def run_sizes(config: RunConfig) -> RunSizes:
         tokens_per_step=tokens,
         tokens=tokens_before(config, config.train.steps),
         bucket_mib=config.bucket_mib,
-        memory=rank_memory(config),
+        memory=memory[config.layout.pipeline_parallel],
+        memory_by_stages={stages: one.total_bytes for stages, one in memory.items()},
         checkpoint_bytes=shape.num_parameters * sum(state_bytes_per_parameter(config)),
         nvlink_traffic=_nvlink_traffic(config),
     )

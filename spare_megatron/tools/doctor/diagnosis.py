@@ -161,13 +161,13 @@ def _gpus(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
             f"`{maker().LIST_COMMAND}` and {maker().VARIABLES[0]} there, take the node out, or change layout or "
             f"cluster.num_nodes"
         )
-    needed = sharing * run_sizes(config).memory.total_bytes
+    needed = sharing * run_sizes(config).most_memory_bytes
     for index, gpu in enumerate(facts.gpus[:num_needed]):
         if gpu.memory_bytes < needed:
             yield (
                 f"GPU {index} ({gpu.uuid}) has {format_binary_bytes(gpu.memory_bytes)}, and its ranks need "
-                f"{format_binary_bytes(needed)}; see `spare config show`, and raise layout.tensor_parallel or "
-                f"layout.pipeline_parallel"
+                f"{format_binary_bytes(needed)}; see `spare config show`, and raise layout.tensor_parallel, "
+                f"layout.pipeline_parallel or layout.least_pipeline_parallel"
             )
         elif gpu.free_bytes < needed:
             yield (
@@ -198,7 +198,7 @@ def _limits(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
         address_space_bytes=facts.address_space_bytes,
         temp_folder=facts.temp_folder,
     )
-    yield from limit_problems(config, limits, run_sizes(config).memory.total_bytes if _is_cpu(config, facts) else 0)
+    yield from limit_problems(config, limits, run_sizes(config).most_memory_bytes if _is_cpu(config, facts) else 0)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
         yield WarningText(
             f"a process may lock {format_binary_bytes(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand "

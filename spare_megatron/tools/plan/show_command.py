@@ -132,6 +132,9 @@ def _rows(facts: "RunSizes", endured_losses: float) -> Iterator[tuple[str, str]]
         ("NCCL between groups, about", memory.communicators_bytes),
     ):
         yield f"  {name}", format_bytes(size)
+    whole, *fewer = facts.memory_by_stages.items()
+    for stages, size in fewer:
+        yield f"  with {stages} of {whole[0]} stages", format_bytes(size)
     yield "a checkpoint", format_bytes(facts.checkpoint_bytes)
 
 

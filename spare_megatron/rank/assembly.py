@@ -119,6 +119,7 @@ class Assembly:
             may_come_back=[GroupId(group) for group in range(self._spec.config.layout.most_groups)],
             fan_in=control.vote_fan_in,
             num_positions=num_positions,
+            stages=self._spec.stages,
         )
 
     def _build_communicator(self, trainer: GroupTrainer, slab: HeldSlab) -> CrossGroupCommunicator:

@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, P
 from spare_megatron.store import keys
 from spare_megatron.supervisor import restarts
 from spare_megatron.supervisor.places import group_rendezvous
-from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous, PartFenced, PartsReady
+from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous, PartFenced, PartsReady, is_without
 from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore
 
@@ -76,12 +76,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class OneNode:
-    """A node that beats and polls when the test says so."""
+    """A node that beats and polls when the test says so. `stages`: of the group, as the node has read the list."""
 
-    def __init__(self, store: MemoryStore, clock: Clock, node: int, incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        clock: Clock,
+        node: int,
+        incarnation: int = 0,
+        layout: Layout = LAYOUT,
+        stages: int | None = None,
+    ) -> None:
         self.events: list[PartsReady | PartFenced] = []
-        self.parts = GroupRendezvous(LAYOUT, node, incarnation, INTERVAL_S, self.on_event)
+        self.parts = GroupRendezvous(layout, node, incarnation, INTERVAL_S, self.on_event)
         self.store, self.clock, self.node = store, clock, node
+        self.layout, self.stages = layout, stages
         if incarnation:
             store.put(f"life/{node}", str(incarnation))
 
@@ -92,7 +101,13 @@ class OneNode:
         for _ in range(num_looks):
             self.clock.now_s += TICK_S / 2  # the other node beats as often
             self.store.put(f"beat/{self.node}", beat or str(self.clock.now_s))
-            self.parts.poll(self.store, lambda: places_in(self.store, LAYOUT))  # type: ignore[arg-type]
+            self.parts.poll(self.store, self.places)  # type: ignore[arg-type]
+
+    def places(self) -> Places:
+        places = places_in(self.store, self.layout)
+        if self.stages is not None:
+            places.apply(Assignment(holdings=(), stages=((GROUP, self.stages),)))
+        return places
 
     def wait(self, member: Member) -> None:
         self.parts.publish_ready(self.store, member)  # type: ignore[arg-type]
@@ -169,6 +184,57 @@ def test_no_node_starts_with_a_node_that_has_ended(clock: Clock) -> None:
     other.look(beat=ENDED)
     one.look(2)
     assert one.events == []
+
+
+# --------------------------------------------------------------------------------------------------- fewer stages
+
+SHAPED = Layout(num_groups=2, pipeline_parallel=3, least_pipeline_parallel=2, num_nodes=6)
+
+
+def shaped_nodes(store: MemoryStore, clock: Clock, *stages: int) -> list[OneNode]:
+    return [OneNode(store, clock, node, layout=SHAPED, stages=number) for node, number in enumerate(stages)]
+
+
+def look_all(nodes: Sequence[OneNode]) -> None:
+    for _ in range(3):
+        for node in nodes:
+            node.look()
+
+
+def test_a_smaller_group_starts_on_its_first_nodes_and_the_others_wait_for_its_end(clock: Clock) -> None:
+    store = MemoryStore()
+    nodes = shaped_nodes(store, clock, 2, 2, 2)
+    for node in nodes:
+        node.wait(NEXT)
+    look_all(nodes)
+    assert [node.events for node in nodes] == [[PartsReady(member=NEXT, stages=2)]] * 2 + [[]]
+    assert [is_without(store, SHAPED, NEXT, node) for node in range(3)] == [False, False, True]  # type: ignore[arg-type]
+    store.put(keys.has_left(NEXT, 0), "yes")
+    look_all(nodes)
+    assert nodes[2].events == [PartFenced(member=NEXT, rank=-1, cause="it has left the run")]
+
+
+def test_the_first_node_to_start_decides_for_those_that_have_read_more_or_less_of_the_list(clock: Clock) -> None:
+    store = MemoryStore()
+    nodes = shaped_nodes(store, clock, 2, 3, 2)
+    for node in nodes[:2]:
+        node.wait(NEXT)
+    look_all(nodes[1:2])
+    assert nodes[1].events == [], "it has read that the third node is in the group, which is not ready"
+    look_all(nodes)
+    assert [node.events for node in nodes] == [[PartsReady(member=NEXT, stages=2)]] * 2 + [[]]
+
+
+def test_a_smaller_group_grows_once_the_list_says_so(clock: Clock) -> None:
+    store = MemoryStore()
+    (node,) = shaped_nodes(store, clock, 2)
+    assert node.parts.growing(node.places()) == frozenset(), "it has the whole pipeline"
+    node.parts.note_started(NEXT, 2)
+    assert node.parts.growing(node.places()) == frozenset()
+    node.stages = 3
+    assert node.parts.growing(node.places()) == {GROUP}
+    node.parts.note_started(Member(GROUP, 2), None)
+    assert node.parts.growing(node.places()) == frozenset()
 
 
 # ------------------------------------------------------------------------------------------------------ histories

@@ -42,6 +42,7 @@ class OneRank:
         self.writer = HeartbeatWriter(self.shown, PassTimes(self.clock, lambda began_s, ended_s: ended_s - began_s))
         self.pid = os.getpid()
         self.device: int | None = None
+        self.stages: dict[GroupId, int | None] = {KEY[0]: None}
 
     @property
     def pids(self) -> dict[RankKey, int]:
@@ -104,6 +105,16 @@ def test_a_rank_that_was_started_again_counts_from_its_next_window_on() -> None:
     found = measurements.poll(4.0)
     assert found is not None
     assert found.ranks[0].num_steps == 4
+
+
+def test_ranks_of_a_group_with_fewer_stages_are_not_compared_with_those_of_others() -> None:
+    rank = OneRank()
+    rank.stages[KEY[0]] = 3
+    measurements = Measurements(rank, MachineId(0), lambda: (0, 0.0), lambda: ())  # type: ignore[arg-type]
+    measurements.poll(0.0)
+    for step in range(4):
+        rank.step(step)
+    assert measurements.poll(2.0) is None
 
 
 def test_a_reduced_clock_is_that_of_the_ranks_device() -> None:

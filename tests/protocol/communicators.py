@@ -4,6 +4,7 @@ A reduction sums what all members posted. Its result is delivered to each member
 given up, some members may have the whole sum while others never get it.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,18 +34,19 @@ class Communicator:
     """One communicator, as all its members see it.
 
     Attributes:
-        key: Its name in the store.
+        key: Its name in the store; it stands for those of all positions.
         members: The groups it connects.
         processes: Those that have come, one of each group.
         dead: Those that have ended.
+        reductions: By position.
     """
 
     key: int
     members: tuple[int, ...]
     processes: dict[int, str] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    reductions: list[Reduction] = field(default_factory=list)
-    num_posted: dict[str, int] = field(default_factory=dict)
+    reductions: dict[int, list[Reduction]] = field(default_factory=lambda: defaultdict(list))
+    num_posted: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
     def is_built(self) -> bool:
@@ -61,17 +63,17 @@ class Communicator:
             raise Violation(f"communicator {self.key} is built twice: by {self.processes[group]} and by {process}")
         self.processes[group] = process
 
-    def post(self, process: str, name: str, brought: Any) -> Reduction:
-        """A member starts its next collective.
+    def post(self, process: str, name: str, brought: Any, position: int) -> Reduction:
+        """A member starts its next collective among the ranks that hold this position.
 
         Raises:
             Violation: It is another one for others.
         """
-        number = self.num_posted.get(process, 0)
-        self.num_posted[process] = number + 1
-        if number == len(self.reductions):
-            self.reductions.append(Reduction(name))
-        reduction = self.reductions[number]
+        reductions, number = self.reductions[position], self.num_posted[process, position]
+        self.num_posted[process, position] += 1
+        if number == len(reductions):
+            reductions.append(Reduction(name))
+        reduction = reductions[number]
         if reduction.name != name:
             raise Violation(f"{reduction.name} and {name} meet in one collective of {self.key}")
         reduction.posted[process] = brought

@@ -55,7 +55,7 @@ from tests.protocol.saved import AT_FIRST, Content
 from tests.protocol.saving import Saving
 from tests.protocol.state_reports import StateReports, majority
 from tests.protocol.store import conversation
-from tests.protocol.surroundings import Steps, Surroundings, Until
+from tests.protocol.surroundings import Steps, Surroundings, Until, side_by_side
 from tests.protocol.violation import Violation
 
 
@@ -85,7 +85,7 @@ class Group:
         self.name = f"{member.group}.{member.incarnation}"
         self._controller = controller
         self._world = world
-        self._buckets = world.buckets_type(self.name, world.num_buckets, world.window_type)
+        self._gradients = world.gradients_of(member, self.name)
         self._evaluation = world.evaluation_type()
         self.audits = world.audits_type(self.name, world.suspect_every)
         self._computed: list[str] = []  # digests of this step's plans
@@ -137,7 +137,7 @@ class Group:
 
     def spoil(self, random: Random) -> bool:
         """A local gradient sum becomes unsound. False if none is to be summed any more."""
-        return self._buckets.spoil(random)
+        return self._gradients.spoil(random)
 
     def lack(self, num_failures: int) -> None:
         """As `Links.lack`."""
@@ -145,7 +145,7 @@ class Group:
 
     def flip(self, what: str) -> None:
         """As `Buckets.flip`."""
-        self._buckets.flip(what)
+        self._gradients.flip(what)
 
     def corrupt(self, random: Random) -> None:
         """Its parameters, or one of its state partitions, change unnoticed, to values that no group has."""
@@ -173,7 +173,7 @@ class Group:
                 yield from self._compute(plan, is_patch=False)
             case ComputePatch(plan=plan, into=into):
                 if into is not None:
-                    self._buckets.begin(into.attempt, into.kept, recipients_of(into))
+                    self._gradients.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
             case ComputeAudits():
                 yield None
@@ -305,7 +305,7 @@ class Group:
             self._evaluation.add(self._params, work)
         elif is_patch:
             self.audits.count(self._params, plan.step, work)
-            self._buckets.patch(self._world.lanes.compute(plan, work, is_patch=True))
+            self._gradients.patch(self._world.lanes.compute(plan, work, is_patch=True))
         else:
             self.audits.begin()
             audits = plan.audited_by(self.group)
@@ -314,12 +314,13 @@ class Group:
                 self.audits.compute(self._params, plan.step, microbatch)
             self.audits.count(self._params, plan.step, work)
             counted = self.audits.counted(work, plan, self.group)
-            self._buckets.compute(self._world.lanes.compute(plan, counted, is_patch=False))
+            self._gradients.compute(self._world.lanes.compute(plan, counted, is_patch=False))
         self._computed.append(plan.digest)
 
     def _update(self, action: UpdateModel) -> None:
         step, attempt = action.step, action.attempt
-        change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
+        change = self._world.invariants.updated(self.name, step, attempt, self._gradients.sums())
+        change += f", norm {self._gradients.norm()!r}" if len(self._gradients.slabs) > 1 else ""
         self._state_reports.changed()
         self._digested = None
         if self.held is None:
@@ -328,7 +329,7 @@ class Group:
             self._state_reports.hold(step + 1)
         else:
             for index in self.held.held:
-                if self._buckets.lacks(self.group, index):
+                if self._gradients.lacks(self.group, index):
                     raise Violation(f"{self.name} updates partition {index}, whose sums have not come to it")
             self.held.update(change)
             self.held.proven(action.proven)
@@ -475,19 +476,19 @@ class Group:
     # --------------------------------------------------------------------------------------------------- an attempt
 
     def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptFinish) -> Steps:
-        self._world.invariants.attempted(self.name, action, self._controller.epoch)
+        self._world.invariants.attempted(self.name, action, self._controller.epoch, self._controller.stages)
         yield None
         num_complete: tuple[int, ...] = ()
         if self._lacks_params:
             self._links.release()  # an admission may have brought a new one, on which the others wait for this group
         elif isinstance(action, AttemptReduce):
             yield from self._reduce(action)
-            if self._buckets.has_posted_unsound:
+            if self._gradients.has_posted_unsound:
                 raise RaisesForGradients
-            num_complete = (self._buckets.window.num_complete,)
-        has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._buckets.has_wrong_sum
+            num_complete = self._gradients.num_complete
+        has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._gradients.has_wrong_sum
         self._world.invariants.counts["wrong sum"] += has_wrong_sum
-        is_reduced = not isinstance(action, AttemptReduce) or (self._buckets.sums() is not None and not has_wrong_sum)
+        is_reduced = not isinstance(action, AttemptReduce) or (self._gradients.sums() is not None and not has_wrong_sum)
         is_complete = not self._lacks_params and is_reduced
         is_compared = not self._lacks_params and self._state_reports.is_due
         params, spoiled = self._content if self._digested is None or self.held is not None else self._digested
@@ -519,16 +520,27 @@ class Group:
 
     def _reduce(self, action: AttemptReduce) -> Steps:
         """All buckets that are not kept, or as many as can be had before they are no longer needed."""
-        buckets = self._buckets
-        buckets.begin(action.attempt, action.kept, recipients_of(action))
+        self._gradients.begin(action.attempt, action.kept, recipients_of(action))
         if not (yield from self._links.connect()):
             yield from self._links.report()
             return
+        ranks = [self._reduce_of_rank(action.attempt, positions) for positions in self._gradients.ranks]
+        yield from side_by_side(ranks, self._world.random)
+
+    def _reduce_of_rank(self, attempt: int, positions: Sequence[int]) -> Steps:
+        """Position by position: the sums of one hold up what the rank posts after them."""
+        for position in positions:
+            yield from self._reduce_slab(attempt, position)
+            if not self._gradients.slabs[position].window.is_complete:
+                return
+
+    def _reduce_slab(self, attempt: int, position: int) -> Steps:
+        buckets = self._gradients.slabs[position]
         in_flight: deque[Reduction] = deque()
         while not buckets.window.is_complete:
             while buckets.window.may_post(buckets.num_buckets):
                 bucket, local = buckets.post()
-                posted = self._links.post(f"attempt {action.attempt}, bucket {bucket}", local)
+                posted = self._links.post(f"attempt {attempt}, bucket {bucket}", local, position)
                 if posted is None:
                     yield from self._links.report()
                     return

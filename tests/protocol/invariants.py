@@ -27,6 +27,7 @@
 11. A group that votes twice in a step that it lacks a resource is fenced, and no other one for that; if all members do,
     the run halts (`shortages`).
 12. No log entry is written twice; no communicator's name is used twice (`communicators`).
+13. All take a member to have the stages that it has in this incarnation.
 """
 
 from collections import Counter
@@ -124,6 +125,8 @@ class Invariants:
         self._too_late: set[tuple[Incarnation, int]] = set()  # cast after the voter was fenced
         self.cast_on: Callable[[int], set[Incarnation]] = lambda _attempt: set()
         """Those whose votes on an attempt have reached the store."""
+        self.stages_of: Callable[[Member], int | None] = lambda _member: None
+        """Those of a member that has fewer than others."""
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
@@ -388,7 +391,8 @@ class Invariants:
             return
         self._shortages.retried(entry, writer, votes)
         held = [vote.num_complete for vote in votes.values() if vote is not None]
-        least = () if is_anew or () in held else (min(held)[0] - is_summed,)
+        of_positions = zip(*held, strict=False)
+        least = () if is_anew or () in held else tuple(min(numbers) - is_summed for numbers in of_positions)
         if (entry.recompute, entry.kept) != (is_anew, least):
             raise Violation(f"{writer} writes {entry} though the members hold {held}")
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
@@ -462,8 +466,18 @@ class Invariants:
 
     # -------------------------------------------------------------------------------------------------- the groups
 
-    def attempted(self, process: str, action: AttemptReduce | AttemptEvaluation | AttemptFinish, epoch: int) -> None:
-        """A process starts an attempt."""
+    def attempted(
+        self,
+        process: str,
+        action: AttemptReduce | AttemptEvaluation | AttemptFinish,
+        epoch: int,
+        stages: Mapping[int, int],
+    ) -> None:
+        """A process starts an attempt, and takes these groups to have so many stages."""
+        fewer = {voter.group: number for voter in action.voters if (number := self.stages_of(voter)) is not None}
+        if fewer != stages:
+            raise Violation(f"{process} takes the stages of groups to be {stages}, not {fewer}")
+        self.counts["attempt with fewer stages"] += bool(fewer)
         opening = self._opened.get(action.attempt)
         if opening != Opening(action.step, frozenset(action.voters), epoch):
             raise Violation(f"{process} starts {action}, but the log says {opening}")

@@ -108,14 +108,13 @@ class Links:
                 return False
         return True
 
-    def post(self, name: str, brought: Any) -> Reduction | None:
-        """None if that fails at once."""
+    def post(self, name: str, brought: Any, position: int = 0) -> Reduction | None:
+        """None if that fails at once, or if another rank has given up."""
         if self._is_alone:
             return Reduction(name, {self._name: brought})
-        if self._fails():
+        if self.communicator is None or self._fails():
             return None
-        assert self.communicator is not None, "it has been connected"
-        return self.communicator.post(self._name, name, brought)
+        return self.communicator.post(self._name, name, brought, position)
 
     def await_sums(self, reduction: Reduction) -> Steps:
         """What all members brought, or None as soon as it cannot be had or no one needs it."""

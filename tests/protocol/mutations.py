@@ -36,6 +36,15 @@ from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.lanes import CountsHalfARow, Lanes, PatchesOnOneLane
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.shortages import LACKING
+from tests.protocol.slabs import (
+    AddsTheNormByRank,
+    AdmitsAllAsWhole,
+    DealsByItsOwnPipeline,
+    Gradients,
+    KeepsByRank,
+    PostsFirstSlabsFirst,
+    RemembersTheLost,
+)
 from tests.protocol.store import UncheckedLog
 
 
@@ -479,6 +488,7 @@ class Protocol:
     partitions_type: type[PartitionStates] = PartitionStates
     window_type: type[BucketWindow] = BucketWindow
     buckets_type: type[Buckets] = Buckets
+    gradients_type: type[Gradients] = Gradients
     evaluation_type: type[EvaluationSums] = EvaluationSums
     votes_type: type[BlockVotes] = BlockVotes
     reliance_type: type[Reliance] = Reliance
@@ -562,6 +572,14 @@ MUTATIONS_OF_SHORTAGES = {
 MUTATIONS_OF_LANES = {
     "counts half a row": Protocol(lanes_type=CountsHalfARow),
     "votes without the patch of a lane": Protocol(lanes_type=PatchesOnOneLane),
+}
+MUTATIONS_OF_SHAPES = {
+    "keeps buckets by rank": Protocol(gradients_type=KeepsByRank),
+    "adds the norm by rank": Protocol(gradients_type=AddsTheNormByRank),
+    "posts slabs in another order in smaller groups": Protocol(gradients_type=PostsFirstSlabsFirst),
+    "remembers the stages of the lost": Protocol(controller_type=RemembersTheLost),
+    "admits all groups as whole": Protocol(controller_type=AdmitsAllAsWhole),
+    "deals by the pipeline of its own group": Protocol(controller_type=DealsByItsOwnPipeline),
 }
 MUTATIONS_OF_SHARED_DATA = {
     "plans by a fetch time of its own": Protocol(controller_type=PlansByItsOwnFetchTime),

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Protocol
 
 from spare_megatron.core.log.actions import SaveCheckpoint
-from spare_megatron.core.log.bucket_window import BucketWindow
 from spare_megatron.core.log.relays import BlockVotes, Reliance
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
-from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Communicators
 from tests.protocol.evaluations import EvaluationSums
 from tests.protocol.invariants import Invariants
@@ -18,6 +17,7 @@ from tests.protocol.lanes import Lanes
 from tests.protocol.partitions import PartitionStates
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
+from tests.protocol.slabs import Gradients
 from tests.protocol.store import Request
 
 
@@ -29,6 +29,28 @@ class Until:
 
 
 Steps = Generator[Request | Until | None, Any, Any]
+
+
+def side_by_side(parts: Sequence[Steps], random: Random) -> Steps:
+    """Goes through all parts, which wait for their own, until all have ended; a request holds up the others."""
+    if len(parts) == 1:
+        return (yield from parts[0])
+    waits: dict[int, Until | None] = dict.fromkeys(range(len(parts)))
+
+    def ready() -> list[int]:
+        return [number for number, wait in waits.items() if wait is None or wait.is_met()]
+
+    while waits:
+        yield Until(lambda: bool(ready()))
+        number = random.choice(ready())
+        try:
+            step = next(parts[number])
+            while isinstance(step, Request):
+                step = parts[number].send((yield step))
+            waits[number] = step
+        except StopIteration:
+            del waits[number]
+    return None
 
 
 class Surroundings(Protocol):
@@ -44,10 +66,8 @@ class Surroundings(Protocol):
     communicators: Communicators
     invariants: Invariants
     groups: tuple[GroupId, ...]
-    num_buckets: int
+    random: Random
     suspect_every: int
-    window_type: type[BucketWindow]
-    buckets_type: type[Buckets]
     evaluation_type: type[EvaluationSums]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]
@@ -58,6 +78,8 @@ class Surroundings(Protocol):
     is_patience_over: bool
 
     def stages_of(self, member: Member) -> int | None: ...
+
+    def gradients_of(self, member: Member, name: str) -> Gradients: ...
 
     def is_there(self, member: Member) -> bool: ...
 

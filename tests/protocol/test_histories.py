@@ -11,6 +11,7 @@ from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
+from tests.protocol.slabs import draw_shapes
 from tests.protocol.world import World
 
 NUM_HISTORIES = 550
@@ -27,6 +28,7 @@ NUM_GROWTH_HISTORIES = 40
 NUM_SLOW_HISTORIES = 60
 NUM_SHARED_HISTORIES = 100
 NUM_LANE_HISTORIES = 60
+NUM_SHAPE_HISTORIES = 120
 NUM_AUDIT_HISTORIES = 120
 NUM_SUSPECT_HISTORIES = 120
 
@@ -88,6 +90,15 @@ def test_no_history_of_lanes_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_LANE_HISTORIES), draw=draw_lanes)
     assert sample.violations == {}
     least = {"Commit": 60, "Retry": 30, "FinishRun": 50}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_groups_with_fewer_stages_violates_an_invariant() -> None:
+    """Whichever ranks hold a slab, its buckets are kept and summed by position."""
+    sample = run_histories(range(NUM_SHAPE_HISTORIES), draw=draw_shapes)
+    assert sample.violations == {}
+    least = {"attempt with fewer stages": 900, "Resume": 20, "retry that keeps buckets": 40, "ChangePaces": 25}
+    least |= {"step with buckets of several attempts": 20, "admission": 100, "drained": 25, "FinishRun": 150}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

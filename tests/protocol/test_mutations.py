@@ -19,6 +19,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_GRADIENTS,
     MUTATIONS_OF_LANES,
     MUTATIONS_OF_RESTARTS,
+    MUTATIONS_OF_SHAPES,
     MUTATIONS_OF_SHARED_DATA,
     MUTATIONS_OF_SHORTAGES,
     MUTATIONS_OF_SUMS,
@@ -33,6 +34,7 @@ from tests.protocol.mutations_of_membership import (
 from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
+from tests.protocol.slabs import draw_shapes
 from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
 from tests.protocol.world import World
@@ -69,6 +71,12 @@ FOUND_AS = {
     "compares nothing of its last checkpoint": "after the last step is wrong, and is not reported",
     "trusts any report of a copy": "is proven, and compared by",
     "goes on without gathering parameters": "ends with StopHalted",
+    "keeps buckets by rank": "is to keep|which counts|no progress|no end",
+    "adds the norm by rank": "has other parameters",
+    "posts slabs in another order in smaller groups": "no progress|no end",
+    "remembers the stages of the lost": "takes the stages of groups to be",
+    "admits all groups as whole": "takes the stages of groups to be",
+    "deals by the pipeline of its own group": "groups have different plans",
     "keeps buckets that only some hold": "though the members hold|is to keep",
     "patches a step that was discarded": "has lost its local sum",
     "writes sums over local sums at once": "has lost its local sum",
@@ -246,6 +254,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_PACES, Scene.draw_slow),
         (MUTATIONS_OF_PAUSES, Scene.draw_pauses),
         (MUTATIONS_OF_RESTARTS, Scene.draw_wipe_outs),
+        (MUTATIONS_OF_SHAPES, draw_shapes),
         (MUTATIONS_OF_SHARED_DATA, Scene.draw_shared),
         (MUTATIONS_OF_SHORTAGES, Scene.draw_shortages),
         (MUTATIONS_OF_SUMS, Scene.draw_flips),

@@ -33,6 +33,7 @@ from tests.protocol.partitions import PartitionObserver, PartitionStates
 from tests.protocol.post import Post
 from tests.protocol.saved import Content
 from tests.protocol.scene import Scene
+from tests.protocol.slabs import Gradients
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
@@ -77,14 +78,12 @@ class World:
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.reliance_type = protocol.reliance_type
-        self.window_type, self.buckets_type = protocol.window_type, protocol.buckets_type
         self.evaluation_type = protocol.evaluation_type
         self.audits_type = protocol.audits_type
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
-        self.num_buckets = scene.num_buckets
         self.suspect_every = scene.suspect_every
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
@@ -97,10 +96,11 @@ class World:
         self.invariants = Invariants(
             hosts, scene.num_groups, sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
         )
+        self.invariants.stages_of = self.stages_of
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
-        self._random = random
+        self.random = random
         self._budget = Counter(scene.fault_budget)
         self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
         self._store = Store(self.invariants.entry_written)
@@ -167,11 +167,11 @@ class World:
             held = self._protocol.partitions_type(member, hosted_by(controller.ownership.hosts, member))
         runner = Group(member, controller, self, held, is_replacing=is_replacing)
         self._groups[runner.name] = runner
-        self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)
+        self._clock_skew_s[runner.name] = self.random.uniform(0.0, 300.0)
         self._start(runner.name, member, runner.run())
 
     def _start(self, name: str, member: Member | None, steps: Steps) -> None:
-        self._processes.append(Process(name, member, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
+        self._processes.append(Process(name, member, steps, weight=10 ** self.random.uniform(-1.0, 0.0)))
 
     # ----------------------------------------------------------------------------------------------- for the groups
 
@@ -179,6 +179,14 @@ class World:
         """Its stages, if it has fewer than groups have in the beginning."""
         stages = self._scene.stages_of(member)
         return stages if stages < self._scene.lengths[0] else None
+
+    def gradients_of(self, member: Member, name: str) -> Gradients:
+        slabs, stages, protocol = self._scene.slabs, self._scene.stages_of(member), self._protocol
+        held = [slabs.of_stage(stage, stages) for stage in range(stages)]
+        buckets = [protocol.buckets_type(name, self._scene.num_buckets, protocol.window_type) for _ in slabs.layers]
+        return protocol.gradients_type(
+            buckets, held, is_shorter=stages == min(self._scene.lengths) < max(self._scene.lengths)
+        )
 
     def pace_ns(self, member: Member, step: int) -> int:
         """What the group measures in a step; no two groups the same."""
@@ -216,8 +224,8 @@ class World:
         """A process waits for groups to come back: those that have left are started again, now or later."""
         there = {process.member.group for process in self._processes if process.member is not None}
         gone = [group for group in self.groups if group not in there]
-        if gone and self._random.random() < _RETURN_RATE:
-            self._start_group(self._random.choice(gone), is_replacing=False)
+        if gone and self.random.random() < _RETURN_RATE:
+            self._start_group(self.random.choice(gone), is_replacing=False)
 
     def is_written(self, index: int) -> bool:
         return self._store.has(keys.entry(index))
@@ -250,10 +258,10 @@ class World:
 
     def choose(self, *outcomes: str) -> str:
         """How a reduction goes on for a process, of what is possible; connections may break at any time."""
-        if self._budget["break"] and self.num_moves < self._scene.fault_moves and self._random.random() < 0.1:
+        if self._budget["break"] and self.num_moves < self._scene.fault_moves and self.random.random() < 0.1:
             self._strike("break")
             return "breaks"
-        return self._random.choice(outcomes)
+        return self.random.choice(outcomes)
 
     # ------------------------------------------------------------------------------------------------------ history
 
@@ -265,20 +273,20 @@ class World:
         """
         while True:
             has_faults = self.num_moves < self._scene.fault_moves
-            if has_faults and self._random.random() < self._fault_rate:
+            if has_faults and self.random.random() < self._fault_rate:
                 self._fault()
             movable = [process for process in self._processes if self._can_move(process)]
             if movable:
                 weights = [process.weight for process in movable]
-                self._move(self._random.choices(movable, weights)[0])
+                self._move(self.random.choices(movable, weights)[0])
                 self.num_moves += 1
             elif not (self._end_a_fault() or self._go_on_after_wipe_out() or self._end_patience()):
                 break
-            if self._random.random() < (0.01 if has_faults else 0.1):
+            if self.random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
             # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
             has_more = self._scene.eval_every_steps or self._scene.num_further or self._scene.suspect_every
-            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1)
+            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1) * len(self._scene.slabs.layers)
             if self.num_moves > self._scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")
         running = [process.name for process in self._processes if process.member is not None]
@@ -338,44 +346,44 @@ class World:
         if not left:
             return
         alive = [process for process in self._processes if process.member is not None]
-        match fault := self._random.choice(left):
+        match fault := self.random.choice(left):
             case "crash" if alive:
-                self._crash(self._random.choice(alive))
+                self._crash(self.random.choice(alive))
             case "suspect" if alive:
-                self.observe(self._random.choice(alive).member)
+                self.observe(self.random.choice(alive).member)
             case "fence again" if self._suspected:
                 gone = [
                     member
                     for member in self._suspected
                     if member.incarnation + 1 < self._num_incarnations[member.group]
                 ]
-                self.observe(self._random.choice(gone or self._suspected), is_late=True)
+                self.observe(self.random.choice(gone or self._suspected), is_late=True)
             case "pause" if alive:
-                self._random.choice(alive).is_paused = True
+                self.random.choice(alive).is_paused = True
             case "outage" if self._store.is_up:
                 self._store.is_up = False
             case "replace":
-                self._start_group(self._random.choice(self.groups))
+                self._start_group(self.random.choice(self.groups))
             case "store restart":
                 self._restart_store()
             case "corrupt" if alive:
-                name = self._random.choice(alive).name
-                self._groups[name].corrupt(self._random)
+                name = self.random.choice(alive).name
+                self._groups[name].corrupt(self.random)
                 self.invariants.corrupted(name)
             case "drain" if alive:
-                group = self._groups[self._random.choice(alive).name]
-                group.leaves = not group.leaves or self._random.random() < 0.5
+                group = self._groups[self.random.choice(alive).name]
+                group.leaves = not group.leaves or self.random.random() < 0.5
             case "flip" | "flip always" if alive:
-                what = self._random.choice(("sent", "received")) if fault == "flip" else "always"
-                self._groups[self._random.choice(alive).name].flip(what)
+                what = self.random.choice(("sent", "received")) if fault == "flip" else "always"
+                self._groups[self.random.choice(alive).name].flip(what)
             case "lack" | "lack everywhere" if alive:
-                num_failures = self._random.randint(1, 5)
-                for process in alive if fault == "lack everywhere" else [self._random.choice(alive)]:
+                num_failures = self.random.randint(1, 5)
+                for process in alive if fault == "lack everywhere" else [self.random.choice(alive)]:
                     self._groups[process.name].lack(num_failures)
             case "miscompute" if alive:
-                self._groups[self._random.choice(alive).name].audits.spoil(self._random)
+                self._groups[self.random.choice(alive).name].audits.spoil(self.random)
             case "unsound" if alive:
-                if not self._groups[self._random.choice(alive).name].spoil(self._random):
+                if not self._groups[self.random.choice(alive).name].spoil(self.random):
                     return
             case _:
                 return
@@ -389,7 +397,7 @@ class World:
         """The process is gone. What it sent may still arrive."""
         self._gone(process)
         is_sent = isinstance(process.waits_for, Request) and process.waits_for.operation != "wait"
-        if is_sent and not process.answer and self._random.random() < 0.5:
+        if is_sent and not process.answer and self.random.random() < 0.5:
             self._processes.append(Process(process.name, None, None, process.weight, process.waits_for))
         self.observe(process.member)
 
@@ -400,7 +408,7 @@ class World:
         # A supervisor reads on from the last entry that its ranks reported; others know of none. The writer of a late
         # fence does not find an earlier one: it is too far back.
         head = len(self.invariants.entries)
-        from_index = head if is_late else self._random.choice((0, head))
+        from_index = head if is_late else self.random.choice((0, head))
         log_type, write = self.log_type, _fence_anew if is_late else fence
         steps = conversation(lambda store: write(log_type(store), member, "suspected", from_index))
         self._start(f"observer of {member}", None, steps)
@@ -416,10 +424,10 @@ class World:
     def _end_a_fault(self) -> bool:
         """The store comes back, or a paused process wakes up. False if there is neither."""
         paused = [process for process in self._processes if process.is_paused]
-        if not self._store.is_up and (not paused or self._random.random() < 0.5):
+        if not self._store.is_up and (not paused or self.random.random() < 0.5):
             self._store.is_up = True
         elif paused:
-            self._random.choice(paused).is_paused = False
+            self.random.choice(paused).is_paused = False
         else:
             return False
         return True

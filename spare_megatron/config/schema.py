@@ -17,7 +17,7 @@ from spare_megatron.config.schema_data import DataConfig, EvalConfig
 from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout
-from spare_megatron.stacking.paces import Rounds
+from spare_megatron.stacking.paces import PipelineTimes, Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.slabs import Slabs
 
@@ -604,6 +604,18 @@ class RunConfig:
         stages, chunks = self.layout.pipeline_parallel, self.layout.virtual_pipeline
         multiple = (self.megatron.get("microbatch_group_size_per_vp_stage") or stages) if chunks > 1 else 1
         return Rounds(lanes=self.units_at_once, multiple=multiple, fill=-(-(stages - 1) // chunks))
+
+    @property
+    def pipeline_times(self) -> PipelineTimes:
+        """What the time of a step follows from if groups have pipelines of different lengths."""
+        return PipelineTimes(
+            num_layers=self.model.num_layers,
+            num_shards=self.layout.num_groups,
+            num_microbatches=self.unit_ramp.largest,
+            lanes=self.units_at_once,
+            moves_shards=self.spare.granularity == "stack",
+            is_dealt=self.spare.deal_by_pace,
+        )
 
     @property
     def bucket_mib(self) -> float:

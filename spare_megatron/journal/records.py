@@ -287,6 +287,8 @@ class PlacesRecord(Record):
     """Machine, cause (`outvoted` or `slow`) and reason of the quarantines that begin."""
     released: list[int] = field(default_factory=list)
     """Machines whose quarantine ends."""
+    stages: list[list[int]] = field(default_factory=list)
+    """Groups that are made or grow, where their pipeline stages change, each with its number of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ in fewer.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
+from math import ceil, floor, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -126,3 +127,47 @@ def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: 
         return pace * bisect_left(range(most), total, key=lambda number: room(number * pace))
 
     return min(least(1.0), least(factor)) / num_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """What the time of a step follows from if groups have pipelines of different lengths. Any group may compute any
+    shard. Times are in those that one layer of a stage takes for a round.
+    """
+
+    num_layers: int
+    num_shards: int
+    num_microbatches: int
+    """Of a shard, or rows."""
+    lanes: int = 1
+    """Microbatches in a round."""
+    moves_shards: bool = False
+    """Work is dealt in whole shards, not in microbatches."""
+    is_dealt: bool = True
+    """Work is dealt by pace; else all groups have equally much."""
+
+    def step_time(self, stages: Collection[int]) -> float:
+        """The time of a step of groups with these numbers of stages, infinite for none. With p stages k rounds take
+        ceil(layers / p) x (p - 1 + k). Cost: O(n + log m) for n groups.
+
+        >>> times = PipelineTimes(num_layers=32, num_shards=4, num_microbatches=16)
+        >>> [times.step_time(stages) for stages in ([4] * 4, [4] * 3, [4, 4, 4, 3], [3] * 4, [])]
+        [152, 200, 165, 198, inf]
+        """
+        if not stages:
+            return inf
+        size = self.num_microbatches if self.moves_shards else 1
+        num_units, kinds = self.num_shards * self.num_microbatches // size, Counter(stages)
+
+        def time(length: int, units: int) -> int:
+            return -(-self.num_layers // length) * (length - 1 - (-units * size // self.lanes))
+
+        def room(until: int) -> int:
+            """Units that all groups can compute by then."""
+            rounds = {length: until // -(-self.num_layers // length) - (length - 1) for length in kinds}
+            return sum(num * (max(rounds[length], 0) * self.lanes // size) for length, num in kinds.items())
+
+        if not self.is_dealt:
+            return max(time(length, -(-num_units // len(stages))) for length in kinds)
+        most = max(time(length, num_units) for length in kinds)
+        return bisect_left(range(most), num_units, key=room)

@@ -26,7 +26,7 @@ class Assignments:
         """Likewise, what computes wrongly."""
 
     def written(self, index: int, text: str) -> None:
-        holdings, places, idle, shards, quarantined, released = json.loads(text).values()
+        holdings, places, idle, shards, quarantined, released, _ = json.loads(text).values()
         self._quarantine(quarantined, released)
         for machine, place, _ in holdings:
             if self._seat(machine) in self.quarantined:

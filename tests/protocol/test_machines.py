@@ -138,8 +138,8 @@ class KeepsFormerPlaces(Places):
 class IgnoresShards(Places):
     """Completes the groups that lack fewest machines, whichever shards have no host."""
 
-    def reform(self, empty: Any, groups_per_domain: int, unhosted: Any, idle: Any = ()) -> Assignment:
-        chosen = super().reform(empty, groups_per_domain, {}, idle)
+    def reform(self, empty: Any, groups_per_domain: int, unhosted: Any, *others: Any, **named: Any) -> Assignment:
+        chosen = super().reform(empty, groups_per_domain, {}, *others, **named)
         return replace(chosen, shards=tuple(unhosted))
 
 

@@ -3,7 +3,8 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, count, product
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from spare_megatron.core.machines.reforming import Machine, Move, places_per_group, reform
+from spare_megatron.core.machines.reforming import Machine, Move, Reformed, places_per_group, reform
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
+from spare_megatron.stacking.paces import PipelineTimes
 
 Places = dict[PlaceId, MachineId | None]
 Idle = dict[MachineId, int | None]
@@ -43,7 +45,7 @@ def moves_of(
     machines |= {machine: Machine("idle", domain=domain) for machine, domain in idle.items()}
     training = next(group for group in range(layout.num_groups) if group not in groups)
     machines |= {MachineId(200 + i): Machine("placed", PlaceId(training * size + i)) for i in range(size)}
-    return reform(layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted)
+    return reform(layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted).moves
 
 
 def arrangements(places: list[PlaceId], machines: frozenset[MachineId]) -> Iterator[Places]:
@@ -253,7 +255,7 @@ def test_lanes_and_stages_of_a_machine_move_together() -> None:
     """Groups 0 and 1 have each lost the machine of another stage: that of group 1 takes the place of group 0's."""
     layout = Layout(num_groups=3, tensor_parallel=2, data_parallel=2, pipeline_parallel=2, num_nodes=6)
     machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in (1, 2, 4, 5)}
-    (move,) = reform(layout, machines, [GroupId(0), GroupId(1)])
+    (move,) = reform(layout, machines, [GroupId(0), GroupId(1)]).moves
     assert move == Move(MachineId(2), PlaceId(0), PlaceId(2))
     stands = {
         place: [(layout.lane_of(rank), rank // layout.ranks_per_stage) for _, rank in layout.ranks_on(place)]
@@ -266,6 +268,177 @@ def test_machines_of_single_lanes_fill_places_of_other_lanes() -> None:
     layout = Layout(num_groups=3, tensor_parallel=2, data_parallel=4, num_nodes=12)
     assert places_per_group(layout) == 4
     machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in range(12) if place not in (1, 4, 7)}
-    moves = reform(layout, machines, [GroupId(0), GroupId(1)])
-    assert moves == (Move(MachineId(5), PlaceId(1), PlaceId(5)),)
+    moves, stages = reform(layout, machines, [GroupId(0), GroupId(1)])
+    assert (moves, stages) == ((Move(MachineId(5), PlaceId(1), PlaceId(5)),), {0: 1})
     assert [layout.lane_of(rank) for _, rank in layout.ranks_on(1)] == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------- shorter pipelines
+
+
+def shorter(num_groups: int, size: int, least: int, unit: int = 1) -> Layout:
+    """Groups of `size` x `unit` machines, of which each stage has `unit`."""
+    sizes = {"pipeline_parallel": size, "least_pipeline_parallel": least, "data_parallel": unit}
+    return Layout(num_groups=num_groups, num_nodes=num_groups * size * unit, **sizes)
+
+
+def slowest_search(times: PipelineTimes, stages: Sequence[int]) -> float:
+    """`PipelineTimes.step_time`, tick by tick."""
+    size = times.num_microbatches if times.moves_shards else 1
+    num_units = times.num_shards * times.num_microbatches // size
+    share = -(-num_units // len(stages)) if stages else 0
+
+    def done(length: int, until: int) -> int:
+        rounds = until // -(-times.num_layers // length) - (length - 1)
+        return max(rounds, 0) * times.lanes // size
+
+    for until in count() if stages else ():
+        units = [done(length, until) for length in stages]
+        if sum(units) >= num_units if times.is_dealt else min(units) >= share:
+            return until
+    return float("inf")
+
+
+def test_a_step_takes_the_least_time_in_which_its_work_fits() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        layers, shards, microbatches, lanes = (int(rng.integers(*span)) for span in ((1, 20), (1, 6), (1, 9), (1, 4)))
+        times = PipelineTimes(
+            num_layers=layers,
+            num_shards=shards,
+            num_microbatches=microbatches,
+            lanes=lanes,
+            moves_shards=bool(rng.integers(2)),
+            is_dealt=bool(rng.integers(2)),
+        )
+        stages = rng.integers(1, 6, rng.integers(0, 5)).tolist()
+        assert times.step_time(stages) == slowest_search(times, stages)
+
+
+def first_missing(places: Places, layout: Layout, sizes: Mapping[int, int]) -> list[PlaceId]:
+    """The places that are empty of the first ones of each group."""
+    k = places_per_group(layout)
+    firsts = (group * k + number for group, size in sizes.items() for number in range(size))
+    return [PlaceId(place) for place in firsts if places[PlaceId(place)] is None]
+
+
+def best_sizes(
+    layout: Layout, places: Places, num_machines: int, times: PipelineTimes, others: list[int], unhosted: Unhosted
+) -> tuple[list[int], int, int]:
+    """Of all sizes that groups could have: the greatest capacity, of most groups that are as even as possible, or whole
+    groups alone, if that leaves no more shards without a host and is as fast. Also the fewest shards without a host,
+    and the fewest moves for that.
+    """
+    groups = sorted({place // places_per_group(layout) for place in places})
+    of_length = {length: len(layout.nodes_of(GroupId(0), length)) for length in layout.lengths}
+    every = [
+        dict(zip(groups, sizes, strict=True))
+        for sizes in product([0, *of_length.values()], repeat=len(groups))
+        if sum(sizes) <= num_machines
+    ]
+
+    def used(sizes: Mapping[int, int]) -> list[int]:
+        return sorted(size for size in sizes.values() if size)
+
+    most = max(
+        map(used, every),
+        key=lambda sizes: (sum(sizes), len(sizes), min(sizes, default=0) - max(sizes, default=0)),
+    )
+    whole = max((used(one) for one in every if {*one.values()} <= {0, max(of_length.values())}), key=len)
+    found = []
+    for option in (whole, most):
+        stages = [length for size in option for length, places in of_length.items() if places == size]
+        cost = min(
+            (
+                sum(not any(one.get(host) for host in hosts) for hosts in unhosted),
+                len(first_missing(places, layout, one)),
+            )
+            for one in every
+            if used(one) == option
+        )
+        found.append((cost[0], slowest_search(times, others + stages), option, cost[1]))
+    num_left, _, option, num_moves = min(found, key=lambda one: one[:2])
+    return option, num_left, num_moves
+
+
+def test_shorter_pipelines_use_the_most_machines_with_the_fewest_moves() -> None:
+    """Up to five groups of five machines, or of units of two, against all sizes; with shards without a host, too."""
+    rng, seen = np.random.default_rng(6), Counter[str]()
+    for _ in range(250):
+        unit, num_others = int(rng.integers(1, 3)), int(rng.integers(0, 3))
+        size = int(rng.integers(3, 6 if unit == 1 else 4))
+        layout = shorter(5 if unit == 1 else 4, size, int(rng.integers(2, size)), unit)
+        num_groups, k = layout.num_groups, places_per_group(layout)
+        broken = sorted(rng.choice(num_groups, num_groups - num_others, replace=False).tolist())
+        share = rng.random()
+        places = places_of(k, {group: "".join("ox"[rng.random() < share] for _ in range(k)) for group in broken})
+        idle = [MachineId(100 + number) for number in range(rng.integers(0, 3))]
+        times = PipelineTimes(
+            num_layers=size * int(rng.integers(1, 9)), num_shards=num_groups, num_microbatches=int(rng.integers(2, 20))
+        )
+        others = rng.integers(2, size + 1, num_others).tolist()
+        unhosted = [frozenset(map(GroupId, rng.integers(0, num_groups, 2).tolist())) for _ in range(rng.integers(0, 3))]
+        held = {machine: Machine("placed", place) for place, machine in places.items() if machine is not None}
+        made = reform(
+            layout,
+            held | dict.fromkeys(idle, Machine("idle")),
+            [GroupId(group) for group in broken],
+            unhosted=unhosted,
+            times=times,
+            others=others,
+        )
+        after = applied(places, made.moves)
+        sizes = {group: len(layout.nodes_of(group, stages)) for group, stages in made.stages.items()}
+        assert first_missing(after, layout, sizes) == [], "a group lacks a machine"
+        best, num_left, num_moves = best_sizes(layout, places, len(held) + len(idle), times, others, unhosted)
+        assert sorted(sizes.values()) == best
+        assert sum(not hosts & made.stages.keys() for hosts in unhosted) == num_left
+        assert len(made.moves) == len(first_missing(places, layout, sizes)) >= num_moves
+        assert len(made.moves) == num_moves or unit > 1, "further machines are counted one by one"
+        seen["shorter"] += min(best, default=k) < k
+        seen["whole alone"] += bool(best) and min(best) == k and sum(best) < len(held) + len(idle)
+        seen["some shard"] += bool(unhosted) and min(best, default=k) < k
+    assert len(seen) == 3
+    assert min(seen.values()) > 20, seen
+
+
+THIRTY_TWO = PipelineTimes(num_layers=32, num_shards=4, num_microbatches=16)
+
+
+def made_of(letters: Mapping[int, str], others: Sequence[int] = (), unhosted: Unhosted = ()) -> Reformed:
+    """Of four groups of four machines, which may have three stages."""
+    held = places_of(4, letters)
+    machines = {machine: Machine("placed", place) for place, machine in held.items() if machine is not None}
+    groups = [GroupId(group) for group in letters]
+    return reform(shorter(4, 4, 3), machines, groups, unhosted=unhosted, times=THIRTY_TWO, others=others)
+
+
+def test_a_group_that_lacks_a_machine_goes_on_with_the_others_in_its_first_places() -> None:
+    assert made_of({1: "ooox"}, [4, 4, 4]) == ((), {1: 3})
+    assert made_of({1: "oxoo"}, [4, 4, 4]) == ((Move(MachineId(7), PlaceId(5), PlaceId(7)),), {1: 3})
+    assert made_of({1: "ooxx"}, [4, 4, 4]) == ((), {})
+
+
+def test_broken_groups_share_their_machines_as_evenly_as_possible() -> None:
+    assert made_of({0: "ooox", 1: "xoxo", 2: "oxxo"}, [4]).stages == {0: 3, 1: 4}, "place 7 has a machine"
+    assert made_of({0: "ooox", 2: "ooxo"}, [4, 3]) == ((Move(MachineId(11), PlaceId(10), PlaceId(11)),), {0: 3, 2: 3})
+
+
+def test_whole_groups_alone_are_made_where_that_is_as_fast() -> None:
+    """Stages of one layer: a group with three of them is half as fast as a whole one."""
+    machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in range(16) if place % 4}
+    groups, layout = [GroupId(group) for group in range(4)], shorter(4, 4, 3)
+    few = replace(THIRTY_TWO, num_layers=4)
+    assert [THIRTY_TWO.step_time(stages) for stages in ([4] * 3, [3] * 4)] == [200, 198]
+    assert [few.step_time(stages) for stages in ([4] * 3, [3] * 4)] == [25, 36]
+    assert reform(layout, machines, groups, times=THIRTY_TWO).stages == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert reform(layout, machines, groups, times=few).stages == {0: 4, 1: 4, 2: 4}
+    # A shard whose only host would have to wait decides before the time does.
+    unhosted = [frozenset({group}) for group in groups]
+    assert reform(layout, machines, groups, times=few, unhosted=unhosted).stages == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+def test_shorter_pipelines_need_the_times_of_steps() -> None:
+    machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in range(3)}
+    with pytest.raises(AssertionError, match="nothing says how long their steps take"):
+        reform(shorter(4, 4, 3), machines, [GroupId(0)])

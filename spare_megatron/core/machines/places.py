@@ -1,5 +1,5 @@
-"""Which machine holds which place, and which is in quarantine: the fold of a list of assignments, each written once in
-the control store.
+"""Which machine holds which place, which is in quarantine, and how many pipeline stages groups have: the fold of a list
+of assignments, each written once in the control store.
 
 At first machine i holds place i. Machine i + k x num_places replaces machine i for the k-th time, so that at most
 num_places machines are in the run. A place that its machine has left is vacant until an assignment names it. A machine
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from spare_megatron.core.machines.reforming import Machine, reform
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId
+from spare_megatron.stacking.paces import PipelineTimes
 
 
 class Holding(NamedTuple):
@@ -56,6 +57,9 @@ class Assignment:
     """The quarantines that begin; one of a machine that is in quarantine changes nothing."""
     released: tuple[MachineId, ...] = ()
     """The machines whose quarantine ends, before its holdings begin."""
+    stages: tuple[tuple[GroupId, int], ...] = ()
+    """Pipeline stages of the groups that it makes or lets grow, where they change. A group that trains has them once it
+    comes back."""
 
 
 class Places:
@@ -70,6 +74,7 @@ class Places:
         self._newest = {int(place): MachineId(place) for place in places}  # by `_seat`
         self._quarantines: dict[int, Quarantine] = {}  # by `_seat`
         self._outvoted: set[tuple[Member | None, PlaceId]] = set()
+        self._stages: dict[GroupId, int] = {}
 
     def _seat(self, machine: MachineId) -> int:
         """What a machine and those that replace it have in common."""
@@ -91,6 +96,7 @@ class Places:
             self._seats[holding.place] = self._seat(holding.machine)
             self._incarnations[holding.place] = holding.incarnation
             self._newest[self._seat(holding.machine)] = holding.machine
+        self._stages |= dict(assignment.stages)
 
     def has_replaced(self, machine: MachineId) -> bool:
         """Whether another machine has replaced this one."""
@@ -133,27 +139,54 @@ class Places:
         """The latest incarnation of the place's supervisor."""
         return self._incarnations[place]
 
+    def stages_of(self, group: GroupId) -> int:
+        """The pipeline stages that the group has whenever it starts."""
+        return self._stages.get(group, self._layout.pipeline_parallel)
+
+    def places_of(self, group: GroupId) -> list[PlaceId]:
+        """Those that it needs to start."""
+        return [PlaceId(place) for place in self._layout.nodes_of(group, self.stages_of(group))]
+
+    @property
+    def smaller_groups(self) -> tuple[GroupId, ...]:
+        """Those that have fewer stages than the whole pipeline."""
+        return tuple(sorted(group for group in self._stages if self.stages_of(group) < self._layout.pipeline_parallel))
+
     def replace(
         self,
         machine: MachineId,
         empty: Collection[PlaceId],
         groups_per_domain: int,
         unhosted: Mapping[ShardId, Collection[GroupId]],
+        times: PipelineTimes | None = None,
     ) -> Assignment:
-        """The assignment of a place to a machine without one, where these places of broken groups are empty: that of
-        the machine it replaces, else a vacant one: the one that makes a group whole, or the lowest. ValueError: another
-        one has replaced it.
+        """The assignment of a place to a machine without one, where these places of broken and smaller groups are
+        empty: that of the machine it replaces, else one with which a broken group starts, else the lowest of a smaller
+        group, else the lowest vacant one. ValueError: another one has replaced it.
         """
         if self.has_replaced(machine):
             raise ValueError(f"node {self._seat(machine)}: another supervisor has replaced this one, which ends")
         if (held := self.held_by(machine)) is not None:
-            return Assignment(holdings=(self._next(machine, held.place),))
-        chosen = self.reform(empty, groups_per_domain, unhosted, idle=(machine,))
+            return self._joining(machine, held.place, empty)
+        broken = {group for place in empty for group in self._layout.groups_on(place) if place in self.places_of(group)}
+        of_broken = {place for place in empty if not broken.isdisjoint(self._layout.groups_on(place))}
+        chosen = self.reform(of_broken, groups_per_domain, unhosted, (machine,), times)
         if machine in {holding.machine for holding in chosen.holdings}:
             return chosen
         # As many places are vacant as machines are without one.
-        lowest = min(place for place in self._incarnations if place not in self._seats)
-        return Assignment(holdings=(self._next(machine, lowest),))
+        vacant = (place for place in self._incarnations if place not in self._seats)
+        return self._joining(machine, min(set(empty) - of_broken or vacant), empty)
+
+    def _joining(self, machine: MachineId, place: PlaceId, empty: Collection[PlaceId]) -> Assignment:
+        """The machine takes this place, and the group has more stages if it then has the places of these."""
+        left, grown = {*empty} - {place}, []
+        for group in self._layout.groups_on(place):
+            fitting = (
+                stages for stages in self._layout.lengths if left.isdisjoint(self._layout.nodes_of(group, stages))
+            )
+            if (stages := next(fitting, 0)) > self.stages_of(group):
+                grown.append((group, stages))
+        return Assignment(holdings=(self._next(machine, place),), stages=tuple(grown))
 
     def reform(
         self,
@@ -161,21 +194,32 @@ class Places:
         groups_per_domain: int,
         unhosted: Mapping[ShardId, Collection[GroupId]],
         idle: tuple[MachineId, ...] = (),
+        times: PipelineTimes | None = None,
     ) -> Assignment:
         """The moves of `reform` where these places of broken groups are empty, and all others of them are not;
-        `unhosted`: shards without a host, and who could host them.
+        `unhosted`: shards without a host, and who could host them. `times`: if pipelines may have several lengths.
         """
         groups = {group for place in empty for group in self._layout.groups_on(place)}
         of_groups = sorted(PlaceId(place) for group in groups for place in self._layout.nodes_of(group))
         places = {place: None if place in empty else self.holder_of(place) for place in of_groups}
         machines = {machine: Machine("placed", place) for place, machine in places.items() if machine is not None}
         machines |= dict.fromkeys(idle, Machine("idle"))
-        moves = reform(self._layout, machines, groups, groups_per_domain=groups_per_domain, unhosted=unhosted.values())
+        others = set(map(GroupId, range(self._layout.num_home_groups))) - groups
+        moves, stages = reform(
+            self._layout,
+            machines,
+            groups,
+            groups_per_domain=groups_per_domain,
+            unhosted=unhosted.values(),
+            times=times,
+            others=[self.stages_of(group) for group in others],
+        )
         return Assignment(
             holdings=tuple(self._next(move.machine, move.place) for move in moves),
             places=tuple(places.items()),
             idle=idle,
             shards=tuple(unhosted),
+            stages=tuple((group, number) for group, number in stages.items() if number != self.stages_of(group)),
         )
 
     def _next(self, machine: MachineId, place: PlaceId) -> Holding:

@@ -1,7 +1,9 @@
-"""Decides which machines fill the places of broken groups, so that as many groups as possible are whole again.
+"""Decides which machines fill the places of broken groups, so that these train again: as many whole ones as possible,
+or, where pipelines may be shorter, with every machine.
 
 A *place* is a node index of the layout: the ranks that stand together. A *machine* holds one place, or none while it is
-idle. A group that comes in takes its state from the others, so any machine may take any place. k = places of a group.
+idle. A group that comes in takes its state from the others, so any machine may take any place. k = places of a group;
+one with a shorter pipeline needs the first of them alone.
 """
 
 import heapq
@@ -9,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
+from spare_megatron.stacking.paces import PipelineTimes
 
 MachineState = Literal["placed", "idle"]
 
@@ -30,6 +33,14 @@ class Move(NamedTuple):
     machine: MachineId
     place: PlaceId
     from_place: PlaceId | None
+
+
+class Reformed(NamedTuple):
+    """What becomes of broken groups."""
+
+    moves: tuple[Move, ...]
+    stages: dict[GroupId, int]
+    """Of the groups that have the machines for these; those that need no move are among them."""
 
 
 Source = tuple[MachineId, PlaceId | None]
@@ -67,9 +78,13 @@ def reform(
     *,
     groups_per_domain: int = 1,
     unhosted: Collection[Collection[GroupId]] = (),
-) -> tuple[Move, ...]:
-    """The moves that make broken groups whole: most whole groups, then fewest shards without a host, then fewest moves,
-    then fewest across domains, but for groups that shards need. `unhosted`: the hosts of each shard that has none now.
+    times: PipelineTimes | None = None,
+    others: Sequence[int] = (),
+) -> Reformed:
+    """The moves that make the most groups train, whole or, where `layout` has shorter pipelines, as `sizes_to_make` has
+    it; then fewest shards without a host, then fewest moves, then fewest across domains, but for groups that shards
+    need. `unhosted`: the hosts of each shard that has none now; `others`: stages of the groups that are not broken,
+    `times` what the time of a step follows from: only for shorter pipelines.
 
     Idle machines and those placed in broken groups are moved, those of other groups never; `machines` has none that are
     lost, are to leave or have given their place up. Ties: the lowest groups are completed; low places take low
@@ -78,63 +93,144 @@ def reform(
     """
     size = places_per_group(layout)
     holders: dict[PlaceId, MachineId] = {}
-    idle: defaultdict[int | None, list[Source]] = defaultdict(list)
+    sources: defaultdict[int | None, list[Source]] = defaultdict(list)
     groups = set(broken)
     for machine, (state, place, domain) in machines.items():
         if state == "idle":
-            idle[domain].append((machine, None))
+            sources[domain].append((machine, None))
         elif state == "placed" and place is not None and place // size in groups:
             assert place not in holders, f"place {place} is held by machines {holders[place]} and {machine}"
             holders[place] = machine
-    short = [_Broken.of(group, size, holders) for group in sorted(groups)]
-    num_whole = (len(holders) + sum(map(len, idle.values()))) // size
-    num_whole = min(len(short), num_whole)
-    needed = _needed(short, num_whole, unhosted) if unhosted else frozenset()
-    chosen = _chosen(short, num_whole, idle, groups_per_domain, needed)
+    num_machines = len(holders) + sum(map(len, sources.values()))
+    supply = Counter({domain: len(own) for domain, own in sources.items() if domain is not None})
+    options: list[dict[GroupId, int]] = []
+    for sizes in sizes_to_make(layout, len(groups), num_machines):
+        short = [_Broken.of(group, size, sizes or [size], holders) for group in sorted(groups)]
+        options.append(_made(short, sizes, groups_per_domain, supply, unhosted))
+    stages = _fastest(layout, options, unhosted, times, others)
     wanted: defaultdict[int, list[PlaceId]] = defaultdict(list)
-    for group in short:
-        domain = group.group // groups_per_domain
-        if group.group in chosen:
-            wanted[domain] += group.missing
-        else:
-            idle[domain] += [(holders[place], place) for place in group.places if place in holders]
-    return _assigned(wanted, idle)
+    for group in sorted(groups):
+        domain, end = group // groups_per_domain, group * size + places_for(layout, stages.get(group, 0))
+        for place in map(PlaceId, range(group * size, (group + 1) * size)):
+            if place < end and place not in holders:
+                wanted[domain].append(place)
+            elif place >= end and place in holders:
+                sources[domain].append((holders[place], place))
+    return Reformed(_assigned(wanted, sources), stages)
+
+
+def sizes_to_make(layout: Layout, num_broken: int, num_machines: int) -> list[list[int]]:
+    """The places of each group to make, the largest first: of whole groups alone and, if shorter pipelines make more
+    groups, of these: as even as possible, from as many machines as they have use for.
+
+    >>> layout = Layout(num_groups=4, pipeline_parallel=4, least_pipeline_parallel=3, num_nodes=16)
+    >>> sizes_to_make(layout, 2, 7), sizes_to_make(layout, 2, 6), sizes_to_make(layout, 2, 5)
+    ([[4], [4, 3]], [[4], [3, 3]], [[4]])
+    """
+    whole, *shorter = (places_for(layout, stages) for stages in layout.lengths)
+    options = [[whole] * min(num_broken, num_machines // whole)]
+    number = min(num_broken, num_machines // shorter[-1]) if shorter else 0
+    if number > len(options[0]):
+        # Lengths differ by what makes whole machines, so that places of groups are multiples of this.
+        unit = whole - shorter[0]
+        least, num_longer = divmod(min(num_machines, number * whole) // unit, number)
+        options.append([(least + (index < num_longer)) * unit for index in range(number)])
+    return options
+
+
+def places_for(layout: Layout, stages: int) -> int:
+    """The places that so many stages of a group fill."""
+    return stages * layout.ranks_per_stage // layout.ranks_per_node
+
+
+def _fastest(
+    layout: Layout,
+    options: Sequence[Mapping[GroupId, int]],
+    unhosted: Collection[Collection[GroupId]],
+    times: PipelineTimes | None,
+    others: Sequence[int],
+) -> dict[GroupId, int]:
+    """The stages of the groups that are made: of the option, by places, that leaves fewest shards without a host and
+    has the shortest steps; the first of these.
+    """
+    stages = [
+        {group: places * layout.ranks_per_node // layout.ranks_per_stage for group, places in sorted(option.items())}
+        for option in options
+    ]
+    if len(options) == 1:
+        return stages[0]
+    assert times is not None, "pipelines may have several lengths, and nothing says how long their steps take"
+    num_left = [sum(option.keys().isdisjoint(hosts) for hosts in unhosted) for option in options]
+    step_times = [times.step_time([*others, *made.values()]) for made in stages]
+    return min(zip(num_left, step_times, stages, strict=True), key=lambda option: option[:2])[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Broken:
-    """A broken group: its places, the number of those that hold a machine, and those that hold none, ascending."""
+    """A broken group where groups with `sizes` places are to be made."""
 
     group: GroupId
-    places: Sequence[PlaceId]
-    num_held: int
-    missing: list[PlaceId]
+    num_missing: int
+    """Of its first places, as many as the smallest size has, those that hold no machine: each takes a move."""
+    num_further: int
+    """Likewise, of those that the largest size has beside them."""
+    num_kept: int
+    """Machines in the first places."""
+    num_left: int
+    """Machines in the others."""
 
     @classmethod
-    def of(cls, group: GroupId, size: int, holders: Mapping[PlaceId, MachineId]) -> "_Broken":
-        places = cast("Sequence[PlaceId]", range(group * size, (group + 1) * size))
-        missing = [place for place in places if place not in holders]
-        return cls(group=group, places=places, num_held=size - len(missing), missing=missing)
+    def of(cls, group: GroupId, size: int, sizes: Sequence[int], holders: Collection[int]) -> "_Broken":
+        is_held = [place in holders for place in range(group * size, (group + 1) * size)]
+        first, further = is_held[: sizes[-1]], is_held[sizes[-1] : sizes[0]]
+        return cls(
+            group=group,
+            num_missing=first.count(False),
+            num_further=further.count(False),
+            num_kept=sum(first),
+            num_left=sum(is_held[sizes[-1] :]),
+        )
+
+    @property
+    def lacking(self) -> tuple[int, int]:
+        return self.num_missing, self.num_further
+
+
+def _made(
+    broken: Sequence[_Broken],
+    sizes: Sequence[int],
+    groups_per_domain: int,
+    supply: Mapping[int, int],
+    unhosted: Collection[Collection[GroupId]],
+) -> dict[GroupId, int]:
+    """Which groups get these sizes."""
+    num_larger = sum(size > sizes[-1] for size in sizes)
+    needed = _needed(broken, len(sizes), num_larger, unhosted) if unhosted else frozenset()
+    chosen = _chosen(broken, len(sizes), supply, groups_per_domain, needed)
+    in_order = sorted((group for group in broken if group.group in chosen), key=lambda group: group.num_further)
+    return dict(zip((group.group for group in in_order), sizes, strict=True))
 
 
 _MOST_TRIED = 2000
 """Sets of groups that are tried at most for shards without a host."""
 
 
-def _needed(broken: Sequence[_Broken], num_whole: int, unhosted: Collection[Collection[GroupId]]) -> frozenset[GroupId]:
+def _needed(
+    broken: Sequence[_Broken], num_made: int, num_larger: int, unhosted: Collection[Collection[GroupId]]
+) -> frozenset[GroupId]:
     """The groups to complete for these shards: with those that lack fewest machines beside them, fewest shards stay
     without a host, and this takes the fewest moves. Branch and bound over the host that each shard gets, exact up to
     `_MOST_TRIED` sets.
     """
-    order = sorted(broken, key=lambda group: len(group.missing))
+    order = sorted(broken, key=lambda group: group.lacking)
     ranks = {group.group: rank for rank, group in enumerate(order)}
     shards = sorted((sorted(ranks[host] for host in hosts if host in ranks) for hosts in unhosted), key=len)
-    num_moves = [0, *accumulate(len(group.missing) for group in order)]  # of the groups below a rank
+    num_moves = [0, *accumulate(group.num_missing for group in order)]  # of the groups below a rank
 
     def end_of_others(forced: frozenset[int]) -> int:
         """The others are completed below this rank."""
-        end = num_whole
-        while (shorter := num_whole - sum(rank >= end for rank in forced)) < end:
+        end = num_made
+        while (shorter := num_made - sum(rank >= end for rank in forced)) < end:
             end = shorter
         return end
 
@@ -142,7 +238,9 @@ def _needed(broken: Sequence[_Broken], num_whole: int, unhosted: Collection[Coll
         """Shards that stay without a host, and moves."""
         end = end_of_others(forced)
         num_left = sum(all(rank >= end and rank not in forced for rank in hosts) for hosts in shards)
-        return num_left, num_moves[end] + sum(len(order[rank].missing) for rank in forced if rank >= end)
+        beyond = [order[rank] for rank in forced if rank >= end]
+        further = sorted(group.num_further for group in (*order[:end], *beyond)) if num_larger else []
+        return num_left, num_moves[end] + sum(group.num_missing for group in beyond) + sum(further[:num_larger])
 
     best: frozenset[int] = frozenset()
     open_sets = [(0, best)]  # shards looked at, and groups forced for them
@@ -156,7 +254,7 @@ def _needed(broken: Sequence[_Broken], num_whole: int, unhosted: Collection[Coll
         if number == len(shards) or (num_left, found[1]) >= score(best):
             continue
         open_sets.append((number + 1, forced))
-        if len(forced) < num_whole and forced.isdisjoint(shards[number]):
+        if len(forced) < num_made and forced.isdisjoint(shards[number]):
             open_sets += [(number + 1, forced | {rank}) for rank in reversed(shards[number])]
     end = end_of_others(best)
     of_shards = {rank for hosts in shards for rank in hosts}
@@ -165,47 +263,48 @@ def _needed(broken: Sequence[_Broken], num_whole: int, unhosted: Collection[Coll
 
 def _chosen(
     broken: Sequence[_Broken],
-    num_whole: int,
-    idle: Mapping[int | None, list[Source]],
+    num_made: int,
+    idle: Mapping[int, int],
     groups_per_domain: int,
     needed: Collection[GroupId],
 ) -> set[GroupId]:
     """The groups to complete, those that are `needed` and others. Those that lack fewest machines need the fewest
-    moves: each missing machine is one move.
+    moves: each missing machine is one move, and of the larger groups those that lack fewest further ones are made.
 
     Among those that lack equally many, t, domains decide. With n of them completed, a domain takes min(demand, supply)
-    machines from itself: demand grows by t for each, supply falls by the k - t that it no longer gives. That is concave
+    machines from itself: demand grows by t for each, supply falls by those that it no longer gives. That is concave
     in n, so taking the greatest gain each time is optimal.
     """
-    by_missing = sorted(broken, key=lambda group: (group.group not in needed, len(group.missing)))
-    if num_whole in (len(broken), len(needed), 0):
-        return {group.group for group in by_missing[:num_whole]}
-    lacking = len(by_missing[num_whole - 1].missing)
-    chosen = {group.group for group in broken if len(group.missing) < lacking} | {*needed}
-    demand, supply = Counter[int](), Counter({domain: len(own) for domain, own in idle.items() if domain is not None})
+    by_missing = sorted(broken, key=lambda group: (group.group not in needed, group.lacking))
+    if num_made in (len(broken), len(needed), 0):
+        return {group.group for group in by_missing[:num_made]}
+    lacking = by_missing[num_made - 1].lacking
+    chosen = {group.group for group in broken if group.lacking < lacking} | {*needed}
+    demand, supply = Counter[int](), Counter(idle)
     tied: defaultdict[int, list[_Broken]] = defaultdict(list)
     for group in broken:
         domain = group.group // groups_per_domain
         if group.group in chosen:
-            demand[domain] += len(group.missing)
+            demand[domain] += group.num_missing
         else:
-            supply[domain] += group.num_held
-        if len(group.missing) == lacking and group.group not in needed:
+            supply[domain] += group.num_kept
+        supply[domain] += group.num_left
+        if group.lacking == lacking and group.group not in needed:
             tied[domain].append(group)
 
     def offer(domain: int) -> tuple[int, GroupId, int]:
         group, before = tied[domain][0], min(demand[domain], supply[domain])
-        gain = min(demand[domain] + lacking, supply[domain] - group.num_held) - before
+        gain = min(demand[domain] + group.num_missing, supply[domain] - group.num_kept) - before
         return -gain, group.group, domain
 
     offers = [offer(domain) for domain in tied]
     heapq.heapify(offers)
-    while len(chosen) < num_whole:
+    while len(chosen) < num_made:
         _, _, domain = heapq.heappop(offers)
         group = tied[domain].pop(0)
         chosen.add(group.group)
-        demand[domain] += lacking
-        supply[domain] -= group.num_held
+        demand[domain] += group.num_missing
+        supply[domain] -= group.num_kept
         if tied[domain]:
             heapq.heappush(offers, offer(domain))
     return chosen

@@ -44,6 +44,7 @@ class Assigned:
             shards=list(assignment.shards),
             quarantined=[[one.machine, one.cause, one.reason] for one in assignment.quarantined],
             released=list(assignment.released),
+            stages=[list(one) for one in assignment.stages],
         )
 
 
@@ -124,6 +125,7 @@ class GroupReforming:
         self._layout = config.parallel
         self._machine = machine
         self._groups_per_domain = config.spare.groups_per_domain
+        self._times = config.pipeline_times
         self._after_s = reform_after_s(config)
         self._left_out = left_out
         # Shards that all groups can read need no host.
@@ -149,7 +151,7 @@ class GroupReforming:
         if not self._is_lowest(places, [member.group for member in due], found):
             return None
         unhosted = self._unhosted([member.group for member in empty])
-        assignment = places.reform(found, self._groups_per_domain, unhosted)
+        assignment = places.reform(found, self._groups_per_domain, unhosted, times=self._times)
         return assignments.append(assignment) if assignment.holdings or assignment.stages else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
@@ -157,8 +159,9 @@ class GroupReforming:
         while True:
             places = assignments.read()
             broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]
-            empty = self._empty_of(store, places, broken)
-            chosen = places.replace(self._machine, empty, self._groups_per_domain, self._unhosted(broken))
+            empty = self._empty_of(store, places, {*broken, *places.smaller_groups} - self._left_out())
+            unhosted = self._unhosted(broken)
+            chosen = places.replace(self._machine, empty, self._groups_per_domain, unhosted, self._times)
             if places.quarantine_of(self._machine) is not None:
                 chosen = replace(chosen, released=(self._machine,))
             assigned = assignments.append(chosen)

@@ -230,7 +230,7 @@ class Machines:
             unhosted = [self._placement.hosts[shard] for shard in self._placement.uncovered(alive)]
         moves = reform(
             self._layout, self._machines, self._broken, groups_per_domain=self._per_domain, unhosted=unhosted
-        )
+        ).moves
         for move in moves:
             self._machines[move.machine] = Machine("placed", move.place)
         # All moves make groups whole, and a group that is whole already was forgotten.

@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import (
+    AuditConfig,
+    ClusterConfig,
+    FaultConfig,
+    FaultsConfig,
+    LayoutConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import PlacesRecord, StartRecord
 from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forked, Forks
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, assert_masked, complete_run, tiny_config
+from tests.integration.whole_run import Run, assert_masked, complete_run, evaluations_of, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,7 +56,7 @@ def shaped(corpus: Path, *, num_groups: int = 2, stages: int = 4, lanes: int = 1
         mode="reproducible",
         cluster=ClusterConfig(device="cpu", num_nodes=num_groups * stages),
         heartbeat_s=HEARTBEAT_S,
-        **{"num_layers": 6, "num_microbatches": 4, **settings},
+        **{"num_layers": 2 * stages, "num_microbatches": 4, **settings},
     )
 
 
@@ -72,7 +81,13 @@ VARIANTS = {
         "tie_embeddings": False,
     },
     "lanes": {"stages": 3, "lanes": 2},
-    "experts over lanes, in bf16": {"stages": 3, "lanes": 2, "num_experts": 2, "precision": "bf16"},
+    "experts over lanes, in bf16": {
+        "stages": 3,
+        "lanes": 2,
+        "num_experts": 2,
+        "linear_bias": False,
+        "precision": "bf16",
+    },
 }
 
 
@@ -104,6 +119,44 @@ def test_two_groups_that_lose_a_machine_each_go_on_side_by_side(text_corpus: Pat
     assert_masked(run)
     assert starts(run) == {(0, 1, 2), (1, 1, 2)}
     assert params(run) == params(complete_run(config, tmp_path / "plain"))
+
+
+def test_all_that_runs_beside_training_goes_on_and_a_smaller_group_gives_its_state_to_a_whole_one(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Evaluations, audits of every step and checkpoints. A process of each group is killed, too: the smaller one comes
+    back as small, the other takes all of its state from it. The training is then continued from the last checkpoint.
+    """
+    config = shaped(text_corpus, stages=3)
+    config = replace(
+        config,
+        data=replace(config.data, split="9,1"),
+        eval=EvalConfig(every_steps=4, sequences=8),
+        audit=AuditConfig(every_steps=1),
+        optimizer=OptimizerConfig(decay_steps=STEPS + 4),
+        checkpoint=replace(config.checkpoint, interval_steps=10),
+    )
+    again = [(12, Member(GroupId(1), 1)), (15, Member(GroupId(0), 1)), (18, Member(GroupId(1), 2))]
+    killed = kill(FaultPoint.BACKWARD, 13, 0, 2), kill(FaultPoint.AFTER_VOTE, 16, 1, 1)
+    lost = with_faults(config, kill_machine(1, 1), *killed)
+    run = complete_run(lost, tmp_path / "run", Watch(awaited=frozenset(again)))
+    assert_masked(run)
+    assert starts(run) == {(1, 1, 2), (0, 1, None), (1, 2, 2)}
+    plain = complete_run(config, tmp_path / "plain")
+    assert params(run) == params(plain)
+    assert evaluations_of(run.journal) == evaluations_of(plain.journal) != []
+    last = [
+        complete_run(
+            replace(
+                config,
+                train=replace(config.train, steps=STEPS + 4),
+                checkpoint=replace(config.checkpoint, load=str(tmp_path / name)),
+            ),
+            tmp_path / f"{name}-continued",
+        )
+        for name in ("run", "plain")
+    ]
+    assert params(last[0]) == params(last[1])
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ def dealt_stacks(num_groups: int, num_microbatches: int, num_slow: int, factor: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """What the time of a step follows from if groups have pipelines of different lengths. Any group may compute any
-    shard. Times are in those that one layer of a stage takes for a round.
+    """What the time of a step follows from where pipelines differ in length, if any group computes any shard. The unit
+    of time is that of a round of one layer.
     """
 
     num_layers: int
@@ -147,27 +147,25 @@ class PipelineTimes:
     """Work is dealt by pace; else all groups have equally much."""
 
     def step_time(self, stages: Collection[int]) -> float:
-        """The time of a step of groups with these numbers of stages, infinite for none. With p stages k rounds take
-        ceil(layers / p) x (p - 1 + k). Cost: O(n + log m) for n groups.
+        """The time of a step of groups with these numbers of stages, infinite for none: with p of them a round takes
+        ceil(layers / p), and p - 1 fill the pipeline. Cost: O(n + log m) for n groups.
 
         >>> times = PipelineTimes(num_layers=32, num_shards=4, num_microbatches=16)
         >>> [times.step_time(stages) for stages in ([4] * 4, [4] * 3, [4, 4, 4, 3], [3] * 4, [])]
         [152, 200, 165, 198, inf]
         """
-        if not stages:
-            return inf
         size = self.num_microbatches if self.moves_shards else 1
-        num_units, kinds = self.num_shards * self.num_microbatches // size, Counter(stages)
-
-        def time(length: int, units: int) -> int:
-            return -(-self.num_layers // length) * (length - 1 - (-units * size // self.lanes))
+        num_units = self.num_shards * self.num_microbatches // size
+        kinds = [
+            (number, ceil(self.num_layers / length), Rounds(size=size, lanes=self.lanes, fill=length - 1))
+            for length, number in Counter(stages).items()
+        ]
+        if not kinds:
+            return inf
+        units = num_units if self.is_dealt else ceil(num_units / len(stages))
+        most = max(round_time * rounds.num_rounds(units) for _, round_time, rounds in kinds)
 
         def room(until: int) -> int:
-            """Units that all groups can compute by then."""
-            rounds = {length: until // -(-self.num_layers // length) - (length - 1) for length in kinds}
-            return sum(num * (max(rounds[length], 0) * self.lanes // size) for length, num in kinds.items())
+            return sum(number * int(rounds.num_units(np.array(until // time))) for number, time, rounds in kinds)
 
-        if not self.is_dealt:
-            return max(time(length, -(-num_units // len(stages))) for length in kinds)
-        most = max(time(length, num_units) for length in kinds)
-        return bisect_left(range(most), num_units, key=room)
+        return bisect_left(range(most), num_units, key=room) if self.is_dealt else most

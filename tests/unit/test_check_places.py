@@ -1,5 +1,6 @@
 """What `spare check` and the views of a run make of machines that take places."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from spare_megatron.journal.proofs.check_machines import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
+from spare_megatron.stacking.paces import PipelineTimes
 from spare_megatron.tools.report.page import _figures_of
 from spare_megatron.tools.report.trace import _moves
 from tests.unit.journal_in_memory import run_record
@@ -109,3 +111,50 @@ def test_a_place_is_vacant_once_its_machine_has_left_it_and_the_list_is_read_as_
     assert places.has_replaced(MachineId(0))
     with pytest.raises(ValueError, match="node 0: another supervisor has replaced this one"):
         places.replace(MachineId(0), [], 1, {})
+
+
+def shorter_places() -> tuple[Places, Callable[..., Assignment]]:
+    """Four groups of four machines, which may have three or two stages; and `replace` of machine 16 + n."""
+    places = Places(Layout(num_groups=4, pipeline_parallel=4, least_pipeline_parallel=2, num_nodes=16))
+    times = PipelineTimes(num_layers=32, num_shards=4, num_microbatches=16)
+
+    def replaced(machine: int, *empty: int) -> Assignment:
+        return places.replace(MachineId(machine), [PlaceId(place) for place in empty], 1, {}, times)
+
+    places.apply(places.reform([PlaceId(0), PlaceId(3), PlaceId(7)], 1, {}, times=times))
+    return places, replaced
+
+
+def test_a_list_of_assignments_says_how_many_stages_groups_have() -> None:
+    """Machines 0, 3 and 7 are lost: machine 6 takes place 0, so that groups 0 and 1 go on with 3 and 2 stages."""
+    places, _ = shorter_places()
+    assert [places.stages_of(GroupId(group)) for group in range(4)] == [3, 2, 4, 4]
+    assert places.smaller_groups == {0, 1}
+    assert [places.holder_of(PlaceId(place)) for place in (0, 3, 6, 7)] == [6, 3, None, 7]
+
+
+@pytest.mark.parametrize(
+    ("machine", "empty", "place", "stages"),
+    [
+        (19, [3, 6, 7], 3, {0: 4}),  # the place of the machine that it replaces
+        (23, [3, 6, 7], 7, {}),  # likewise, and place 6 is empty
+        (23, [3, 6, 7, 0], 7, {}),
+        (19, [0, 3, 6, 7], 3, {}),  # the group has broken again
+        (23, [3, 7], 7, {1: 4}),
+        (16, [3, 6, 7], 3, {0: 4}),  # that has lost its place: the lowest one of a smaller group
+        (16, [6, 7], 6, {1: 3}),
+        (16, [3, 6, 7, 13, 14, 15], 13, {3: 2}),  # a broken group comes first
+        (16, [3, 6, 7, 12, 13, 14, 15], 3, {0: 4}),  # for which one machine is not enough
+        (16, [], 6, {1: 4}),  # the lowest vacant place
+    ],
+)
+def test_a_machine_that_comes_lets_a_group_start_or_grow(
+    machine: int, empty: list[int], place: int, stages: dict[int, int]
+) -> None:
+    places, replaced = shorter_places()
+    assignment = replaced(machine, *empty)
+    assert [holding[:2] for holding in assignment.holdings] == [(machine, place)]
+    assert dict(assignment.stages) == stages
+    places.apply(decode(encode(assignment), Assignment))
+    assert all(places.stages_of(GroupId(group)) == number for group, number in stages.items())
+    assert places.smaller_groups == {0, 1, *stages} - {group for group, number in stages.items() if number == 4}

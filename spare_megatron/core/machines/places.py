@@ -143,14 +143,10 @@ class Places:
         """The pipeline stages that the group has whenever it starts."""
         return self._stages.get(group, self._layout.pipeline_parallel)
 
-    def places_of(self, group: GroupId) -> list[PlaceId]:
-        """Those that it needs to start."""
-        return [PlaceId(place) for place in self._layout.nodes_of(group, self.stages_of(group))]
-
     @property
-    def smaller_groups(self) -> tuple[GroupId, ...]:
+    def smaller_groups(self) -> frozenset[GroupId]:
         """Those that have fewer stages than the whole pipeline."""
-        return tuple(sorted(group for group in self._stages if self.stages_of(group) < self._layout.pipeline_parallel))
+        return frozenset(group for group, stages in self._stages.items() if stages < self._layout.pipeline_parallel)
 
     def replace(
         self,
@@ -168,25 +164,27 @@ class Places:
             raise ValueError(f"node {self._seat(machine)}: another supervisor has replaced this one, which ends")
         if (held := self.held_by(machine)) is not None:
             return self._joining(machine, held.place, empty)
-        broken = {group for place in empty for group in self._layout.groups_on(place) if place in self.places_of(group)}
-        of_broken = {place for place in empty if not broken.isdisjoint(self._layout.groups_on(place))}
-        chosen = self.reform(of_broken, groups_per_domain, unhosted, (machine,), times)
+        groups_on = self._layout.groups_on
+        broken = {g for place in empty for g in groups_on(place) if self._most_stages(g, empty) < self.stages_of(g)}
+        further = {place for place in empty if broken.isdisjoint(groups_on(place))}
+        chosen = self.reform({*empty} - further, groups_per_domain, unhosted, (machine,), times)
         if machine in {holding.machine for holding in chosen.holdings}:
             return chosen
         # As many places are vacant as machines are without one.
         vacant = (place for place in self._incarnations if place not in self._seats)
-        return self._joining(machine, min(set(empty) - of_broken or vacant), empty)
+        return self._joining(machine, min(further or vacant), empty)
 
     def _joining(self, machine: MachineId, place: PlaceId, empty: Collection[PlaceId]) -> Assignment:
-        """The machine takes this place, and the group has more stages if it then has the places of these."""
-        left, grown = {*empty} - {place}, []
-        for group in self._layout.groups_on(place):
-            fitting = (
-                stages for stages in self._layout.lengths if left.isdisjoint(self._layout.nodes_of(group, stages))
-            )
-            if (stages := next(fitting, 0)) > self.stages_of(group):
-                grown.append((group, stages))
-        return Assignment(holdings=(self._next(machine, place),), stages=tuple(grown))
+        """The machine takes this place, with which its group may grow."""
+        left = {*empty} - {place}
+        most = ((group, self._most_stages(group, left)) for group in self._layout.groups_on(place))
+        grown = tuple((group, stages) for group, stages in most if stages > self.stages_of(group))
+        return Assignment(holdings=(self._next(machine, place),), stages=grown)
+
+    def _most_stages(self, group: GroupId, empty: Collection[PlaceId]) -> int:
+        """Those for which the group has machines where these places are empty."""
+        lengths = self._layout.lengths
+        return next((one for one in lengths if not {*empty} & {*self._layout.nodes_of(group, one)}), 0)
 
     def reform(
         self,

@@ -81,10 +81,9 @@ def reform(
     times: PipelineTimes | None = None,
     others: Sequence[int] = (),
 ) -> Reformed:
-    """The moves that make the most groups train, whole or, where `layout` has shorter pipelines, as `sizes_to_make` has
-    it; then fewest shards without a host, then fewest moves, then fewest across domains, but for groups that shards
-    need. `unhosted`: the hosts of each shard that has none now; `others`: stages of the groups that are not broken,
-    `times` what the time of a step follows from: only for shorter pipelines.
+    """The moves that make groups of `lengths_to_make`: with fewest shards without a host, then fewest moves, then
+    fewest across domains, but for groups that shards need. `unhosted`: the hosts of each shard that has none now. Where
+    pipelines may be shorter: `times` of steps, and the stages of the groups that are not broken (`others`).
 
     Idle machines and those placed in broken groups are moved, those of other groups never; `machines` has none that are
     lost, are to leave or have given their place up. Ties: the lowest groups are completed; low places take low
@@ -101,13 +100,14 @@ def reform(
         elif state == "placed" and place is not None and place // size in groups:
             assert place not in holders, f"place {place} is held by machines {holders[place]} and {machine}"
             holders[place] = machine
-    num_machines = len(holders) + sum(map(len, sources.values()))
-    supply = Counter({domain: len(own) for domain, own in sources.items() if domain is not None})
+    num_idle = {domain: len(own) for domain, own in sources.items()}
     options: list[dict[GroupId, int]] = []
-    for sizes in sizes_to_make(layout, len(groups), num_machines):
+    for lengths in lengths_to_make(layout, len(groups), len(holders) + sum(num_idle.values())):
+        sizes = [places_for(layout, length) for length in lengths]
         short = [_Broken.of(group, size, sizes or [size], holders) for group in sorted(groups)]
-        options.append(_made(short, sizes, groups_per_domain, supply, unhosted))
-    stages = _fastest(layout, options, unhosted, times, others)
+        made = _made(short, sizes, num_idle, groups_per_domain, unhosted)
+        options.append(dict(zip(made, lengths, strict=True)))
+    stages = options[0] if len(options) == 1 else _fastest(options, unhosted, times, others)
     wanted: defaultdict[int, list[PlaceId]] = defaultdict(list)
     for group in sorted(groups):
         domain, end = group // groups_per_domain, group * size + places_for(layout, stages.get(group, 0))
@@ -119,77 +119,61 @@ def reform(
     return Reformed(_assigned(wanted, sources), stages)
 
 
-def sizes_to_make(layout: Layout, num_broken: int, num_machines: int) -> list[list[int]]:
-    """The places of each group to make, the largest first: of whole groups alone and, if shorter pipelines make more
-    groups, of these: as even as possible, from as many machines as they have use for.
+def lengths_to_make(layout: Layout, num_broken: int, num_machines: int) -> list[list[int]]:
+    """The stages of the groups to make: whole ones alone or, if shorter pipelines make more groups, as many as possible
+    and as even as possible of the machines that they have use for. Longer ones are first.
 
     >>> layout = Layout(num_groups=4, pipeline_parallel=4, least_pipeline_parallel=3, num_nodes=16)
-    >>> sizes_to_make(layout, 2, 7), sizes_to_make(layout, 2, 6), sizes_to_make(layout, 2, 5)
-    ([[4], [4, 3]], [[4], [3, 3]], [[4]])
+    >>> [lengths_to_make(layout, 2, number) for number in (7, 6, 5)]
+    [[[4], [4, 3]], [[4], [3, 3]], [[4]]]
     """
-    whole, *shorter = (places_for(layout, stages) for stages in layout.lengths)
-    options = [[whole] * min(num_broken, num_machines // whole)]
-    number = min(num_broken, num_machines // shorter[-1]) if shorter else 0
+    whole, *shorter = layout.lengths
+    options = [[whole] * min(num_broken, num_machines // places_for(layout, whole))]
+    number = min(num_broken, num_machines // places_for(layout, shorter[-1])) if shorter else 0
     if number > len(options[0]):
-        # Lengths differ by what makes whole machines, so that places of groups are multiples of this.
-        unit = whole - shorter[0]
-        least, num_longer = divmod(min(num_machines, number * whole) // unit, number)
-        options.append([(least + (index < num_longer)) * unit for index in range(number)])
+        unit = whole - shorter[0]  # Of it all lengths are multiples, for these fill whole machines.
+        num_units = min(num_machines // places_for(layout, unit), number * whole // unit)
+        options.append([(num_units + index) // number * unit for index in reversed(range(number))])
     return options
 
 
 def places_for(layout: Layout, stages: int) -> int:
-    """The places that so many stages of a group fill."""
+    """The places of a group that so many stages fill."""
     return stages * layout.ranks_per_stage // layout.ranks_per_node
 
 
 def _fastest(
-    layout: Layout,
-    options: Sequence[Mapping[GroupId, int]],
+    options: Sequence[dict[GroupId, int]],
     unhosted: Collection[Collection[GroupId]],
     times: PipelineTimes | None,
     others: Sequence[int],
 ) -> dict[GroupId, int]:
-    """The stages of the groups that are made: of the option, by places, that leaves fewest shards without a host and
-    has the shortest steps; the first of these.
+    """Of options to make groups with these stages the one that leaves fewest shards without a host, then the one with
+    the shortest steps, then the first.
     """
-    stages = [
-        {group: places * layout.ranks_per_node // layout.ranks_per_stage for group, places in sorted(option.items())}
-        for option in options
-    ]
-    if len(options) == 1:
-        return stages[0]
     assert times is not None, "pipelines may have several lengths, and nothing says how long their steps take"
-    num_left = [sum(option.keys().isdisjoint(hosts) for hosts in unhosted) for option in options]
-    step_times = [times.step_time([*others, *made.values()]) for made in stages]
-    return min(zip(num_left, step_times, stages, strict=True), key=lambda option: option[:2])[2]
+    num_left = [sum(made.keys().isdisjoint(hosts) for hosts in unhosted) for made in options]
+    step_times = [times.step_time([*others, *made.values()]) for made in options]
+    return min(zip(num_left, step_times, options, strict=True), key=lambda option: option[:2])[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Broken:
-    """A broken group where groups with `sizes` places are to be made."""
+    """A broken group where groups of some sizes are to be made."""
 
     group: GroupId
+    num_held: int
     num_missing: int
     """Of its first places, as many as the smallest size has, those that hold no machine: each takes a move."""
     num_further: int
     """Likewise, of those that the largest size has beside them."""
-    num_kept: int
-    """Machines in the first places."""
-    num_left: int
-    """Machines in the others."""
 
     @classmethod
     def of(cls, group: GroupId, size: int, sizes: Sequence[int], holders: Collection[int]) -> "_Broken":
         is_held = [place in holders for place in range(group * size, (group + 1) * size)]
         first, further = is_held[: sizes[-1]], is_held[sizes[-1] : sizes[0]]
-        return cls(
-            group=group,
-            num_missing=first.count(False),
-            num_further=further.count(False),
-            num_kept=sum(first),
-            num_left=sum(is_held[sizes[-1] :]),
-        )
+        missing, beside = first.count(False), further.count(False)
+        return cls(group=group, num_held=sum(is_held), num_missing=missing, num_further=beside)
 
     @property
     def lacking(self) -> tuple[int, int]:
@@ -199,16 +183,15 @@ class _Broken:
 def _made(
     broken: Sequence[_Broken],
     sizes: Sequence[int],
+    num_idle: Mapping[int | None, int],
     groups_per_domain: int,
-    supply: Mapping[int, int],
     unhosted: Collection[Collection[GroupId]],
-) -> dict[GroupId, int]:
-    """Which groups get these sizes."""
-    num_larger = sum(size > sizes[-1] for size in sizes)
-    needed = _needed(broken, len(sizes), num_larger, unhosted) if unhosted else frozenset()
-    chosen = _chosen(broken, len(sizes), supply, groups_per_domain, needed)
-    in_order = sorted((group for group in broken if group.group in chosen), key=lambda group: group.num_further)
-    return dict(zip((group.group for group in in_order), sizes, strict=True))
+) -> list[GroupId]:
+    """The groups that are made, in the order of these sizes."""
+    needed = _needed(broken, sizes, unhosted) if unhosted else frozenset()
+    chosen = _chosen(broken, sizes, num_idle, groups_per_domain, needed)
+    of_chosen = [group for group in broken if group.group in chosen]
+    return [group.group for group in sorted(of_chosen, key=lambda group: group.num_further)]
 
 
 _MOST_TRIED = 2000
@@ -216,12 +199,13 @@ _MOST_TRIED = 2000
 
 
 def _needed(
-    broken: Sequence[_Broken], num_made: int, num_larger: int, unhosted: Collection[Collection[GroupId]]
+    broken: Sequence[_Broken], sizes: Sequence[int], unhosted: Collection[Collection[GroupId]]
 ) -> frozenset[GroupId]:
     """The groups to complete for these shards: with those that lack fewest machines beside them, fewest shards stay
     without a host, and this takes the fewest moves. Branch and bound over the host that each shard gets, exact up to
     `_MOST_TRIED` sets.
     """
+    num_made, num_larger = len(sizes), sum(size > sizes[-1] for size in sizes)
     order = sorted(broken, key=lambda group: group.lacking)
     ranks = {group.group: rank for rank, group in enumerate(order)}
     shards = sorted((sorted(ranks[host] for host in hosts if host in ranks) for hosts in unhosted), key=len)
@@ -263,38 +247,38 @@ def _needed(
 
 def _chosen(
     broken: Sequence[_Broken],
-    num_made: int,
-    idle: Mapping[int, int],
+    sizes: Sequence[int],
+    num_idle: Mapping[int | None, int],
     groups_per_domain: int,
     needed: Collection[GroupId],
 ) -> set[GroupId]:
     """The groups to complete, those that are `needed` and others. Those that lack fewest machines need the fewest
-    moves: each missing machine is one move, and of the larger groups those that lack fewest further ones are made.
+    moves: each missing machine is one move.
 
     Among those that lack equally many, t, domains decide. With n of them completed, a domain takes min(demand, supply)
-    machines from itself: demand grows by t for each, supply falls by those that it no longer gives. That is concave
-    in n, so taking the greatest gain each time is optimal.
+    machines from itself: demand grows by t for each, supply falls by the size less t that it no longer gives. That is
+    concave in n, so taking the greatest gain each time is optimal.
     """
+    num_made = len(sizes)
     by_missing = sorted(broken, key=lambda group: (group.group not in needed, group.lacking))
     if num_made in (len(broken), len(needed), 0):
         return {group.group for group in by_missing[:num_made]}
     lacking = by_missing[num_made - 1].lacking
     chosen = {group.group for group in broken if group.lacking < lacking} | {*needed}
-    demand, supply = Counter[int](), Counter(idle)
+    demand, supply = Counter[int](), Counter(num_idle)
     tied: defaultdict[int, list[_Broken]] = defaultdict(list)
     for group in broken:
         domain = group.group // groups_per_domain
+        supply[domain] += group.num_held
         if group.group in chosen:
             demand[domain] += group.num_missing
-        else:
-            supply[domain] += group.num_kept
-        supply[domain] += group.num_left
+            supply[domain] -= sizes[-1] - group.num_missing
         if group.lacking == lacking and group.group not in needed:
             tied[domain].append(group)
 
     def offer(domain: int) -> tuple[int, GroupId, int]:
         group, before = tied[domain][0], min(demand[domain], supply[domain])
-        gain = min(demand[domain] + group.num_missing, supply[domain] - group.num_kept) - before
+        gain = min(demand[domain] + lacking[0], supply[domain] - sizes[-1] + lacking[0]) - before
         return -gain, group.group, domain
 
     offers = [offer(domain) for domain in tied]
@@ -303,8 +287,8 @@ def _chosen(
         _, _, domain = heapq.heappop(offers)
         group = tied[domain].pop(0)
         chosen.add(group.group)
-        demand[domain] += group.num_missing
-        supply[domain] -= group.num_kept
+        demand[domain] += lacking[0]
+        supply[domain] -= sizes[-1] - lacking[0]
         if tied[domain]:
             heapq.heappush(offers, offer(domain))
     return chosen

@@ -185,7 +185,7 @@ class RunProgress:
         if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.run_state.run) is None:
             return
         self._next_at_s = now_s + STEP_LINE_INTERVAL_S
-        self._show("  ".join(figures_of(run, event.update, event.num_alive)))
+        self._show("  ".join(figures_of(run, event.update, event.num_alive, event.num_missing_stages)))
 
     def _is_behind(self, now_s: float) -> bool:
         if self._reported is None or now_s - self._reported[1] < _BEHIND_S:

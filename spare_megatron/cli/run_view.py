@@ -8,6 +8,7 @@ from spare_megatron.cli.console import LiveView, Pieces
 from spare_megatron.formats.quantities import format_duration, format_large
 from spare_megatron.journal import event_texts
 from spare_megatron.journal.event_texts import EventLine
+from spare_megatron.journal.fold import Committed, Fold
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
@@ -41,6 +42,7 @@ def view_of(
     done = 0 if run_state.folding is None else run_state.folding.step
     lines: list[str | Pieces] = [describe_health(overview), *(f"  {alarm}" for alarm in overview.alarms)]
     lines += [*_headlines(run_state, plan, overview), *_grid(run_state.groups())]
+    lines += [run_state.shapes] if run_state.shapes else []
     if has_events:
         form = "%H:%M:%S" if overview.until_s - overview.since_s <= _DAY_S else "%Y-%m-%d %H:%M:%S"
 
@@ -123,8 +125,9 @@ def step_line(run_state: RunState, now_s: float) -> str:
     if update is None or update.step >= folding.step:  # undone by a restart
         parts = [_step_named(run, folding.step - 1), f"groups {len(folding.members)}/{run.most_groups}"]
     else:
-        members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
-        parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
+        recent = [commit for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
+        part: Committed | Fold = recent[0] if recent else folding
+        parts = [*figures_of(run, update, len(part.members), part.num_missing_stages)]
     left_s = run_state.left_s(now_s)
     if left_s:
         parts.append(f"left {format_duration(max(1, round(left_s)))}")
@@ -136,7 +139,7 @@ def _step_named(run: RunRecord, step: int) -> str:
     return f"step {step} ({step + 1}/{run.num_steps})"
 
 
-def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
+def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int, num_missing_stages: int) -> Iterator[str]:
     yield _step_named(run, update.step)
     if update.loss:  # a simulated run has none
         yield f"loss {update.loss:.4f}"
@@ -146,7 +149,7 @@ def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterato
     tokens = tokens_per_second(run, whole_s)
     if tokens is not None:
         yield f"{format_large(tokens)} tokens/s"
-    utilization = flops_utilization(run, whole_s, num_groups * run.ranks_per_group)
+    utilization = flops_utilization(run, whole_s, run.num_ranks(num_groups, num_missing_stages))
     if utilization is not None:
         yield f"MFU {utilization:.1%}"
     yield f"groups {num_groups}/{run.most_groups}"

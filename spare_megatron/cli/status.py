@@ -156,6 +156,7 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "
         "name": None if run_state.run is None else run_state.run.name,
         "num_steps": None if run_state.run is None else run_state.run.num_steps,
         "groups": run_state.groups(),
+        "stages": {} if run_state.folding is None else run_state.folding.stages,
         "paces": {group: pace / 1000 for group, pace in run_state.paces.items()},
         "goodput": None if goodput is None else goodput.goodput,
         "wall_s": None if goodput is None else goodput.wall_s,

@@ -42,8 +42,8 @@ class LiveGoodput:
     passed. A fault that costs no group counts as `scatter`. Keeps 17 bytes per step, for restarts that discard it.
     """
 
-    def __init__(self, num_groups: int, began_s: float) -> None:
-        self._num_groups = num_groups
+    def __init__(self, num_ranks: int, began_s: float) -> None:
+        self._num_ranks = num_ranks
         self._began_s = self._at_s = began_s
         self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
         self._met: set[str] = set()
@@ -69,14 +69,14 @@ class LiveGoodput:
             self._add(self._names[self._cause.pop()], -lost_s)
             self._add("rework", useful_s + lost_s)
 
-    def on_commit(self, at_s: float, step_s: float, num_alive: int) -> None:
-        """Accounts for a step that took `step_s` seconds and was committed at `at_s` by `num_alive` groups."""
+    def on_commit(self, at_s: float, step_s: float, num_ranks: int) -> None:
+        """Accounts for a step that took `step_s` seconds and was committed at `at_s` by groups of `num_ranks`."""
         passed_s, self._at_s = at_s - self._at_s, at_s
-        if num_alive == self._num_groups or not self._quiet_s:
+        if num_ranks == self._num_ranks or not self._quiet_s:
             self._quiet_s.append(step_s)
         useful_s = min(passed_s, step_s, median(self._quiet_s))
         cause = cause_of(self._met, is_first=not self._useful_s, has_newcomers=self._has_newcomers)
-        cause = cause or ("fewer_groups" if num_alive < self._num_groups else "scatter")
+        cause = cause or ("fewer_groups" if num_ranks < self._num_ranks else "scatter")
         if cause not in self._names:
             self._names.append(cause)
         self._useful_s.append(useful_s)
@@ -164,7 +164,7 @@ class Telemetry:
         self._store: dict[str, Value] = {}
         self._next_step = 0
         self._evaluated_by = -1  # attempt
-        self._goodput = LiveGoodput(config.layout.num_groups, clock())
+        self._goodput = LiveGoodput(run.num_ranks(run.num_groups), clock())
         self._last_recovery = (0, -1)  # restarts before it, and its step
         self._recoveries: list[RecoveryRecord] = []  # written with the next step
         self._memory: dict[GroupId, Mapping[str, float]] = {}
@@ -207,8 +207,11 @@ class Telemetry:
                 self._memory[GroupId(event.update.group)] = of_group
                 if step >= self._next_step:
                     self._next_step = step + 1
-                    self._goodput.on_commit(self._clock(), event.update.step_s, event.num_alive)
+                    self._goodput.on_commit(self._clock(), event.update.step_s, self._num_ranks(event))
                     self._write({"step": step, **self._of_step(event)})
+
+    def _num_ranks(self, event: reports.StepCommitted) -> int:
+        return self._run.num_ranks(event.num_alive, event.num_missing_stages)
 
     def close(self) -> None:
         """Closes the sinks. OSError: the disk has not accepted everything."""
@@ -243,7 +246,7 @@ class Telemetry:
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
         whole_s = update.step_s / self._run.size_of_step(update.step)
-        values |= self._speed(whole_s, event.num_alive * self._run.ranks_per_group)
+        values |= self._speed(whole_s, self._num_ranks(event))
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
     def _of_fullest(self) -> dict[str, Value]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from spare_megatron.core.log.loss_sums import losses_of
 from spare_megatron.formats.quantities import format_bytes, format_duration, format_steps
 from spare_megatron.journal import records
+from spare_megatron.stacking.layout import GroupId
 
 EventKind = Literal[
     "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "checkpoint", "failed save",
@@ -48,6 +49,16 @@ def text_of_audited(num_audited: int, num_steps: int | None = None) -> str:
     if num_audited == 1:
         return f"the first {of}{'steps' if of else 'step'} is audited"
     return f"the first {num_audited} {of}steps are audited"
+
+
+def text_of_stages(stages: Mapping[GroupId, int], num_stages: int) -> str:
+    """Text of groups with fewer pipeline stages than `num_stages`; empty if there are none.
+
+    >>> text_of_stages({GroupId(3): 2, GroupId(1): 3}, 4)
+    'group 1 runs with 3 of 4 stages, group 3 with 2'
+    """
+    first, *others = [f"group {group}{{}} with {number}{{}}" for group, number in sorted(stages.items())] or [""]
+    return ", ".join((first.format(" runs", f" of {num_stages} stages"), *(one.format("", "") for one in others)))
 
 
 def fault_named(fault: Any) -> str:

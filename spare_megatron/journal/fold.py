@@ -55,6 +55,8 @@ class Committed:
     saved: bool
     is_last: bool
     """It ends the run, whatever the planned number of steps."""
+    num_missing_stages: int
+    """Those that the members together lacked."""
     attempts: tuple[FoldedAttempt, ...]
     """Attempts whose buckets may have been kept, ending with the committed one."""
 
@@ -145,7 +147,7 @@ class Fold(Membership):
         key = (self.num_restarts, self.step)
         if isinstance(entry, log.Commit | log.Retry):
             self.attempts.append(FoldedAttempt(attempt=entry.attempt, kept=self.kept, members=self.groups))
-        groups = self.groups
+        groups, num_missing = self.groups, self.num_missing_stages
         change = self.apply(entry)
         self.errors += change.contradictions
         if self.voters is not change.voters:
@@ -155,7 +157,7 @@ class Fold(Membership):
                 self._add_fence(index, entry, change, key)
                 return change
             case log.Commit():
-                self._add_commit(index, entry, groups)
+                self._add_commit(index, entry, groups, num_missing)
             case log.Retry(recompute=True):
                 self.attempts.clear()
                 self.computed_anew.add(key)
@@ -189,7 +191,7 @@ class Fold(Membership):
         if fence.discard:
             self.discarded[key] = self.discarded.get(key, frozenset()) | {fence.group}
 
-    def _add_commit(self, index: int, commit: log.Commit, members: Members) -> None:
+    def _add_commit(self, index: int, commit: log.Commit, members: Members, num_missing: int) -> None:
         self.commits.append(
             Committed(
                 index=index,
@@ -199,6 +201,7 @@ class Fold(Membership):
                 began_with=self.began_with,
                 saved=commit.save,
                 is_last=commit.is_last,
+                num_missing_stages=num_missing,
                 attempts=tuple(self.attempts),
             )
         )

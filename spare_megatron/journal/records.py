@@ -104,7 +104,7 @@ class AuditRecord(OfAttempt):
     """The first so many digests are of audits that the plan of the step has; None: all are."""
     incarnation: int = 0
     boundaries: list[list[Any]] = field(default_factory=list)
-    """Of disputed microbatches, what their digests are made of: shard, index, kind, stage, rank, and digest."""
+    """Of disputed microbatches, what their digests are made of: shard, index, kind, stage, position, digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

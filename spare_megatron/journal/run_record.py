@@ -126,6 +126,10 @@ class RunRecord(RunTerms):
         """Groups that may take part; ids are below it."""
         return max(self.num_groups, self.max_groups)
 
+    def num_ranks(self, num_groups: int, num_missing_stages: int = 0) -> int:
+        """Ranks of so many groups, which together lack so many stages."""
+        return num_groups * self.ranks_per_group - num_missing_stages * self.ranks_per_stage
+
     @property
     def turns(self) -> list[int]:
         """For each rank of a group, the turn of its lane: lanes of the same turn compute the same microbatches."""

@@ -96,6 +96,8 @@ class StepCommitted:
     """Recoveries of the group that ended since its last report."""
     is_last: bool = False
     """The run ends with this step."""
+    num_missing_stages: int = 0
+    """Those that the groups together lack."""
 
     @property
     def step(self) -> int:

@@ -53,7 +53,7 @@ class GroupAudits:
             num_planned=now.num_planned,
             incarnation=self._ctx.member.incarnation,
             boundaries=[
-                [int(item.shard), item.index, one.kind, one.stage, one.rank, f"{one.digest:016x}"]
+                [int(item.shard), item.index, one.kind, one.stage, one.position, f"{one.digest:016x}"]
                 for item in digests
                 for one in item.boundaries
             ],

@@ -80,7 +80,8 @@ class GroupSaves:
         """
         if self._snapshotter is not None:
             self._snapshotter.finish()
-        if (unsaved := self._saver.finish()) is not None:
+        unsaved = self._saver.finish()
+        if unsaved is not None and self._ctx.member.group not in self._ctx.controller.stages:
             save_alone(self._ctx, replace(unsaved, member=self._ctx.member))
         if self._dispute_saver is not None:
             self._dispute_saver.finish()

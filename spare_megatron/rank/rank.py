@@ -222,6 +222,7 @@ class _Rank:
                 run.epoch,
                 run.state_hosts,
                 has_params=not self._progress.lacks_params,
+                shorter=run.stages,
             )
             if save is not None:
                 save = replace(save, audited_steps=run.audited_steps)

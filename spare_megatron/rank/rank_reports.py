@@ -99,6 +99,7 @@ class RankReports:
             num_recomputed=step.num_recomputed,
             recoveries=tuple(recoveries),
             is_last=is_last,
+            num_missing_stages=step.num_missing_stages,
         )
         self._ctx.send(report)
 

@@ -160,6 +160,8 @@ class RestartLoader:
         """Loads what the run began with: a checkpoint or an emergency checkpoint."""
         partitions = hosted_by(hosts, self._ctx.member)
         if is_emergency_checkpoint(path):
+            if self._ctx.member.group in self._ctx.controller.stages:
+                raise JoinFailed(f"{path} holds the state of the ranks of whole pipelines, and this one is shorter")
             self._ctx.trainer.load_state(files_for(path, assemble(path).files, self._ctx.spec.rank), partitions)
         else:
             self._ctx.trainer.load_checkpoint(path, partitions)

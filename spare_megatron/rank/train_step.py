@@ -172,6 +172,7 @@ def compute_step(ctx: RankContext, parts: Components, action: actions.ComputeSte
         started_s=time.monotonic() if before is None else before.started_s,
         makespan=plan.work.makespan,
         num_alive=len(ctx.controller.members),
+        num_missing_stages=ctx.controller.num_missing_stages,
         is_evaluation=plan.is_evaluation,
     )
     if ctx.progress.lacks_params:

@@ -42,5 +42,15 @@ class Slabs:
         most, of_longest = (-(-self.num_layers // stages) for stages in (length, self.lengths[0]))
         return 1000 * most // of_longest
 
+    def holder_of(self, position: int, length: int, ranks_per_stage: int) -> int:
+        """The rank that has a slab in a pipeline of one of the lengths, by its rank if each slab were a stage.
+
+        >>> [Slabs(12, (4, 3)).holder_of(position, 3, ranks_per_stage=2) for position in range(12)]
+        [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+        """
+        slab, place = divmod(position, ranks_per_stage)
+        stage = next(stage for stage in range(length) if slab in self.of_stage(stage, length))
+        return stage * ranks_per_stage + place
+
     def _edge(self, stage: int, length: int) -> int:
         return stage * self.num_layers // length

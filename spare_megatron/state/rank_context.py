@@ -32,6 +32,8 @@ class StepUnderWay:
     makespan: int
     """Largest load of the plan, in microbatches."""
     num_alive: int
+    num_missing_stages: int = 0
+    """Of the groups that began it."""
     computed: list[Microbatch] = field(default_factory=list)
     """The microbatches in the rank's local sums."""
     plans: list[str] = field(default_factory=list)

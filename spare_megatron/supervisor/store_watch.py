@@ -361,7 +361,7 @@ class StoreLink:
         if not entry.is_outvoted or not entry.hits(member):
             return
         here = {rank for group, rank in self._layout.ranks_on(self._node) if group == member.group}
-        if entry.wrong_ranks and here.isdisjoint(entry.wrong_ranks):
+        if entry.wrong_positions and here.isdisjoint(entry.wrong_positions):
             return
         machine, place, _ = self._holding
         self._assignments.quarantine(

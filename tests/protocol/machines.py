@@ -255,7 +255,7 @@ class World:
         one = self.random.choice(running)
         ranks = tuple(rank for _, rank in self.layout.ranks_on(one.place))
         group, incarnation = one.member
-        fence = Fence(group=group, incarnation=incarnation, is_outvoted=True, wrong_ranks=ranks)
+        fence = Fence(group=group, incarnation=incarnation, is_outvoted=True, wrong_positions=ranks)
         self._read_log()
         self.store.put_if_absent(keys.entry(self._num_entries), encode_entry(fence))
         self._read_log()

@@ -49,6 +49,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         learning_rate=np.linspace(1e-3, 1e-5, num_steps),
         is_undone=np.zeros(num_steps, np.bool_),
         members=[all_groups - gone if gone else all_groups for gone in lost],
+        num_ranks=np.full(num_steps, float(num_groups)),
         lost=lost,
         step_s=np.broadcast_to(rng.random((num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),

@@ -254,7 +254,7 @@ def test_the_first_difference_follows_the_stages() -> None:
     assert str(first_difference(spoiled(("forward", 1), *later), right)) == "stage 1, forward pass, ranks 2, 3"
     backward = spoiled(("backward", 0), ("gradients", 0), ("gradients", 1))
     assert str(first_difference(backward, right)) == "stage 1, backward pass, ranks 2, 3"
-    one_rank = [one._replace(digest=2) if (one.kind, one.rank) == ("gradients", 5) else one for one in right]
+    one_rank = [one._replace(digest=2) if (one.kind, one.position) == ("gradients", 5) else one for one in right]
     assert str(first_difference(one_rank, right)) == "stage 2, gradients, rank 5"
     assert first_difference(right, right) is None
     elsewhere = [one._replace(offset=6) for one in right]

@@ -224,7 +224,7 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
     wrong = [one._replace(digest=6) if (one.kind, one.stage) == ("forward", 1) else one for one in right]
 
     def stated(boundaries: list[Boundary], *, is_shown: bool = True) -> Stated:
-        shown = {Place(one.kind, one.stage, one.rank): f"{one.digest:016x}" for one in boundaries if is_shown}
+        shown = {Place(one.kind, one.stage, one.position): f"{one.digest:016x}" for one in boundaries if is_shown}
         return Stated(digest=f"{combined_digest(boundaries):016x}", boundaries=shown)
 
     digest = f"{combined_digest(right):016x}"
@@ -245,7 +245,7 @@ def test_a_replay_says_which_groups_differ_and_where_first() -> None:
         number=1,
         samples=["sequence 1"],
         digest=digest,
-        boundaries=[(one.kind, one.stage, one.rank, f"{one.digest:016x}") for one in right],
+        boundaries=[(one.kind, one.stage, one.position, f"{one.digest:016x}") for one in right],
         groups=[agreeing, differing, inconsistent, silent],
     )
     here = [ReplayMachine(node=0, host="one")]

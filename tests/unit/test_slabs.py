@@ -47,6 +47,20 @@ def test_with_one_length_slabs_are_stages() -> None:
     assert [list(slabs.of_stage(stage, 4)) for stage in range(4)] == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_holder_of_a_position_is_the_rank_of_the_stage_that_has_the_slab(width: int) -> None:
+    slabs = Slabs(16, (6, 4, 3))
+    for length in slabs.lengths:
+        held = {stage * width + place: place for stage in range(length) for place in range(width)}
+        positions = {
+            rank: [slab * width + place for slab in slabs.of_stage(rank // width, length)]
+            for rank, place in held.items()
+        }
+        found = {at: rank for rank, of_rank in positions.items() for at in of_rank}
+        assert sorted(found) == list(range(len(slabs.layers) * width))
+        assert found == {at: slabs.holder_of(at, length, width) for at in found}
+
+
 # ------------------------------------------------------------------------------------------------------ order of posts
 
 Operations = dict[tuple[int, int], list[tuple[object, ...]]]

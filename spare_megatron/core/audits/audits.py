@@ -63,16 +63,17 @@ class AuditPolicy:
 
 
 class Boundary(NamedTuple):
-    """Digest of what one rank has of an audited microbatch at one place."""
+    """Digest of what one rank has of an audited microbatch at one place, as groups of any shape name it."""
 
     kind: Literal["forward", "backward", "gradients"]
     """What the stage outputs, the gradient of that, as it receives it, or those of its parameters."""
     stage: int
-    rank: int
-    """That of the same position in the first of the lanes that could have computed it."""
+    """Or slab, if pipelines have several lengths."""
+    position: int
+    """The rank that has it if each slab is a stage, in the first of the lanes that could have computed it."""
     digest: int
     offset: int = 0
-    """By which the rank that has computed it is further."""
+    """By which the position that has computed it is further."""
 
 
 class MicrobatchDigest(NamedTuple):
@@ -275,14 +276,14 @@ def combined_digest(boundaries: Iterable[Boundary]) -> int:
 
 
 class Difference(NamedTuple):
-    """Where two computations of a microbatch part: a stage, what it did, and its ranks."""
+    """Where two computations of a microbatch part: a stage, what it did, and its positions."""
 
     stage: int
     what: str
-    ranks: tuple[int, ...]
+    positions: tuple[int, ...]
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        ranks = f"rank{'s' if len(self.positions) > 1 else ''} {', '.join(map(str, self.positions))}"
         return f"stage {self.stage}, {self.what}, {ranks}"
 
 
@@ -296,19 +297,19 @@ def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Diff
     >>> print(first_difference(right, [right[0], Boundary("forward", 1, 1, 9), Boundary("gradients", 0, 0, 8)]))
     stage 1, forward pass, rank 1
     """
-    theirs = {(b.kind, b.stage, b.rank): b.digest for b in other}
-    different = [b for b in one if theirs.get((b.kind, b.stage, b.rank), b.digest) != b.digest]
+    theirs = {(b.kind, b.stage, b.position): b.digest for b in other}
+    different = [b for b in one if theirs.get((b.kind, b.stage, b.position), b.digest) != b.digest]
     if not different:
         return None
     first = min(different, key=_along_the_way)
-    beside = [b.rank + b.offset for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
+    beside = [b.position + b.offset for b in different if (b.kind, b.stage) == (first.kind, first.stage)]
     match first.kind:
         case "forward":
             return Difference(first.stage, "forward pass", _ascending(beside))
         case "backward":
             # Its own ranks have received it, those of the next stage have computed it.
             stage = first.stage + 1
-            after = [b.rank + b.offset for b in different if b.stage == stage]
+            after = [b.position + b.offset for b in different if b.stage == stage]
             return Difference(stage, "backward pass", _ascending(after or beside))
         case "gradients":
             return Difference(first.stage, "gradients", _ascending(beside))
@@ -316,11 +317,11 @@ def first_difference(one: Iterable[Boundary], other: Iterable[Boundary]) -> Diff
 
 def _along_the_way(boundary: Boundary) -> tuple[int, int, int]:
     kind = ("forward", "backward", "gradients").index(boundary.kind)
-    return (kind, boundary.stage if kind == 0 else -boundary.stage, boundary.rank)
+    return (kind, boundary.stage if kind == 0 else -boundary.stage, boundary.position)
 
 
-def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(ranks)))
+def _ascending(positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(positions)))
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
@@ -328,11 +329,11 @@ def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outvoted:
-    """A group whose computation of a microbatch is wrong, why that is known, and at which ranks first if that is."""
+    """A group whose computation of a microbatch is wrong, why that is known, and at which positions first, if it is."""
 
     group: GroupId
     reason: str
-    ranks: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +444,7 @@ def _outvoted(dispute: Dispute, reported: Sequence[Statement], why: str, right: 
         place for s in reported for other in others if (place := first_difference(s.boundaries, other.boundaries))
     ]
     reason = f"{_named(dispute)}: {why}{f'; first wrong at {places[0]}' if places else ''}"
-    return Outvoted(group=reported[0].group, reason=reason, ranks=places[0].ranks if places else ())
+    return Outvoted(group=reported[0].group, reason=reason, positions=places[0].positions if places else ())
 
 
 def _undecided(dispute: Dispute, left: Mapping[GroupId, Statement]) -> str:

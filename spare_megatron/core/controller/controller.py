@@ -226,7 +226,8 @@ class Controller(Membership):
         if change.left:
             staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
-        found += self.restarts.snapshots.after(self.step, commit.attempt, groups, owned)
+        whole = [group for group in groups if group not in self.stages]
+        found += self.restarts.snapshots.after(self.step, commit.attempt, whole, owned)
         if has_changed:
             found.append(actions.ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
         return (*found, *self._admit(change), *self._begin())

@@ -174,7 +174,7 @@ def _judge_audits(
                 reason=verdict.reason,
                 discard=True,
                 is_outvoted=True,
-                wrong_ranks=verdict.ranks,
+                wrong_positions=verdict.positions,
             )
     undecided = [verdict.reason for verdict in found if isinstance(verdict, audits.Undecided)]
     has_questions = any(isinstance(verdict, audits.Dispute) for verdict in found)

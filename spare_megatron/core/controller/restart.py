@@ -142,7 +142,11 @@ class Search:
         limits: RestartLimits,
         snapshot: WholeSnapshot | None = None,
     ) -> None:
-        self.terms, self.limits, self.snapshot = terms, limits, snapshot
+        whole = [item.member.group for item in waiting if item.stages is None]
+        self.terms, self.limits = terms, limits
+        if len(whole) < len(waiting) and (not whole or self.uncovered(whole)):
+            snapshot = None  # only groups with the whole pipeline can load it
+        self.snapshot = snapshot
         self.waiting = [_with_failure(item, limits) for item in waiting]
         self.able = [item for item in self.waiting if not item.failure or snapshot is not None]
         self.groups = frozenset(item.member.group for item in self.able)
@@ -173,9 +177,9 @@ def decide_restart(step: int, search: Search, num_recent: int) -> Restart | Give
     """The entry that ends a wipe-out; the checkpoint to verify first; or None to wait.
 
     Picks the newest checkpoint that every waiting group offers, else the newest one whose offering groups host all
-    shards, without the others. A snapshot that is not older wins; the beginning is used only if no group finds
-    anything. Waits for groups with damaged offers to name earlier ones, and without a snapshot also for groups that
-    cannot look for checkpoints or make no progress in reading.
+    shards, without the others. A snapshot that is not older wins, without groups that lack stages; the beginning is
+    used only if no group finds anything. Waits for groups with damaged offers to name earlier ones, and without a
+    snapshot also for groups that cannot look for checkpoints or make no progress in reading.
 
     >>> from spare_megatron.stacking.placement import make_placement
     >>> from spare_megatron.stacking.layout import Member
@@ -200,7 +204,8 @@ def decide_restart(step: int, search: Search, num_recent: int) -> Restart | Give
     snapshot = search.snapshot
     newest_step = first_step if newest is None else newest.step
     if snapshot is not None and snapshot.step >= newest_step:
-        entry = Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
+        whole = [item for item in able if item.stages is None]
+        entry = Restart(step=snapshot.step, members=_members(whole), snapshot=snapshot.attempt)
         return None if search.is_early else entry
     if any(search.refused_by(group) for group in search.groups):
         return None

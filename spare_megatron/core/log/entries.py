@@ -89,8 +89,9 @@ class Fence:
     """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
     is_outvoted: bool = False
     """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
-    wrong_ranks: tuple[int, ...] = ()
-    """Of an outvoted group the ranks at which the values differ first; none if that is not known."""
+    wrong_positions: tuple[int, ...] = ()
+    """Of an outvoted group the positions at which the values differ first; none if that is not known. Its ranks, unless
+    pipelines have several lengths (`Slabs.holder_of`)."""
 
     def hits(self, member: Member) -> bool:
         """Whether this entry fences the member.

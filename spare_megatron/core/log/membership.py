@@ -85,6 +85,11 @@ class Membership:
         return self.step == self.num_steps
 
     @property
+    def num_missing_stages(self) -> int:
+        """Those that the members together lack."""
+        return sum(self.terms.num_stages - number for number in self.stages.values())
+
+    @property
     def uncovered(self) -> tuple[ShardId, ...]:
         """Shards that no member hosts, ascending; none if all groups can read all data."""
         return () if self.terms.last_resort else self.terms.placement.uncovered(frozenset(self.members))

@@ -1,9 +1,9 @@
 """Snapshots, copies of the state in node memory: when to take them, which groups hold them, which one to restart from.
 
-Rank j of every group holds the same state, so a holder copies its own. A few groups on different nodes copy each rank
-position; as many hosts copy each state partition, on all of their ranks. A node keeps the newest snapshot that all
-holders have and the one being copied. A rank has made its copy before it votes on the step before the next snapshot, so
-older ones can go then.
+Rank j of every group with the whole pipeline holds the same state, so a holder copies its own; groups with fewer stages
+neither copy nor load any. A few groups on different nodes copy each rank position; as many hosts copy each state
+partition, on all of their ranks. A node keeps the newest snapshot that all holders have and the one being copied. A
+rank has made its copy before it votes on the step before the next snapshot, so older ones can go then.
 """
 
 import hashlib
@@ -54,9 +54,11 @@ class Snapshots:
     def after(
         self, step: int, attempt: int, groups: Sequence[GroupId], ownership: Ownership | None = None
     ) -> tuple[()] | tuple[TakeSnapshot]:
-        """The snapshot to take after the commit of this attempt, if one is due."""
+        """The snapshot to take after the commit of this attempt, if one is due. `groups`: those with the whole
+        pipeline, whose ranks alone have the state of rank positions.
+        """
         policy = self._policy
-        if policy is None or step % policy.every_steps:
+        if policy is None or step % policy.every_steps or not groups:
             return ()
         previous = self._taken[-1].attempt if self._taken else -1
         self._taken = (*self._taken[1 - _NUM_REMEMBERED :], WholeSnapshot(step, attempt))

@@ -14,6 +14,7 @@ from spare_megatron.journal.records import (
     RankRecord,
     RecoveryRecord,
     RestartRecord,
+    StartRecord,
     TermsRecord,
 )
 from spare_megatron.journal.run_record import RunRecord, digest_of_terms
@@ -104,8 +105,11 @@ def check_code(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Findin
         yield invalid(f"{names}{more} ran {_code(code)}, the run record names {_code(run.code)}")
     if run.code:
         named = {(record.group, record.incarnation, record.rank) for record in ranks}
+        starts = records_of(view.rare, StartRecord)
+        shorter = {(one.group, one.incarnation): one.stages * run.ranks_per_stage for one in starts if one.stages}
         for group, incarnation in _incarnations_in_sums(fold):
-            missing = [rank for rank in range(run.ranks_per_group) if (group, incarnation, rank) not in named]
+            num_ranks = shorter.get((group, incarnation), run.ranks_per_group)
+            missing = [rank for rank in range(num_ranks) if (group, incarnation, rank) not in named]
             if missing:
                 who = f"ranks {missing} of group {group} in incarnation {incarnation}"
                 yield unknown(f"the code of {who} is not in the journal")

@@ -16,11 +16,11 @@ Address = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """Kind, stage and rank of a digest along the way of a microbatch through a group."""
+    """Kind, stage and position of a digest along the way of a microbatch through a group."""
 
     kind: str
     stage: int
-    rank: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,8 @@ def _disputed(records: Sequence[AuditRecord]) -> dict[Address, dict[int, list[St
     found: dict[Address, dict[int, list[Stated]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         boundaries: dict[Address, dict[Place, str]] = defaultdict(dict)
-        for shard, index, kind, stage, rank, digest in record.boundaries:
-            boundaries[shard, index][Place(kind, stage, rank)] = digest
+        for shard, index, kind, stage, position, digest in record.boundaries:
+            boundaries[shard, index][Place(kind, stage, position)] = digest
         for shard, index, digest in record.digests:
             address, reported = (shard, index), found[shard, index][record.group]
             stated = Stated(digest=digest, boundaries=boundaries[address])

@@ -49,7 +49,8 @@ class _Kept:
 
     index: int
     step: int
-    num_members: int
+    num_ranks: int
+    """Of the groups that took part."""
     cause: str
     """Why the time since the previous commit exceeds a quiet step, empty if nothing."""
     undone: tuple[int, ...]
@@ -80,7 +81,8 @@ class Stretches:
         self._met: set[str] = set()  # kinds of entries since the last commit
         self._before: Members = frozenset()
 
-    def add_entry(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
+    def add_entry(self, index: int, entry: Mapping[str, Any], members: Members, num_ranks: int) -> None:
+        """Adds an entry, before which the members took part, with so many ranks."""
         kind = entry["entry"]
         if kind == "restart":
             while self._kept and self._kept[-1].step >= entry["step"]:
@@ -91,7 +93,7 @@ class Stretches:
         kept = _Kept(
             index=index,
             step=entry["step"],
-            num_members=len(members),
+            num_ranks=num_ranks,
             cause=self._cause(members),
             undone=tuple(self._undone),
         )
@@ -133,11 +135,11 @@ class Stretches:
 
 def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
     """Cause of each interval that ends with a commit; `scatter` for a quiet step."""
-    most_members = max(kept.num_members for kept in chosen)
+    most_ranks = max(kept.num_ranks for kept in chosen)
     causes = ["restart" if chosen[0].cause == "restart" else "start"]
     for before, kept in itertools.pairwise(chosen):
         cause = kept.cause or ("fault" if before.step in hit_after else "")
-        causes.append(cause or ("fewer_groups" if kept.num_members < most_members else "scatter"))
+        causes.append(cause or ("fewer_groups" if kept.num_ranks < most_ranks else "scatter"))
     return causes
 
 

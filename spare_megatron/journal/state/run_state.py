@@ -344,9 +344,10 @@ class RunState:
         assert self.folding is not None, "entries are kept only once the run is known"
         while (found := self._ahead.pop(self._head, None)) is not None:
             entry, at_s = found
-            members = self.folding.groups
+            members, stages = self.folding.groups, dict(self.folding.stages)
+            num_ranks = self.folding.run.num_ranks(len(members), self.folding.num_missing_stages)
             change = self.folding.add(self._head, entry)
-            self._stretches.add_entry(self._head, entry, members)
+            self._stretches.add_entry(self._head, entry, members, num_ranks)
             self._spoiled_steps.add_entry(entry, members)
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
@@ -364,6 +365,9 @@ class RunState:
             if text := event_texts.text_of_entry(entry, taken_in):
                 kind = event_texts.KINDS.get(entry["entry"], "return" if taken_in else "departure")
                 self._note(kind, text, at_s)
+            new = {group: number for group, number in self.folding.stages.items() if stages.get(group) != number}
+            if text := event_texts.text_of_stages(new, self.folding.terms.num_stages):
+                self._note("re-form", text, at_s)
             if self.folding.groups != members:
                 of_members = {group: pace for group, pace in self.paces.items() if int(group) in self.folding.members}
                 self._deal_by(of_members, self.folding.step)
@@ -437,6 +441,12 @@ class RunState:
     def holdings(self) -> list[list[list[int]]]:
         """Machine, place and incarnation of what each assignment of places has begun, as far as they are journaled."""
         return [record.holdings for _, record in sorted(self._assignments.items())]
+
+    @property
+    def shapes(self) -> str:
+        """Which groups run with fewer stages than others, as text; empty if none does."""
+        fold = self.folding
+        return "" if fold is None else event_texts.text_of_stages(fold.stages, fold.terms.num_stages)
 
     def groups(self) -> list[GroupStatus]:
         if self.run is None or self.folding is None:

@@ -194,4 +194,4 @@ def compared_group(
 
 
 def _shown(boundaries: Sequence[Boundary]) -> list[tuple[str, int, int, str]]:
-    return [(one.kind, one.stage, one.rank, f"{one.digest:016x}") for one in boundaries]
+    return [(one.kind, one.stage, one.position, f"{one.digest:016x}") for one in boundaries]

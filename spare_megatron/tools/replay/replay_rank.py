@@ -35,7 +35,7 @@ def replayed(config: RunConfig, task: ReplayTask) -> OfRank:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
-    trainer = GroupTrainer(config, device)
+    trainer = GroupTrainer(config, device, slabs=config.slabs)
     microbatches = [Microbatch(ShardId(shard), index) for shard, index in task.wanted.microbatches]
     trainer.begin_step(task.wanted.step)
     trainer.audit(microbatches)

@@ -39,6 +39,8 @@ class CommittedSteps:
     """A restart from a checkpoint discarded the step."""
     members: Sequence[frozenset[int]]
     """The groups that took part when it was committed."""
+    num_ranks: Floats
+    """Of these groups."""
     lost: Sequence[frozenset[int]]
     """The groups that began it and were lost before its commit."""
     step_s: Table
@@ -113,8 +115,7 @@ class History:
 
     def utilization(self) -> Floats | None:
         """Model FLOPs utilization of the groups that committed each step; NaN and None as in `tokens_per_s`."""
-        num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
-        return flops_utilization(self.run, self._whole_batch_s(), num_ranks)
+        return flops_utilization(self.run, self._whole_batch_s(), self.steps.num_ranks)
 
     def _whole_batch_s(self) -> Floats:
         """Seconds of each step, had it the batch that the run has after the ramp."""
@@ -197,6 +198,9 @@ def _steps(run_state: RunState) -> CommittedSteps:
         learning_rate=table.learning_rate[attempts],
         is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
         members=[commit.members for commit in commits],
+        num_ranks=np.array(
+            [run_state.folding.run.num_ranks(len(one.members), one.num_missing_stages) for one in commits], np.float64
+        ),
         lost=[
             frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
             for commit in commits

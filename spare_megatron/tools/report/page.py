@@ -199,6 +199,9 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{lanes}"
     yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
     yield "losses, and groups admitted again", f"{len(history.losses)}, {figures['groups_rejoined']}"
+    whole = [run.num_ranks(len(members)) for members in history.steps.members]
+    if num_short := int((history.steps.num_ranks < whole).sum()):
+        yield "steps with groups of fewer stages", str(num_short)
     if history.num_places_taken:
         yield "places that other machines took", str(history.num_places_taken)
     yield "microbatches computed again", str(figures["microbatches_recomputed"])

@@ -151,12 +151,13 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "
 
     now_s = overview.until_s
     goodput, store = run_state.goodput(now_s), store_bytes(run_dir) or (None, None)
+    stages = {} if run_state.folding is None else run_state.folding.stages
     return {
         **dict(run_state.figures()),
+        **({"stages": stages} if stages else {}),  # of groups that have fewer than the whole pipeline
         "name": None if run_state.run is None else run_state.run.name,
         "num_steps": None if run_state.run is None else run_state.run.num_steps,
         "groups": run_state.groups(),
-        "stages": {} if run_state.folding is None else run_state.folding.stages,
         "paces": {group: pace / 1000 for group, pace in run_state.paces.items()},
         "goodput": None if goodput is None else goodput.goodput,
         "wall_s": None if goodput is None else goodput.wall_s,

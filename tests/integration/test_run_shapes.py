@@ -23,6 +23,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forked, Forks
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, evaluations_of, kill, tiny_config
+from tests.matrix.cells import PHASES_OF_EVERY_STEP
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -73,6 +74,12 @@ def params(run: Run) -> str | None:
     return run.summary.params_sha256
 
 
+@pytest.fixture(scope="module")
+def plain(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two groups of three stages without a loss."""
+    return complete_run(shaped(text_corpus, stages=3), tmp_path_factory.mktemp("plain") / "run")
+
+
 VARIANTS = {
     "dense": {"deal_by_pace": True},
     "dropout and an output layer of its own": {
@@ -107,6 +114,22 @@ def test_a_group_that_loses_a_machine_goes_on_with_fewer_stages_and_changes_no_b
     assert places.holdings == [[2 * whole - 1, 2 * whole - 2, 1]]
     assert places.stages == [[1, whole - 1]]
     plain = complete_run(config, tmp_path / "plain")
+    assert params(run) == params(plain)
+
+
+@pytest.mark.parametrize("phase", PHASES_OF_EVERY_STEP)
+def test_a_machine_may_be_lost_at_any_moment_of_a_step(
+    text_corpus: Path, tmp_path: Path, plain: Run, phase: FaultPoint
+) -> None:
+    """First of one group, then of the other: both have fewer stages in the end."""
+    config = shaped(text_corpus, stages=3)
+    lost = with_faults(
+        config, replace(kill_machine(1, 1), phase=phase), replace(kill_machine(0, 1), phase=phase, step=14)
+    )
+    again = frozenset({(12, Member(GroupId(1), 1)), (18, Member(GroupId(0), 1))})
+    run = complete_run(lost, tmp_path / "run", Watch(awaited=again))
+    assert_masked(run)
+    assert starts(run) == {(1, 1, 2), (0, 1, 2)}
     assert params(run) == params(plain)
 
 

@@ -135,8 +135,8 @@ class DealsByItsOwnPipeline(Controller):
 
 def draw_shapes(random: Random) -> Scene:
     """A scene of some kind in which groups that come back may have fewer stages, and buckets of slabs are kept."""
-    kinds = (Scene.draw, Scene.draw_drains, Scene.draw_pauses, Scene.draw_unsound, Scene.draw_slow)
-    scene = random.choice(kinds)(random)
+    kinds = (Scene.draw_drains, Scene.draw_pauses, Scene.draw_unsound, Scene.draw_slow, Scene.draw_wipe_outs)
+    scene = random.choice((Scene.draw, *kinds))(random)
     budget = scene.fault_budget
     return replace(
         scene,

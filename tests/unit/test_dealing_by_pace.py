@@ -7,11 +7,11 @@ from itertools import combinations_with_replacement, product
 import numpy as np
 import pytest
 
-from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
-from spare_megatron.stacking.paces import EVEN, Paces, Rounds
+from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import Placement, make_placement
-from spare_megatron.stacking.plans import Microbatch, Owners
+from spare_megatron.stacking.plans import Microbatch, Owners, work_of
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
@@ -142,6 +142,18 @@ def test_groups_with_fewer_stages_are_dealt_what_ends_first_of_all_loads(
         )
         loads = loads_of(result.owners)
         assert time_of_loads(tuple(loads.get(group, 0) for group in range(3))) == least
+
+
+def test_slack_counts_the_stages_that_a_pipeline_lacks() -> None:
+    some = [Microbatch(ShardId(0), index) for index in range(12)]
+    work = work_of({GroupId(0): some[:2], GroupId(1): some[2:9], GroupId(2): some[9:]}, (1, 12))
+    paces = replace(slow({0: 1333, 2: 2000}, Rounds(fill=3)), lacking={GroupId(0): 1, GroupId(2): 2})
+    longest = time_of({0: 2, 1: 7, 2: 3}, paces)
+    slack = slack_of(work, paces)
+    assert slack == {0: 3, 1: 0, 2: 1}
+    for group, load in ((0, 2), (1, 7), (2, 3)):
+        assert time_of({group: load + slack[GroupId(group)]}, paces) <= longest
+        assert time_of({group: load + slack[GroupId(group)] + 1}, paces) > longest
 
 
 def test_a_patch_spares_a_slow_group() -> None:

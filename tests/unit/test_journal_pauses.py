@@ -1,5 +1,6 @@
 """What the journal says of a pause: shards without a host, the groups that came back, and sums from zero."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_pause_ends_with_hosts_and_a_step_that_holds_nothing_of_earlier_attemp
     assert fold.commits[-1].attempts[0].kept == ()
     assert fold.opened[3] == {0: 1, 1: 1, 2: 0, 3: 0}
     assert fold.resumed == {(0, 1)}
+
+
+def test_the_journal_says_which_groups_have_come_back_with_fewer_stages() -> None:
+    run = replace(RUN, ranks_per_group=8, ranks_per_stage=2)
+    entries = [COMMIT, *LOST, RETRY, resume(BACK) | {"stages": [4, 3]}]
+    assert fold_log(dict(enumerate(entries)), run).stages == {1: 3}
+    [error] = fold_log(dict(enumerate([*entries[:-1], resume(BACK) | {"stages": [5, 3]}])), run).errors
+    assert "2 members have (5, 3) stages, each at most 4" in error
 
 
 @pytest.mark.parametrize(

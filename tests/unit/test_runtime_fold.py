@@ -1,11 +1,20 @@
 """What a log says of a run in which no group is left to read it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import (
+    ClusterConfig,
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
 from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, Retry, encode_entry
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.rank_exits import with_xid_events
@@ -81,3 +90,13 @@ def test_ends_that_a_log_reaches_are_reported() -> None:
     assert isinstance(stop, AwaitHosts)
     back = (Member(GroupId(0), 1), Member(GroupId(1), 1))
     assert stop_of(fence(1), fence(0), Commit(step=0, attempt=0), Resume(step=1, attempt=1, admit=back)) is None
+
+
+def test_who_follows_a_log_knows_the_stages_that_groups_may_have() -> None:
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=4, least_pipeline_parallel=3)
+    config = replace(CONFIG, layout=layout, model=ModelConfig(num_layers=12), cluster=ClusterConfig(num_nodes=12))
+    setup = controller_setup(config)
+    assert setup.slabs == Slabs(12, (4, 3))
+    assert (setup.num_stages, setup.rounds and setup.rounds.fill) == (4, 3)
+    assert setup.stages_of([Member(GroupId(0), 1), Member(GroupId(2), 5)], {GroupId(2): 3}) == (4, 3)
+    assert controller_setup(CONFIG).slabs is None

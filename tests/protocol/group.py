@@ -528,13 +528,13 @@ class Group:
         yield from side_by_side(ranks, self._world.random)
 
     def _reduce_of_rank(self, attempt: int, positions: Sequence[int]) -> Steps:
-        """Position by position: the sums of one hold up what the rank posts after them."""
+        """Position by position: the sums of one hold up what the rank posts after them. An unsound sum ends one."""
         for position in positions:
-            yield from self._reduce_slab(attempt, position)
-            if not self._gradients.slabs[position].window.is_complete:
+            if not (yield from self._reduce_slab(attempt, position)):
                 return
 
     def _reduce_slab(self, attempt: int, position: int) -> Steps:
+        """Whether the rank goes on with another one."""
         buckets = self._gradients.slabs[position]
         in_flight: deque[Reduction] = deque()
         while not buckets.window.is_complete:
@@ -543,13 +543,15 @@ class Group:
                 posted = self._links.post(f"attempt {attempt}, bucket {bucket}", local, position)
                 if posted is None:
                     yield from self._links.report()
-                    return
+                    return False
                 in_flight.append(posted)
                 yield None
             sums = yield from self._links.await_sums(in_flight.popleft())
             if sums is None:
                 yield from self._links.report()
-                return
+                return False
             if not buckets.receive(sums):
                 self._world.invariants.counts["sum with an unsound part"] += 1
-                return  # connected until the log moves on: others may still receive it
+                # Connected until the log moves on: others may still receive it, or wait for another slab.
+                return not self._gradients.stops_at_unsound_sums
+        return True

@@ -44,6 +44,7 @@ from tests.protocol.slabs import (
     KeepsByRank,
     PostsFirstSlabsFirst,
     RemembersTheLost,
+    StopsAtUnsoundSums,
 )
 from tests.protocol.store import UncheckedLog
 
@@ -572,6 +573,9 @@ MUTATIONS_OF_SHORTAGES = {
 MUTATIONS_OF_LANES = {
     "counts half a row": Protocol(lanes_type=CountsHalfARow),
     "votes without the patch of a lane": Protocol(lanes_type=PatchesOnOneLane),
+}
+MUTATIONS_OF_UNSOUND_SHAPES = {
+    "sums no slab after an unsound sum": Protocol(gradients_type=StopsAtUnsoundSums),
 }
 MUTATIONS_OF_SHAPES = {
     "keeps buckets by rank": Protocol(gradients_type=KeepsByRank),

@@ -21,7 +21,10 @@ class Gradients:
     Attributes:
         slabs: Their buckets, by position.
         ranks: The positions of each rank, in the order in which it posts them.
+        stops_at_unsound_sums: Whether a rank goes on to no other slab then.
     """
+
+    stops_at_unsound_sums = False
 
     def __init__(self, slabs: Sequence[Buckets], held: Sequence[Sequence[int]], *, is_shorter: bool) -> None:
         """`held`: the positions of each rank; `is_shorter`: the group has the fewest stages of all."""
@@ -103,6 +106,12 @@ class PostsFirstSlabsFirst(Gradients):
         self.ranks = list(held) if is_shorter else self.ranks
 
 
+class StopsAtUnsoundSums(Gradients):
+    """Sums no further slab after an unsound sum, for which ranks may wait that hold it alone."""
+
+    stops_at_unsound_sums = True
+
+
 class RemembersTheLost(Controller):
     """Takes a group that comes back for one with the stages that it had before."""
 
@@ -135,8 +144,16 @@ class DealsByItsOwnPipeline(Controller):
 
 def draw_shapes(random: Random) -> Scene:
     """A scene of some kind in which groups that come back may have fewer stages, and buckets of slabs are kept."""
-    kinds = (Scene.draw_drains, Scene.draw_pauses, Scene.draw_unsound, Scene.draw_slow, Scene.draw_wipe_outs)
-    scene = random.choice((Scene.draw, *kinds))(random)
+    kinds = (Scene.draw, Scene.draw_drains, Scene.draw_pauses, Scene.draw_unsound, Scene.draw_slow)
+    kinds = (*kinds, Scene.draw_wipe_outs, Scene.draw_audits)
+    return with_shapes(random.choice(kinds)(random), random)
+
+
+def draw_unsound_shapes(random: Random) -> Scene:
+    return with_shapes(Scene.draw_unsound(random), random)
+
+
+def with_shapes(scene: Scene, random: Random) -> Scene:
     budget = scene.fault_budget
     return replace(
         scene,

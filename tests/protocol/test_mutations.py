@@ -24,6 +24,7 @@ from tests.protocol.mutations import (
     MUTATIONS_OF_SHORTAGES,
     MUTATIONS_OF_SUMS,
     MUTATIONS_OF_SUSPECTS,
+    MUTATIONS_OF_UNSOUND_SHAPES,
     Protocol,
 )
 from tests.protocol.mutations_of_membership import (
@@ -34,7 +35,7 @@ from tests.protocol.mutations_of_membership import (
 from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
-from tests.protocol.slabs import draw_shapes
+from tests.protocol.slabs import draw_shapes, draw_unsound_shapes
 from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
 from tests.protocol.world import World
@@ -74,6 +75,7 @@ FOUND_AS = {
     "keeps buckets by rank": "is to keep|which counts|no progress|no end",
     "adds the norm by rank": "has other parameters",
     "posts slabs in another order in smaller groups": "no progress|no end",
+    "sums no slab after an unsound sum": "no progress|no end",
     "remembers the stages of the lost": "takes the stages of groups to be",
     "admits all groups as whole": "takes the stages of groups to be",
     "deals by the pipeline of its own group": "groups have different plans",
@@ -260,6 +262,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
         (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
         (MUTATIONS_OF_THE_FOLD, Scene.draw),
+        (MUTATIONS_OF_UNSOUND_SHAPES, draw_unsound_shapes),
     )
     for mutation, protocol in mutations.items()
 }

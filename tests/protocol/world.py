@@ -154,7 +154,7 @@ class World:
     def _audit_policy(self, scene: Scene) -> AuditPolicy | None:
         if not scene.audit_every_steps:
             return None
-        rounds = Rounds(lanes=scene.num_lanes // scene.row_size)
+        rounds = Rounds(lanes=scene.num_lanes // scene.row_size, fill=scene.lengths[0] - 1)
         return AuditPolicy(every_steps=scene.audit_every_steps, seed=7, rounds=rounds)
 
     def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:

@@ -92,6 +92,10 @@ class RunTerms(FirstTerms):
     """Places in the order of samples that are left out; empty if none, as in earlier versions."""
     phases: str = ""
     """Sequence lengths of earlier runs, as in `data.phases`; empty if none differs, as in earlier versions."""
+    least_stages: int = 0
+    """Fewest pipeline stages of a group that lacks machines; 0 if all groups have as many, as in earlier versions."""
+    num_layers: int = 0
+    """Of the model, if groups may have fewer stages; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

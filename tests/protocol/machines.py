@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.core.log.entries import Commit, Fence, decode_entry, encode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.core.machines.group_starts import RestartBudget
@@ -26,6 +27,7 @@ from spare_megatron.core.slow_machines.culprit import Cause
 from spare_megatron.core.slow_machines.slow_machine_policy import Situation, decide
 from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
 from spare_megatron.slow_machines import quarantine
@@ -534,12 +536,5 @@ def settle(world: World) -> None:
 def found_in(world: World) -> list[str]:
     """What `spare check` finds in the assignments, and in what supervisors do by them."""
     view: Any = SimpleNamespace(rare=[SimpleNamespace(source=source, record=record) for source, record in world.lines])
-    spare = world.config.spare
-    run: Any = SimpleNamespace(
-        most_groups=world.layout.num_groups,
-        num_groups=world.layout.num_groups,
-        redundancy=spare.redundancy,
-        placement="golomb",
-        groups_per_domain=1,
-    )
+    run = RunRecord(**terms_of_run(world.config), faults=[])
     return [finding.reason for finding in (*check_places(view, run), *check_quarantines(view))]

@@ -14,6 +14,7 @@ from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.check_machines import check_places
 from spare_megatron.journal.records import PlacesRecord
+from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from spare_megatron.stacking.paces import PipelineTimes
@@ -24,14 +25,14 @@ from tests.unit.measured_run import valid_history
 
 RE_FORMED = PlacesRecord(index=0, num_places=8, holdings=[[2, 0, 1]], places=[[0, None], [1, 1], [2, 2], [3, None]])
 """Four groups of two machines each; the first of group 0 and the second of group 1 are lost."""
-RUN = replace(run_record(4), redundancy=2)
+RUN = replace(run_record(4), redundancy=2, ranks_per_group=6)
 CAME_BACK = PlacesRecord(index=1, num_places=8, holdings=[[8, 2, 1]])
 """Another machine in the place of the first takes the place that was left."""
 
 
-def found(*records: PlacesRecord) -> list[str]:
+def found(*records: PlacesRecord, run: RunRecord = RUN) -> list[str]:
     view: Any = SimpleNamespace(rare=[SimpleNamespace(record=record) for record in records])
-    return [finding.reason for finding in check_places(view, RUN)]
+    return [finding.reason for finding in check_places(view, run)]
 
 
 def changed(record: PlacesRecord, **fields: Any) -> PlacesRecord:
@@ -49,16 +50,13 @@ def test_assignments_that_follow_each_other_are_right_even_if_one_is_missing() -
         ((RE_FORMED, changed(RE_FORMED, holdings=[[1, 3, 1]])), "is journaled in two ways"),
         ((changed(RE_FORMED, holdings=[[2, 0, 1], [2, 3, 1]]),), "names machine 2 twice"),
         ((changed(RE_FORMED, holdings=[[2, 0, 1], [1, 0, 1]]),), "names place 0 twice"),
-        ((changed(RE_FORMED, holdings=[[4, 0, 1]]),), "moves machine 4, whose group may train"),
-        ((changed(RE_FORMED, holdings=[[2, 1, 1]]),), "gives place 1 away, which is not empty"),
-        ((changed(RE_FORMED, holdings=[[1, 3, 1], [2, 0, 1]]),), "makes groups [0, 1] whole, and its machines suffice"),
+        ((changed(RE_FORMED, holdings=[[4, 0, 1]]),), "has the moves [[4, 0, 1]], and its inputs lead to [[2, 0, 1]]"),
+        ((changed(RE_FORMED, holdings=[[2, 1, 1]]),), "has the moves [[2, 1, 1]], and"),
+        ((changed(RE_FORMED, holdings=[[1, 3, 1], [2, 0, 1]]),), "its inputs lead to [[2, 0, 1]]"),
         ((RE_FORMED, changed(CAME_BACK, holdings=[[8, 0, 1]])), "begins incarnation 1 of place 0, which has had 1"),
         ((RE_FORMED, CAME_BACK, changed(CAME_BACK, index=2, holdings=[[0, 3, 1]])), "which another one has replaced"),
         ((RE_FORMED, changed(RE_FORMED, index=1, places=[[0, 0], [1, None]], holdings=[[0, 1, 1]])), "that of place 0"),
-        (
-            (changed(RE_FORMED, places=[[0, None], [1, 1], [2, 2], [3, None], [4, 4], [5, None], [6, 6], [7, 7]]),),
-            "makes groups [0] whole, and its machines suffice for 2",
-        ),
+        ((changed(RE_FORMED, holdings=[]),), "has the moves [], and its inputs lead to [[2, 0, 1]]"),
     ],
 )
 def test_what_no_list_of_assignments_has_is_found(records: tuple[PlacesRecord, ...], reason: str) -> None:
@@ -68,14 +66,46 @@ def test_what_no_list_of_assignments_has_is_found(records: tuple[PlacesRecord, .
 def test_more_moves_than_it_takes_are_found() -> None:
     """Groups of three: one lacks a machine, two lack two."""
     places: list[list[int | None]] = [[place, None if place in (0, 4, 5, 6, 7) else place] for place in range(9)]
-    record = PlacesRecord(index=0, num_places=12, holdings=[[8, 0, 1]], places=places)
+    record = PlacesRecord(index=0, num_places=12, holdings=[[3, 0, 1]], places=places)
     assert found(record) == []
     wasteful = changed(record, holdings=[[1, 4, 1], [2, 5, 1]])
-    assert any("moves 2 machines, and fewer would make as many groups whole" in one for one in found(wasteful))
+    assert any("its inputs lead to [[3, 0, 1]]" in one for one in found(wasteful))
     hosts = placement_of(RUN).hosts
     for group, reasons in ((1, 0), (0, 1)):
         shard = next(shard for shard, groups in enumerate(hosts) if group in groups and 1 - group not in groups)
         assert len(found(changed(wasteful, shards=[shard]))) == reasons, "group 1 is chosen, by more moves"
+
+
+SHORTER = replace(RUN, ranks_per_group=4, least_stages=2, num_layers=32, microbatches_per_shard=16, deal_by_pace=True)
+"""Groups of four machines, which may have three or two stages."""
+SMALLER = PlacesRecord(
+    index=0,
+    num_places=16,
+    holdings=[[6, 0, 1]],
+    places=[[place, None if place in (0, 3, 7) else place] for place in range(8)],
+    stages=[[0, 3], [1, 2]],
+)
+GROWN = PlacesRecord(index=1, num_places=16, holdings=[[19, 3, 1]], stages=[[0, 4]])
+
+
+def test_stages_that_follow_from_the_machines_of_groups_are_right() -> None:
+    assert found(SMALLER, GROWN, run=SHORTER) == []
+    again = changed(SMALLER, index=1, holdings=[[3, 2, 1]], places=[[0, 6], [1, 1], [2, None], [3, 3]], stages=[])
+    assert found(SMALLER, again, run=SHORTER) == [], "three stages as before"
+    assert found(GROWN, run=SHORTER) == found(changed(again, index=2, stages=[[0, 2]]), run=SHORTER) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ((changed(SMALLER, stages=[[0, 2], [1, 3]]),), "has the stages [[0, 2], [1, 3]], and its inputs lead to [[0"),
+        ((changed(SMALLER, stages=[]),), "has the stages [], and its inputs lead to [[0, 3], [1, 2]]"),
+        ((SMALLER, changed(GROWN, stages=[[0, 3]])), "gives group 0 3 stages, which has 3"),
+        ((SMALLER, changed(GROWN, stages=[[1, 3]])), "gives group 1 3 stages, which has 2"),
+    ],
+)
+def test_stages_that_no_machines_are_there_for_are_found(records: tuple[PlacesRecord, ...], reason: str) -> None:
+    assert any(reason in one for one in found(*records, run=SHORTER)), found(*records, run=SHORTER)
 
 
 def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() -> None:

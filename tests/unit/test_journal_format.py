@@ -132,6 +132,8 @@ def test_earlier_journals_keep_the_digest_of_their_terms() -> None:
         "deal_by_pace": False,
         "skip": "",
         "phases": "",
+        "least_stages": 0,
+        "num_layers": 0,
     }
     assert digest_of_terms({**terms, **later}) == earlier
     assert digest_of_terms({**terms, **later, "order": 2}) != earlier

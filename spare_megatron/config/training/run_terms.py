@@ -56,6 +56,8 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
         "audit_every_steps": 0 if (audits := audit_policy(config)) is None else audits.every_steps,
         "eval_every_steps": config.eval.every_steps,
         "eval_microbatches_per_shard": units_per_shard(config),
+        "least_stages": layout.least_pipeline_parallel or 0,
+        "num_layers": config.model.num_layers if layout.least_pipeline_parallel else 0,
     }
 
 

@@ -1,6 +1,6 @@
-"""The rules of `spare check` about machines: none holds two places, no place has two, and moves are optimal; one in
-quarantine gets no place and starts no group, and an examination that has passed ends its quarantine; a slow machine is
-drained only where its record says why.
+"""The rules of `spare check` about machines: none holds two places, no place has two, and those of broken groups move
+as `core.machines.places` decides. One in quarantine gets no place and starts no group, and an examination that has
+passed ends its quarantine. A slow machine is drained only where its record says why.
 """
 
 from collections import Counter, defaultdict
@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from math import isclose
 from typing import Any
 
+from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.journal.fold import Finding, invalid, placement_of, unknown
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.journal.run_record import RunRecord
-from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
+from spare_megatron.stacking.paces import PipelineTimes
 
 
 def check_places(view: JournalView, run: RunRecord) -> Iterator[Finding]:
@@ -27,9 +29,16 @@ def check_places(view: JournalView, run: RunRecord) -> Iterator[Finding]:
     holders: dict[int, int] = {}  # machine by place, both where known
     incarnations: Counter[int] = Counter()
     newest: dict[int, int] = {}  # machine by its first place
-    for record in (by_index[index] for index in sorted(by_index)):
+    places = Places(_layout_of(run, by_index[min(by_index)].num_places)) if by_index else None
+    for number, record in enumerate(by_index[index] for index in sorted(by_index)):
         yield from (_invalid(record, reason) for reason in _why_impossible(record, holders, incarnations, newest))
-        yield from (_invalid(record, reason) for reason in _why_not_chosen(record, run))
+        assert places is not None
+        if record.index == number:  # else it is not known what came before
+            yield from (_invalid(record, reason) for reason in _why_not_chosen(record, run, places))
+        holdings = tuple(
+            Holding(MachineId(machine), PlaceId(place), number) for machine, place, number in record.holdings
+        )
+        places.apply(Assignment(holdings=holdings, stages=tuple((GroupId(group), one) for group, one in record.stages)))
         for machine, place, incarnation in record.holdings:
             holders = {other: holder for other, holder in holders.items() if holder != machine} | {place: machine}
             incarnations[place], newest[machine % record.num_places] = incarnation, machine
@@ -58,36 +67,43 @@ def _why_impossible(
             yield f"takes machine {holder} for that of place {where}, which has another"
 
 
-def _why_not_chosen(record: PlacesRecord, run: RunRecord) -> Iterator[str]:
-    """Reasons why the moves do not make as many groups whole as there are machines for, or others would be better: they
-    leave fewer shards without a host, or as many and are fewer.
-    """
+def _why_not_chosen(record: PlacesRecord, run: RunRecord, places: Places) -> Iterator[str]:
+    """Reasons why the choice is not the one that its inputs lead to, or a machine that comes lets no group grow."""
     if not record.places:
+        groups = {place * run.most_groups // record.num_places for _, place, _ in record.holdings}
+        for group, stages in record.stages:
+            if group not in groups or stages <= places.stages_of(GroupId(group)):
+                yield f"gives group {group} {stages} stages, which has {places.stages_of(GroupId(group))}"
         return
-    machine_of = {int(place or 0): machine for place, machine in record.places}
-    movable = {machine for machine in machine_of.values() if machine is not None} | set(record.idle)
-    for machine, place, _ in record.holdings:
-        if machine not in movable:
-            yield f"moves machine {machine}, whose group may train"
-        if machine_of.get(place, place) is not None:
-            yield f"gives place {place} away, which is not empty"
-    size = record.num_places // run.most_groups
-    missing: defaultdict[int, int] = defaultdict(int)
-    for place, holder in machine_of.items():
-        missing[place // size] += holder is None
-    num_whole = min(len(missing), len(movable) // size)
-    filled = Counter(place // size for _, place, _ in record.holdings)
-    if any(number != missing.get(group) for group, number in filled.items()) or len(filled) != num_whole:
-        yield f"makes groups {sorted(filled)} whole, and its machines suffice for {num_whole} of {sorted(missing)}"
-        return
-    hosts = [{*placement_of(run).hosts[ShardId(shard)]} for shard in record.shards]
-    fewest = sorted(missing, key=lambda group: (missing[group], group))[:num_whole]
-    found, others = (
-        (sum(of_shard.isdisjoint(groups) for of_shard in hosts), sum(map(missing.__getitem__, groups)))
-        for groups in (filled, fewest)
+    hosts = placement_of(run).hosts
+    chosen = places.reform(
+        [PlaceId(int(place or 0)) for place, machine in record.places if machine is None],
+        run.groups_per_domain,
+        {ShardId(shard): hosts[ShardId(shard)] for shard in record.shards},
+        tuple(map(MachineId, record.idle)),
+        PipelineTimes(
+            num_layers=run.num_layers,
+            num_shards=run.num_groups,
+            num_microbatches=run.microbatches_per_shard,
+            lanes=run.lanes // run.row_size,
+            moves_shards=run.granularity == "stack",
+            is_dealt=run.deal_by_pace,
+        ),
     )
-    if found > others:
-        yield f"moves {found[1]} machines, and fewer would make as many groups whole and host as many shards"
+    for what, found, right in (("moves", record.holdings, chosen.holdings), ("stages", record.stages, chosen.stages)):
+        if found != [[*one] for one in right]:
+            yield f"has the {what} {found}, and its inputs lead to {[[*one] for one in right]}"
+
+
+def _layout_of(run: RunRecord, num_places: int) -> Layout:
+    return Layout(
+        num_groups=run.most_groups,
+        data_parallel=run.ranks_per_stage,
+        pipeline_parallel=run.ranks_per_group // run.ranks_per_stage,
+        num_nodes=num_places,
+        num_further=run.most_groups - run.num_groups,
+        least_pipeline_parallel=run.least_stages or None,
+    )
 
 
 def check_quarantines(view: JournalView) -> Iterator[Finding]:

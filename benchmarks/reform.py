@@ -165,7 +165,7 @@ def pauses_of(scene: Scene, killer: Killer, commits: dict[int, dict[int, float]]
     numbers = [scene.num_returns(number + 1) - 1 for number in range(len(killer.killed_at_s))]
     found = []
     for number, (killed_at_s, rejoined) in enumerate(zip(killer.killed_at_s, numbers, strict=True)):
-        if number and numbers[number - 1] == rejoined:
+        if rejoined < 0 or (number and numbers[number - 1] == rejoined):
             continue  # a machine that is lost alone
         step = killer.rejoined[rejoined].step
         window = [other for other in gaps_s if at_s[other] > killed_at_s and other < step + scene.steps_between // 2]
@@ -204,7 +204,7 @@ def figures_of(journal: Journal, scene: Scene, killer: Killer) -> dict[str, Any]
         **{
             f"{kind}{name}": statistics.median(pause[name] for pause in found)
             for kind, found in kinds.items()
-            for name in found[0]
+            for name in (found[0] if found else ())
         },
         "usual_step_s": statistics.median(after - before for before, after in itertools.pairwise(witness_s)),
         "pauses": pauses,

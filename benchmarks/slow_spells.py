@@ -38,13 +38,17 @@ def draw_spells(seed: int, *, num_groups: int, quiet_s: float, mean_gap_s: float
     return list(takewhile(lambda spell: spell.from_s < _HORIZON_S, spells()))
 
 
-def write_program(file: Path, *, sleep_s: float, spells: Sequence[Spell] = (), block: int = 0) -> None:
-    """Writes the program of one run, with the seconds that a microbatch sleeps, and when it sleeps for longer.
+def write_program(
+    file: Path, *, sleep_s: float, spells: Sequence[Spell] = (), block: int = 0, is_per_layer: bool = False
+) -> None:
+    """Writes the program of one run, with the seconds that a microbatch sleeps in a stage, or in each layer of it, and
+    when it sleeps for longer.
 
     `block`: steps in blocks of which paces are measured by turns; 0 measures them in all.
     """
     shutil.copy(PROGRAM, file)
-    file.with_suffix(".json").write_text(json.dumps({"sleep_s": sleep_s, "spells": spells, "block": block}))
+    figures = {"sleep_s": sleep_s, "spells": spells, "block": block, "is_per_layer": is_per_layer}
+    file.with_suffix(".json").write_text(json.dumps(figures))
 
 
 def began_s(file: Path) -> float:

@@ -84,6 +84,27 @@ def test_re_forming_is_planned_and_set_beside_what_training_takes_without() -> N
     assert re.search(r"re-forming is worth +0\.\d\d of it: 1\.\d\d x without", table)
 
 
+def test_smaller_groups_are_set_beside_whole_ones_and_a_spare_machine(tmp_path: Path) -> None:
+    """A spare machine is 1 of 33 more with 8 groups of 4, and 1 of 513 with 64 of 8."""
+    times = ("--restart", "20m", "--save", "5s", "--reform", "60s", "--join", "1s", "--step", "10s", "--reduce", "1s")
+    failures = ("--node-mtbf", "1y", "--gpus-per-node", "8", "--repair", "24h", "--redundancy", "3")
+    small = ("--groups", "8", "--gpus-per-group", "32", "--machines-per-group", "4", "--least-machines", "3")
+    large = ("--groups", "64", "--gpus-per-group", "64", "--machines-per-group", "8", "--least-machines", "7")
+    found = json.loads(spare_plan("--json", *times, *failures, *small).stdout)
+    whole, spared = (one["time_to_train_ratio"] for one in found["without_smaller_groups"])
+    assert 1.0 < spared < found["time_to_train_ratio"] < whole - 0.002
+    output = spare_plan(*times, *failures, *small).output
+    assert re.search(r"machines per group +4, at least 3", output)
+    assert "One more spare machine is not the better answer here: 1.031 x in machine hours." in output
+    output = spare_plan(*times, *failures, *large).output
+    assert "One more spare machine is the better answer here: 1.009 x in machine hours." in output
+    assert "without_smaller_groups" not in spare_plan("--json", *times, *failures, *small[:-1], "4").stdout
+    preset = tmp_path / "run.toml"
+    preset.write_text("[layout]\nnum_groups = 8\npipeline_parallel = 8\nleast_pipeline_parallel = 5\n")
+    given = ("--preset", str(preset), *times, "--mtbf", "30h", "--machines-per-group", "4")
+    assert json.loads(spare_plan("--json", *given).stdout)["facts"]["reform"]["least_machines"] == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -293,6 +314,8 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --reform 60s", "--reform 60s needs --machines-per-group"),
         ("--mtbf 300s --machines-per-group 4", "--machines-per-group 4 needs --reform"),
         ("--mtbf 300s --steps 4", "--steps 4 needs --reform"),
+        ("--mtbf 300s --least-machines 4", "--least-machines 4 needs --reform"),
+        ("--mtbf 300s --reform 60s --machines-per-group 4 --least-machines 5", "least_machines=5 from 1 to that"),
         ("--mtbf 300s --reform 60s --machines-per-group 0", "--machines-per-group 0 is below 1"),
         ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
         (

@@ -166,7 +166,14 @@ def test_one_group_is_missing_while_fewer_machines_are_away_than_it_has() -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"machines_per_group": 0}, {"run_s": 0.0}, {"num_spares": -1}, {"reform_s": -1.0}, {"repair_s": 0.0}],
+    [
+        {"machines_per_group": 0},
+        {"least_machines": 11},
+        {"run_s": 0.0},
+        {"num_spares": -1},
+        {"reform_s": -1.0},
+        {"repair_s": 0.0},
+    ],
 )
 def test_times_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):

@@ -57,11 +57,12 @@ def test_a_width_is_planned_as_that_many_groups_with_less_between_them() -> None
 
 
 def test_what_a_group_has_of_machines_spares_and_domains_follows_its_width() -> None:
-    reform = ReformTimes(machines_per_group=3, reform_s=60.0, run_s=1e6, num_spares=5)
+    reform = ReformTimes(machines_per_group=3, least_machines=2, reform_s=60.0, run_s=1e6, num_spares=5)
     wide = widened(replace(FACTS, reform=reform, rejoin=RejoinTimes(repair_s=600.0, num_spares=5)), 4)
     assert wide.reform is not None
     assert wide.rejoin is not None
     assert (wide.reform.machines_per_group, wide.reform.num_spares, wide.rejoin.num_spares) == (12, 5, 1)
+    assert wide.reform.least_machines == 8
     domains = replace(FACTS, groups_per_domain=4, domain_interval_s=1e6)
     assert (widened(domains, 2).groups_per_domain, widened(domains, 2).num_domains) == (2, 6)
 

@@ -472,7 +472,8 @@ class Controller(Membership):
         permille = {
             group: dealt.get(group, LIKE) * by_stages.get(group, LIKE) // LIKE for group in {**dealt, **by_stages}
         }
-        lacking = {group: self.terms.num_stages - number for group, number in self.stages.items()}
+        fill = self._setup.rounds.fill if self._setup.rounds else self.terms.num_stages
+        lacking = {group: min(self.terms.num_stages - number, fill) for group, number in self.stages.items()}
         return Paces(permille=permille, lacking=lacking)
 
     @property

@@ -101,11 +101,14 @@ def forecast_with_reform(
     The groups down are those that machines are missing for (`tools.plan.reforming_costs.missing_groups`) and those that
     are being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as
     for a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step. Derived;
-    the stretch is rather high, like that of groups that rejoin.
+    the stretch is rather high, like that of groups that rejoin. With L < M it is machines that are down, M for a group
+    that is re-formed; such a group starts anew at each loss, and again when its machine is back.
     """
     n, interval_s = facts.num_groups, facts.times.loss_interval_s
-    costs = _StepCosts.of(facts, redundancy, num_microbatches)
-    ready_per_s = np.full_like(costs.makespans, 1 / interval_s)
+    unit = reform.machines_per_group if reform.least < reform.machines_per_group else 1
+    starts_per_s = (2 if unit > 1 and reform.repair_s else 1) / interval_s
+    costs = _StepCosts.of(facts, redundancy, num_microbatches, unit, reform.least)
+    ready_per_s = np.full_like(costs.makespans, starts_per_s)
     step_s = readmission.step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
     missing = reforming.missing_groups(n, facts.group_interval_s, reform)
     if facts.last_resort:
@@ -117,10 +120,13 @@ def forecast_with_reform(
             n, redundancy, facts.group_interval_s, until_commit, facts.checkpoint.restart_s, step_s[0] / 2
         )
         lived_s, waits, spent_s = found.lived_s, found.pauses, found.spent_s
-    mean = reform.absence_s / interval_s
-    coming = poisson.pmf(np.arange(int(mean + 10 * mean**0.5) + 10), mean)
-    num_down = np.convolve(spent_s @ missing.shares / spent_s.sum(), coming)[:n]
-    weights = lost_counts(n).sums(np.concatenate((num_down, np.zeros(n - len(num_down)))))
+    mean = reform.absence_s * starts_per_s
+    num_coming = np.arange(int(mean + 10 * mean**0.5) + 10)
+    coming = np.zeros(len(num_coming) * unit)
+    coming[::unit] = poisson.pmf(num_coming, mean)
+    missed = missing.shares if unit == 1 else reforming.missing_machines(missing.away, reform)
+    num_down = np.convolve(spent_s @ missed / spent_s.sum(), coming)[: n * unit]
+    weights = lost_counts(n * unit).sums(np.pad(num_down, (0, n * unit - len(num_down))))
     again = 1 + (step_s[0] + reform.join_s) / waits.interval_s
     return Forecast(
         lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times) * again, pauses=waits
@@ -129,17 +135,20 @@ def forecast_with_reform(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StepCosts:
-    """Stacks per step and per patch for each range of groups down, and how often a patch is needed."""
+    """Stacks per step and per patch for each range of groups, or machines, down, and how often a patch is needed."""
 
     makespans: FloatArray
     patch: FloatArray
     times: StepTimes
 
     @classmethod
-    def of(cls, facts: ClusterFacts, redundancy: int, num_microbatches: int) -> "_StepCosts":
+    def of(
+        cls, facts: ClusterFacts, redundancy: int, num_microbatches: int, num_machines: int = 1, least: int = 1
+    ) -> "_StepCosts":
         n = facts.num_groups
-        k = lost_counts(n).middle
-        makespans = least_makespans(n, num_microbatches, k)
+        lost = lost_counts(n * num_machines).middle
+        makespans = least_makespans(n, num_microbatches, lost, num_machines, least)
+        k = np.minimum(lost / num_machines, n - 1)
         fetch = facts.fetch_s / facts.times.shard_s if facts.last_resort else None
         patch = patch_stacks(n, redundancy, num_microbatches, k, fetch=fetch)
         if fetch is not None:

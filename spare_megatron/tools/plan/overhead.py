@@ -36,15 +36,31 @@ class StepTimes:
         return self.shard_s + self.reduce_s
 
 
-def least_makespans(num_groups: int, num_microbatches: int = 1, num_lost: FloatArray | None = None) -> FloatArray:
+def least_makespans(
+    num_groups: int,
+    num_microbatches: int = 1,
+    num_lost: FloatArray | None = None,
+    num_machines: int = 1,
+    least_machines: int = 1,
+) -> FloatArray:
     """ceil(N m / (N - k)) / m stacks, the least that any placement allows; c(k) for m = 1. Golomb placements reach it
     nearly always: at small r, 4, the last host of several shards may dictate the makespan.
 
+    With M = `num_machines` of a group, k are machines, and groups go on with as few as `least_machines`. With M N - k
+    of them, of which groups have s or s + 1, N m / (N - k / M) is rounded up to a multiple of M / s or M / (s + 1), the
+    times of a microbatch.
+
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
+    >>> least_makespans(4, 16, np.arange(5.0), 4, 3).round(3).tolist()
+    [1.0, 1.083, 1.167, 1.25, 1.333]
     """
-    alive = num_groups - (np.arange(num_groups) if num_lost is None else num_lost)
-    return -(-num_groups * num_microbatches // alive) / num_microbatches
+    n, m = num_groups, num_microbatches
+    alive = n * num_machines - (np.arange(n * num_machines) if num_lost is None else num_lost)
+    smaller = np.clip(alive // n, least_machines, num_machines)
+    sizes = np.stack((smaller, np.minimum(smaller + 1, num_machines)))
+    found: FloatArray = (-(-n * m * sizes // alive) * num_machines / sizes / m).min(axis=0)
+    return found
 
 
 def patch_stacks(

@@ -4,7 +4,7 @@ Symbols: T_c seconds from the start of a save to the start of the next, T_s per 
 saving until a wipe-out, T_r from a wipe-out until training resumes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, expm1, floor, log, log2
 from typing import get_args
@@ -153,6 +153,16 @@ def optimize(
     plans = candidates(facts, policy, limits)
     least = min(plan.time_to_train_ratio for plan in plans)
     return next(plan for plan in plans if plan.time_to_train_ratio <= least * (1 + tolerance))
+
+
+def without_smaller_groups(facts: ClusterFacts, redundancy: int) -> tuple[Plan, ...]:
+    """With whole groups alone, and then with one spare machine more; none if the facts have no smaller groups."""
+    reform = facts.reform
+    if reform is None or reform.least == reform.machines_per_group:
+        return ()
+    whole = replace(reform, least_machines=None)
+    spared = replace(whole, num_spares=whole.num_spares + 1)
+    return tuple(predict(replace(facts, reform=one), "reform", redundancy) for one in (whole, spared))
 
 
 def _forecast(facts: ClusterFacts, policy: Policy, redundancy: int) -> Forecast:

@@ -61,7 +61,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     """The plan for what was asked, and the best of every policy. ValueError: out of range, or contradictory."""
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.tools.plan.partition_redundancy import plan_partitions, update_share
-    from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict
+    from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict, without_smaller_groups
     from spare_megatron.tools.plan.plan_result import PlanResult
     from spare_megatron.tools.plan.slow_group_costs import slow_cost
     from spare_megatron.tools.plan.width import plans_by_width
@@ -103,5 +103,6 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
         update_share=None if config is None else update_share(config, facts.times.step_s),
+        whole=without_smaller_groups(facts, best.redundancy) if chosen == "reform" else (),
         slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
     )

@@ -65,6 +65,9 @@ class PlanOptions:
         "group runs, as in 60s. A loss then takes one machine."
     )
     machines_per_group: int | None = option("Machines of a group, for --reform.")
+    least_machines: int | None = option(
+        "Fewest machines with which a group goes on, with fewer pipeline stages; for --reform.", shown="all"
+    )
     steps: int | None = option("Steps of the training, in which machines are lost for good.", shown=str(ASSUMED_STEPS))
     groups_per_domain: int | None = option("Groups in one rack or power domain, with consecutive ids.")
     domain_mtbf: str | None = option("Mean time between losses of any whole domain, as in 7d, in addition to --mtbf.")
@@ -161,7 +164,11 @@ def _reform(given: PlanOptions, times: "StepTimes") -> "ReformTimes | None":
     from spare_megatron.tools.plan.reforming_costs import ReformTimes
 
     if given.reform is None:
-        _refuse(given, ("machines_per_group", "steps"), "needs --reform, the time to re-form a group, as in 60s")
+        _refuse(
+            given,
+            ("machines_per_group", "least_machines", "steps"),
+            "needs --reform, the time to re-form a group, as in 60s",
+        )
         return None
     if given.machines_per_group is None:
         raise ValueError(f"--reform {given.reform} needs --machines-per-group, of which a loss takes one")
@@ -170,6 +177,7 @@ def _reform(given: PlanOptions, times: "StepTimes") -> "ReformTimes | None":
             raise ValueError(f"--{name} {value} is below 1")
     return ReformTimes(
         machines_per_group=given.machines_per_group,
+        least_machines=given.least_machines,
         reform_s=parse_duration_s("--reform", given.reform, is_zero_fine=True),
         run_s=(given.steps or ASSUMED_STEPS) * times.step_s,
         repair_s=None if given.repair is None else parse_duration_s("--repair", given.repair),
@@ -244,6 +252,8 @@ def completed(given: PlanOptions) -> PlanOptions:
     for name, number in (("--nodes", given.nodes), ("--gpus-per-node", per_node), ("--gpus-per-group", per_group)):
         if number is not None and number < 1:
             raise ValueError(f"{name} {number} is below 1")
+    stages, size = config.layout.pipeline_parallel, given.machines_per_group
+    least = config.layout.least_pipeline_parallel or stages
     groups = config.layout.num_groups if given.groups is None else given.groups
     if given.nodes is not None:
         if given.groups is not None:
@@ -259,6 +269,7 @@ def completed(given: PlanOptions) -> PlanOptions:
         groups=groups,
         gpus_per_node=per_node if given.mtbf is None else given.gpus_per_node,
         gpus_per_group=per_group if given.mtbf is None else given.gpus_per_group,
+        least_machines=given.least_machines or (size and -(-size * least // stages)),
         microbatches=config.spare.microbatches_per_shard if given.microbatches is None else given.microbatches,
         last_resort=given.last_resort or (config.data.access == "shared" and given.policy != "stack"),
     )

@@ -45,6 +45,8 @@ class PlanResult:
     """The plan of the policy for groups of each number of lanes asked for."""
     update_share: float | None = None
     """Of a step, what Adam takes that updates all parameters in every group; None if not known, or not so."""
+    whole: tuple[Plan, ...] = ()
+    """Beside smaller groups: with whole ones alone, and with one spare machine more."""
     slow: SlowCost | None = None
     """What slow groups cost, if how often they are slow was given; beside the plan, which knows none."""
 
@@ -78,6 +80,8 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
     }
     if result.slow is not None:
         figures["slow"] = asdict(result.slow)
+    if result.whole:
+        figures["without_smaller_groups"] = [asdict(one) for one in result.whole]
     if result.widths:
         figures["widths"] = [asdict(one) for one in result.widths]
     return figures
@@ -128,6 +132,11 @@ def _remarks(result: PlanResult) -> Iterator[str]:
         yield "Lost groups never come back in this plan: give --repair or --reform if they do."
     if result.plan.redundancy == 1 and not result.facts.last_resort:
         yield "Restarting at every loss costs less here than going on without the lost groups."
+    if (reform := result.facts.reform) is not None and result.whole:
+        spared, num_machines = result.whole[1], result.facts.num_groups * reform.machines_per_group + reform.num_spares
+        hours = spared.time_to_train_ratio * (1 + 1 / num_machines)
+        better = "" if hours < result.plan.time_to_train_ratio else "not "
+        yield f"One more spare machine is {better}the better answer here: {hours:.3f} x in machine hours."
     if result.plan.cadence_s > _LONG_CADENCE_S:
         yield "Restarts are so rare here that other failures (storage, software, the site) decide how often to save."
     if result.plan.cadence_s > result.plan.time_to_wipe_out_s:
@@ -153,6 +162,9 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     if plan.policy == "reform":
         without = min(other.time_to_train_ratio for other in result.alternatives if other.policy != "reform")
         yield "re-forming is worth", f"{without - plan.time_to_train_ratio:.2f} of it: {without:.2f} x without"
+    if result.whole:
+        alone, spared = (f"{one.time_to_train_ratio:.3f} x" for one in result.whole)
+        yield "with smaller groups", f"{plan.time_to_train_ratio:.3f} x; whole ones alone {alone}, and a spare {spared}"
     if result.slow is not None:
         even, dealt = result.slow.even_ratio, result.slow.dealt_ratio
         yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
@@ -210,7 +222,8 @@ def _fact_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
     reform = facts.reform
     if reform is not None:
-        yield "machines per group", str(reform.machines_per_group)
+        least = "" if reform.least == reform.machines_per_group else f", at least {reform.least}"
+        yield "machines per group", f"{reform.machines_per_group}{least}"
         yield "re-forming", f"{format_duration(reform.reform_s)} from the loss of a machine"
         yield "training without losses", format_duration(reform.run_s) + mark.get("steps", "")
         yield "spare machines", str(reform.num_spares)

@@ -1,8 +1,9 @@
 """Closed forms for groups that are re-formed from the machines of broken ones.
 
-Symbols: N groups of M machines, r hosts of each shard; F mean time between losses of a group that is up; A seconds
-until a group that lost a machine is back with another; j groups that are missing, since machines are: with q machines
-away and n spares, ceil((q - n)+ / M). Machines come back after a mean time R, or never.
+Symbols: N groups of M machines, at least L of them; r hosts of each shard; F mean time between losses of a group that
+is up; A seconds until a group that lost a machine is back; j groups that are missing, since machines are: with q
+machines away and n spares, ceil((q - n)+ / M), with L < M at most so many. Machines come back after a mean time R, or
+never.
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ class ReformTimes:
 
     machines_per_group: int
     """M."""
+    least_machines: int | None = None
+    """L, with which a group goes on; None: M."""
     reform_s: float
     """Seconds from the loss or repair of a machine until the group that it leaves whole runs."""
     run_s: float
@@ -40,16 +43,21 @@ class ReformTimes:
     """n, idle machines."""
 
     def __post_init__(self) -> None:
-        if not (self.machines_per_group >= 1 and self.run_s > 0 and self.num_spares >= 0):
+        if not (1 <= self.least <= self.machines_per_group and self.run_s > 0 and self.num_spares >= 0):
             raise ValueError(
-                f"machines_per_group={self.machines_per_group} has to be 1 or more, run_s={self.run_s} above 0, "
-                f"num_spares={self.num_spares} 0 or more"
+                f"machines_per_group={self.machines_per_group} has to be 1 or more, least_machines={self.least} from 1 "
+                f"to that, run_s={self.run_s} above 0, num_spares={self.num_spares} 0 or more"
             )
         if not (min(self.reform_s, self.transfer_s, self.join_s) >= 0 and (self.repair_s is None or self.repair_s > 0)):
             raise ValueError(
                 f"reform_s={self.reform_s}, transfer_s={self.transfer_s} and join_s={self.join_s} have to be 0 or "
                 f"more, repair_s={self.repair_s} above 0"
             )
+
+    @property
+    def least(self) -> int:
+        """L."""
+        return self.machines_per_group if self.least_machines is None else self.least_machines
 
     @property
     def absence_s(self) -> float:
@@ -62,6 +70,8 @@ class MissingGroups:
     """How many groups are missing over a run: P(j groups) at each time; shape (times, most + 1)."""
 
     times_s: FloatArray
+    away: FloatArray
+    """Mean of q at each time."""
     shares: FloatArray
     on_edge: FloatArray
     """P(j groups, and the next lost machine makes it one more)."""
@@ -88,10 +98,18 @@ def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes
     on_edge = np.concatenate((poisson.pmf(edges, away[:, None]), np.zeros((_NUM_TIMES, 1))), axis=1)
     return MissingGroups(
         times_s=times_s,
+        away=away,
         shares=np.diff(covered, prepend=0.0, axis=1),
         on_edge=on_edge,
         at_edge=np.append(edges, np.inf) + 1,
     )
+
+
+def missing_machines(away: FloatArray, reform: ReformTimes) -> FloatArray:
+    """P((q - n)+ = i) at each time, by i, where `away` is the mean of q."""
+    shares = poisson.pmf(np.arange(int(away.max() + 10 * sqrt(away.max()) + 20) + reform.num_spares), away[:, None])
+    covered, missing = np.split(shares, [reform.num_spares + 1], axis=1)
+    return np.concatenate((covered.sum(axis=1, keepdims=True), missing), axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -67,11 +67,14 @@ def widened(facts: ClusterFacts, width: int, over_groups_s: float = 0.0) -> Clus
         raise ValueError(f"over_groups_s={over_groups_s} has to be from 0 to reduce_s={facts.times.reduce_s}")
     reduce_s = facts.times.reduce_s - over_groups_s * (1 - 1 / width)
     rejoin, reform = facts.rejoin, facts.reform
+    if reform is not None:
+        least = None if reform.least_machines is None else reform.least_machines * width
+        reform = replace(reform, machines_per_group=reform.machines_per_group * width, least_machines=least)
     return replace(
         facts,
         num_groups=facts.num_groups // width,
         times=replace(facts.times, reduce_s=reduce_s),
         rejoin=None if rejoin is None else replace(rejoin, num_spares=rejoin.num_spares // width),
-        reform=None if reform is None else replace(reform, machines_per_group=reform.machines_per_group * width),
+        reform=reform,
         groups_per_domain=max(1, facts.groups_per_domain // width),
     )

@@ -17,18 +17,21 @@ from spare_megatron.tools.simulate.scenario import CostModel
 FloatArray = npt.NDArray[np.float64]
 
 
-def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> FloatArray:
+def finish_times(
+    loads: IntArray, num_microbatches: int, costs: CostModel, fills: FloatArray | None = None
+) -> FloatArray:
     """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load. A
-    load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
-    (the groups at full speed) have work left, each of them runs at rate G / their number (generalized processor
-    sharing). Cost: O(n log n) in the number of groups.
+    load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill; the first f is that of the
+    group, if there are `fills`. While more than G groups (the groups at full speed) have work left, each of them runs
+    at rate G / their number (generalized processor sharing). Cost: O(n log n) in the number of groups.
 
     >>> alone, shared = (CostModel(compute_s=1.0, full_speed_groups=groups) for groups in (inf, 1.0))
     >>> finish_times(np.array([4, 6, 6]), 4, alone).tolist(), finish_times(np.array([4, 6, 6]), 4, shared).tolist()
     ([1.0, 1.5, 1.5], [3.0, 4.0, 4.0])
     """
     fill = costs.pipeline_fill
-    demands = np.where(loads > 0, (loads + fill) / (num_microbatches + fill), 0.0)
+    own = fill if fills is None else fills[: loads.size]
+    demands = np.where(loads > 0, (loads + own) / (num_microbatches + fill), 0.0)
     if costs.full_speed_groups == inf:
         return demands
     order = np.argsort(demands, kind="stable")
@@ -39,10 +42,18 @@ def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> Fl
     return finished
 
 
-def stacks_of(work: Work, num_microbatches: int, costs: CostModel, factors: FloatArray | None = None) -> float:
-    """When the last group has computed its part of the work, in units of compute_s. `factors`: times of slow groups."""
+def stacks_of(
+    work: Work,
+    num_microbatches: int,
+    costs: CostModel,
+    factors: FloatArray | None = None,
+    fills: FloatArray | None = None,
+) -> float:
+    """When the last group has computed its part of the work, in units of compute_s. `factors`: times of slow groups and
+    of smaller ones, which have `fills` of their own.
+    """
     if factors is not None:
-        finished = finish_times(work.loads, num_microbatches, costs)
+        finished = finish_times(work.loads, num_microbatches, costs, fills)
         return float((finished * factors[: finished.size]).max(initial=0.0))
     if costs.full_speed_groups == inf:
         makespan = work.makespan

@@ -10,9 +10,10 @@ from dataclasses import replace
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from spare_megatron.core.machines.reforming import Machine, reform
-from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
+from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.simulate.failures import FailureProcess, Loss
 from spare_megatron.tools.simulate.scenario import Scenario
@@ -24,8 +25,9 @@ class Fleet:
     Failed hardware is repaired into a pool of spares. A lost group reserves what is free first, a spare or the next
     repaired, fetches the state and waits to be admitted; groups lost together choose in order of their ids. If there is
     none, it stays away until a restart, which brings back all groups and spares. With re-forming a loss takes one
-    machine, nothing is reserved, and `core.machines.reforming` decides which groups are whole again. A group with a
-    notice of its loss may leave before. `num_lost` counts each loss; `max_down`: the most groups down at a time.
+    machine, nothing is reserved, and `core.machines.reforming` decides which groups are whole again, or go on with
+    fewer machines until others come. A group with a notice of its loss may leave before. `num_lost` counts each loss;
+    `max_down`: the most groups down at a time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
@@ -37,6 +39,7 @@ class Fleet:
         self.cause_of: dict[GroupId, str] = {}
         self._hardware_s = [0.0] * scenario.num_spares
         self._machines = None if scenario.reform_s is None else Machines(scenario)
+        self._sizes = np.full(scenario.max_groups, scenario.machines_per_group)
         self._noticed: list[Loss] = []  # in the future, with the groups that were up
         further = range(scenario.num_groups, scenario.max_groups)
         self.is_up[further.start :] = False
@@ -46,25 +49,47 @@ class Fleet:
         self._changed_s = 0.0
 
     @property
+    def paces(self) -> npt.NDArray[np.float64]:
+        """The time of a microbatch in each group that is not slow, in times that of a whole one."""
+        return self._scenario.machines_per_group / self._sizes
+
+    @property
+    def fills(self) -> npt.NDArray[np.float64]:
+        """The pipeline fill of each group, in microbatches of its own."""
+        fill = self._scenario.costs.pipeline_fill
+        return np.maximum(fill - (fill + 1) * (1 - 1 / self.paces), 0.0)
+
+    @property
+    def smaller(self) -> dict[GroupId, int]:
+        """The machines of groups that have fewer than others when they are next admitted."""
+        return {} if self._machines is None else self._machines.smaller
+
+    @property
     def next_loss_s(self) -> float:
         return self._noticed[0].at_s if self._noticed else self._process.next_s()
 
     def noticed(self, now_s: float) -> set[GroupId]:
-        """The groups that take part and know by now that they will be lost."""
+        """The groups that take part and know by now that they will be lost, or have got machines to grow."""
         while self._scenario.notice_s and self._process.next_s() <= now_s + self._scenario.notice_s:
             is_safe = self.is_up.copy()
             is_safe[[group for loss in self._noticed for group in loss.groups]] = False
             if not is_safe.any():
                 break
             self._noticed.append(self._process.strike(is_safe))
-        return {group for loss in self._noticed for group in loss.groups if self.is_up[group]}
+        leaving = {group for loss in self._noticed for group in loss.groups}
+        if self._machines is not None:
+            leaving |= self._machines.growing
+        return {group for group in leaving if self.is_up[group]}
 
     def drain(self, now_s: float, groups: Iterable[GroupId]) -> None:
-        """These groups leave; they are lost when they are due all the same."""
+        """These groups leave, to come back larger; or they are lost when they are due all the same."""
         for group in groups:
             self.is_up[group] = False
-            self.num_drained += 1
             self._count(now_s, self._num_down + 1)
+            if self._machines is not None and group in self._machines.growing:
+                self._note_whole([(group, now_s)])
+            else:
+                self.num_drained += 1
 
     def lose(self) -> Loss:
         """Strikes the next loss, and returns it with those groups that took part."""
@@ -111,6 +136,8 @@ class Fleet:
         for group in groups:
             del self._ready_s[group]
             self.is_up[group] = True
+            if self._machines is not None:
+                self._sizes[group] = self._machines.admit(group)
         self._count(now_s, self._num_down - len(groups))
         self._process.came_back(now_s, groups, self.is_up)
 
@@ -121,6 +148,7 @@ class Fleet:
         self._changed_s = now_s
         self.is_up[:] = True
         self._ready_s.clear()
+        self._sizes[:] = self._scenario.machines_per_group
         self._noticed.clear()  # these machines are replaced like lost ones
         self._hardware_s = [now_s] * self._scenario.num_spares
         if self._machines is not None:
@@ -170,13 +198,13 @@ class Machines:
     """The machines that are idle or in broken groups; those of other groups have no ids here.
 
     A loss takes one machine of its group. Repaired machines and spares are idle. A broken group that gets its last
-    machine is whole from then on; it cannot be lost until it is admitted. Times rise from call to call.
+    machine is whole from then on; it cannot be lost until it is admitted. `smaller`: the machines of groups that go on
+    with fewer; `growing`: groups that have got one since they were admitted. Times rise from call to call.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self._size, self._per_domain = scenario.machines_per_group, scenario.placed_groups_per_domain
-        n = scenario.max_groups
-        self._layout = Layout(num_groups=n, pipeline_parallel=self._size, num_nodes=n * self._size)
+        self._layout, self._times = scenario.layout, scenario.pipeline_times
         self._num_spares = scenario.num_spares
         self._placement = (
             None
@@ -190,6 +218,8 @@ class Machines:
         self._num_seen = 0
         self._machines: dict[MachineId, Machine] = {}
         self._broken: set[GroupId] = set()
+        self.smaller: dict[GroupId, int] = {}
+        self.growing: set[GroupId] = set()
         self._repaired: list[tuple[float, int]] = []  # when, and the domain
         for _ in range(self._num_spares):
             self._add(Machine("idle"))
@@ -198,8 +228,9 @@ class Machines:
         """Each group loses a machine, repaired at that time or never; returns the groups that are whole at once."""
         self._broken |= set(groups)
         for group, at_s in zip(groups, repaired_at_s, strict=True):
-            first = group * self._size
-            for place in range(first + 1, first + self._size):  # which place is lost makes no difference
+            first, size = group * self._size, self.smaller.pop(group, self._size)
+            self.growing.discard(group)
+            for place in range(first + 1, first + size):  # which place is lost makes no difference
                 self._add(Machine("placed", PlaceId(place)))
             if at_s < inf:
                 heapq.heappush(self._repaired, (at_s, group // self._per_domain))
@@ -212,6 +243,7 @@ class Machines:
             at_s, domain = heapq.heappop(self._repaired)
             self._add(Machine("idle", domain=domain))
             found += [(group, at_s) for group in self._reform()]
+            self._grow()
         return found
 
     def whole_by(self, until_s: float) -> list[tuple[GroupId, float]]:
@@ -222,20 +254,46 @@ class Machines:
         self._machines[MachineId(self._num_seen)] = machine
         self._num_seen += 1
 
+    def admit(self, group: GroupId) -> int:
+        """The machines with which the group takes part from now on."""
+        self.growing.discard(group)
+        return self.smaller.get(group, self._size)
+
     def _reform(self) -> list[GroupId]:
-        """Moves machines; returns the groups that are whole by that, and forgets their machines."""
+        """Moves machines; returns the groups that go on by that, and forgets their machines."""
         unhosted = []
         if self._placement is not None:
             alive = frozenset(map(GroupId, range(self._placement.num_groups))) - self._broken
             unhosted = [self._placement.hosts[shard] for shard in self._placement.uncovered(alive)]
-        moves = reform(
-            self._layout, self._machines, self._broken, groups_per_domain=self._per_domain, unhosted=unhosted
-        ).moves
-        for move in moves:
+        others = {*map(GroupId, range(self._layout.num_groups))} - self._broken
+        made = reform(
+            self._layout,
+            self._machines,
+            self._broken,
+            groups_per_domain=self._per_domain,
+            unhosted=unhosted,
+            times=self._times,
+            others=[self.smaller.get(group, self._size) for group in others],
+        )
+        for move in made.moves:
             self._machines[move.machine] = Machine("placed", move.place)
-        # All moves make groups whole, and a group that is whole already was forgotten.
-        whole = sorted({GroupId(move.place // self._size) for move in moves})
-        self._broken -= set(whole)
-        places = {place for group in whole for place in range(group * self._size, (group + 1) * self._size)}
-        self._machines = {machine: held for machine, held in self._machines.items() if held.place not in places}
-        return whole
+        self._broken -= made.stages.keys()
+        self.smaller |= {group: size for group, size in made.stages.items() if size < self._size}
+        self._machines = {
+            machine: held
+            for machine, held in self._machines.items()
+            if held.place is None or held.place // self._size not in made.stages
+        }
+        return sorted(made.stages)
+
+    def _grow(self) -> None:
+        """The machine that came last takes, if it is idle, the lowest empty place of a smaller group, which leaves for
+        that at the next commit.
+        """
+        newest = MachineId(self._num_seen - 1)
+        if self.smaller and newest in self._machines:
+            del self._machines[newest]
+            group = min(self.smaller)
+            self.growing.add(group)
+            if (size := self.smaller.pop(group) + 1) < self._size:
+                self.smaller[group] = size

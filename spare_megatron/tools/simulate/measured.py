@@ -88,7 +88,9 @@ class MeasuredRecovery:
 
 
 def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
-    """The committed steps in order; with restarts or pauses, those before the first one that it kept."""
+    """The committed steps in order; with restarts or pauses, those before the first one that it kept, and none with a
+    group that has fewer stages than others.
+    """
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
     updates: dict[int, list[tuple[float, records.UpdateRecord]]] = defaultdict(list)
@@ -103,6 +105,8 @@ def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
                 committed[attempt].append(line.at_s)
                 if entry.get("admit"):
                     admitted_after.add(step)
+                if entry.get("stages"):
+                    end_step = min(end_step, step)
             case records.EntryRecord(entry={"entry": "restart" | "resume", "step": step}):
                 end_step = min(end_step, step - 1)
             case records.UpdateRecord(step=step):

@@ -1,16 +1,18 @@
 """Describes a simulated run: its groups, policy, costs and failures."""
 
 from dataclasses import dataclass, field, fields
-from math import ceil, inf
+from math import ceil, inf, lcm
 from typing import Literal
 
 import numpy as np
 
 from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.core.saves.survival import optimal_cadence_s
+from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.order import Granularity
-from spare_megatron.stacking.paces import Rounds
+from spare_megatron.stacking.paces import PipelineTimes, Rounds
 from spare_megatron.stacking.placement import PlacementKind, make_placement
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
@@ -108,6 +110,8 @@ class Scenario:
     """Idle hardware that replaces what was lost: groups, or machines where single nodes or machines are lost."""
     machines_per_group: int = 1
     """Machines of a group. With reform_s a loss takes one of them."""
+    least_machines: int | None = None
+    """Fewest machines with which a group goes on, in a shorter pipeline, until others make it whole; None: all."""
     reform_s: float | None = None
     """Groups are re-formed from idle machines and those of broken groups: seconds from the loss or repair of a machine
     until a group that it leaves whole runs and can fetch the state. None: a group waits for its own machines."""
@@ -157,11 +161,38 @@ class Scenario:
         return round(1000 * costs.fetch_s * (self.microbatches_per_shard + costs.pipeline_fill) / costs.compute_s)
 
     @property
+    def layout(self) -> Layout:
+        """Each machine as a stage of its group."""
+        n, size = self.max_groups, self.machines_per_group
+        return Layout(
+            num_groups=n, pipeline_parallel=size, num_nodes=n * size, least_pipeline_parallel=self.least_machines
+        )
+
+    @property
+    def slabs(self) -> Slabs | None:
+        """As in the controller's setup: of as many layers as make all stages of a group alike, whatever its length."""
+        lengths = self.layout.lengths
+        return Slabs(lcm(*lengths), lengths) if len(lengths) > 1 else None
+
+    @property
     def rounds(self) -> Rounds | None:
         """As in the controller's setup: None if no paces are measured."""
-        if not self.deal_by_pace or self.slow.group_interval_s is None:
+        if not self.deal_by_pace or (self.slow.group_interval_s is None and self.slabs is None):
             return None
         return Rounds(fill=ceil(self.costs.pipeline_fill))
+
+    @property
+    def pipeline_times(self) -> PipelineTimes | None:
+        """By which `core.machines.reforming` chooses between whole and smaller groups; None without the latter."""
+        if self.slabs is None:
+            return None
+        return PipelineTimes(
+            num_layers=self.slabs.num_layers,
+            num_shards=self.num_groups,
+            num_microbatches=self.microbatches_per_shard,
+            moves_shards=self.granularity == "stack",
+            is_dealt=self.deal_by_pace,
+        )
 
     @property
     def num_sets(self) -> int:
@@ -233,6 +264,7 @@ class Scenario:
         costs = self.costs
         return reforming.ReformTimes(
             machines_per_group=self.machines_per_group,
+            least_machines=self.least_machines,
             reform_s=reform_s,
             run_s=self.num_steps * (costs.compute_s + costs.reduce_s + costs.update_s),
             repair_s=self.failures.mean_repair_s(self.repair_s),
@@ -332,6 +364,11 @@ def _problems_of_membership(scenario: Scenario) -> list[str]:
     found = []
     if scenario.machines_per_group > 1 and scenario.reform_s is None:
         found.append(f"machines_per_group={scenario.machines_per_group} is never used: set reform_s")
+    if (least := scenario.least_machines) is not None:
+        if not 1 <= least <= scenario.machines_per_group:
+            found.append(f"least_machines={least} has to be from 1 to machines_per_group={scenario.machines_per_group}")
+        if scenario.partition_redundancy or scenario.costs.full_speed_groups < inf:
+            found.append("least_machines cannot be with partition_redundancy or costs.full_speed_groups; unset them")
     if scenario.reform_s is not None and scenario.policy != "spare":
         found.append(f"reform_s={scenario.reform_s} belongs to the policy spare, not {scenario.policy}; unset it")
     if scenario.reform_s is not None and scenario.failures.kind not in ("system", "trace"):

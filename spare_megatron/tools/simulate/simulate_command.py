@@ -28,7 +28,7 @@ MOST_JOURNAL_BYTES = 10**9
 MOST_CASES = 1_000_000
 """All are listed before the first is simulated, and a second each keeps 100 processors busy for three hours."""
 ALL_POLICIES = "all"
-_SETTINGS = ("granularity", "redundancy", "num_steps", "microbatches_per_shard", "machines_per_group")
+_SETTINGS = ("granularity", "redundancy", "num_steps", "microbatches_per_shard", "machines_per_group", "least_machines")
 """Settings of the scenario whose options have their names in `SimulateOptions`."""
 _DURATIONS = {"repair_s": "repair", "reform_s": "reform", "costs.save_s": "save", "costs.join_s": "join"}
 """Setting of the scenario -> option."""
@@ -50,6 +50,7 @@ class SimulateOptions:
     repair: str | None = same_option(PlanOptions, "repair")
     reform: str | None = same_option(PlanOptions, "reform")
     machines_per_group: int | None = same_option(PlanOptions, "machines_per_group")
+    least_machines: int | None = same_option(PlanOptions, "least_machines")
     shared_data: bool | None = option("All groups can read all data, so that any computes any shard.", "--shared-data")
     save: str | None = option("Time that training stalls for one save, as in 60s.")
     join: str | None = same_option(PlanOptions, "join")

@@ -46,7 +46,7 @@ class SimulatedJournal:
             name=scenario.name,
             num_groups=scenario.num_groups,
             max_groups=scenario.max_groups if scenario.further_groups else 0,
-            ranks_per_group=1,
+            ranks_per_group=1 if scenario.slabs is None else scenario.machines_per_group,
             redundancy=scenario.hosts_per_shard,
             microbatches_per_shard=scenario.microbatches_per_shard,
             num_steps=scenario.num_steps,

@@ -77,6 +77,8 @@ class SpareRun:
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
             rounds=scenario.rounds,
+            num_stages=scenario.machines_per_group,
+            slabs=scenario.slabs,
             pause_s=scenario.costs.restart_s if scenario.policy == "spare" else None,
         )
         self.decision_s = 0.0
@@ -85,7 +87,8 @@ class SpareRun:
         self._incarnations: Counter[GroupId] = Counter()
         self._votes: dict[GroupId, Vote] = {}
         self._members: tuple[GroupId, ...] = ()  # of the present attempt
-        self._factors: FloatArray | None = None  # of the groups in the present step; None without slow ones
+        # Of the groups in the present step; None if none is slow or smaller than others.
+        self._factors: FloatArray | None = None
         self._save_ends: tuple[SaveEnd, ...] = ()  # not yet in a commit
         self._has_to_rebuild = False
         self._built_at_s = 0.0
@@ -182,7 +185,7 @@ class SpareRun:
 
     def _compute_step(self, plan: StepPlan) -> None:
         began_s = self._world.now_s
-        factors = self._world.slow.factors(began_s)
+        factors = self._world.slow.factors(began_s) * self._world.fleet.paces
         self._factors = factors if (factors != 1.0).any() else None
         self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
@@ -214,7 +217,8 @@ class SpareRun:
             self._simulated_journal.on_attempt(action, tuple(self._votes), is_complete=not lost)
         if not lost:
             waiting = self._present(self._world.fleet.ready(self._world.now_s))
-            return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
+            fewer = self._world.fleet.smaller
+            return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting, stages=fewer),)
         self._fence(lost)
         return ()
 
@@ -242,7 +246,8 @@ class SpareRun:
 
     def _stacks_of(self, work: Work) -> float:
         scenario = self._world.scenario
-        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs, self._factors)
+        fills = self._world.fleet.fills
+        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs, self._factors, fills)
 
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for member in self._present(lost):
@@ -264,8 +269,8 @@ class SpareRun:
             self._fence(self._world.notice(lost))
             return self._read(action.index)
         self._world.num_pauses += 1
-        ready = self._world.fleet.ready(max(back_s, self._world.now_s))
-        return HostsRead(waiting=self._present(ready))
+        waiting = self._present(self._world.fleet.ready(max(back_s, self._world.now_s)))
+        return HostsRead(waiting=waiting, stages=self._world.fleet.smaller)
 
     def _start_over(self) -> EntryRead:
         """Restarts after a wipe-out; fences appended meanwhile are folded, and their actions dropped."""

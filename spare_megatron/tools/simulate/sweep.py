@@ -152,6 +152,7 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             slow=SlowRate() if variant.policy == "replication" else base.slow,
             notice_s=base.notice_s if variant.policy == "spare" else 0.0,
             machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
+            least_machines=base.least_machines if variant.policy == "spare" else None,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
         )
         for variant in variants

@@ -43,8 +43,8 @@ def decide_pause(
     >>> left = actions.AwaitHosts(index=7, step=4, epoch=2, voters=(Member(0),), shards=(1, 2))
     >>> decide_pause(left, ring, 5, [Member(1, 1)], 0.0, 60.0) is None
     True
-    >>> decide_pause(left, ring, 5, [Member(1, 1), Member(2, 3)], 0.0, 60.0)
-    Resume(step=4, attempt=5, admit=(Member(group=1, incarnation=1), Member(group=2, incarnation=3)))
+    >>> decide_pause(left, ring, 5, [Member(1, 1), Member(2, 3)], 0.0, 60.0).admit
+    (Member(group=1, incarnation=1), Member(group=2, incarnation=3))
     """
     groups = frozenset(member.group for member in (*pause.voters, *waiting))
     uncovered = placement.uncovered(groups)
@@ -188,8 +188,9 @@ def decide_restart(step: int, search: Search, num_recent: int) -> Restart | Give
     >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
     >>> first = RestartState(member=Member(0, 1), candidates=(new, old))
     >>> both = [first, RestartState(member=Member(1, 1), candidates=(old,))]
-    >>> decide_restart(9, Search(ring, both, 0.0, limits), 0)
-    Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
+    >>> found = decide_restart(9, Search(ring, both, 0.0, limits), 0)
+    >>> found.step, found.members
+    (4, (Member(group=0, incarnation=1), Member(group=1, incarnation=1)))
     >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
     True
     """

@@ -37,7 +37,7 @@ class FoldedAttempt:
 
     attempt: int
     kept: tuple[int, ...]
-    """For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none."""
+    """By position, the number of leading buckets that kept their sums and were not reduced; empty: none."""
     members: Members
 
 

@@ -74,7 +74,7 @@ class ContributionRecord(OfAttempt):
     """Shard -> indices of the microbatches in the group's sums of the buckets that are not kept."""
     incarnation: int = 0
     kept: list[int] = field(default_factory=list)
-    """For each rank, the number of leading buckets that keep their sums and are not reduced; empty: none."""
+    """By position, the number of leading buckets that keep their sums and are not reduced; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class VoteRecord(OfAttempt):
     """Why the leader lacks the sum; empty if it has the sum, or if only another rank of the group lacks it."""
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
-    """For each rank, the number of leading buckets whose sums it holds."""
+    """By position, the number of leading buckets whose sums it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,3 +210,27 @@ def test_a_smaller_group_becomes_whole_when_a_machine_comes(text_corpus: Path, t
     assert [stages for _, stages in sorted(found.items())] == [[[1, 3]], [[1, 4]]]
     assert run.summary.groups_lost == 1
     assert params(run) == params(complete_run(config, tmp_path / "plain"))
+
+
+@dataclass(frozen=True)
+class FewForks(Forks):
+    """Has machines for the first nodes alone."""
+
+    num_machines: int = 0
+
+    def lacks(self, node: int) -> bool:
+        return node >= self.num_machines
+
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
+        return None if self.lacks(node) else super().start(run_dir, node, incarnation)
+
+
+def test_a_run_begins_with_fewer_machines_than_its_groups_have(text_corpus: Path, tmp_path: Path, plain: Run) -> None:
+    """Without the group that lacks one, which comes in with fewer stages."""
+    launcher = FewForks(num_machines=5)
+    watch = Watch(awaited=frozenset({(LOST_IN, Member(GroupId(1), 1))}))
+    run = complete_run(shaped(text_corpus, stages=3), tmp_path / "run", watch, launcher=launcher)  # type: ignore[arg-type]
+    assert run.summary.outcome == "finished", run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    assert starts(run) == {(1, 1, 2)}
+    assert params(run) == params(plain)

@@ -188,8 +188,9 @@ def decide_restart(step: int, search: Search, num_recent: int) -> Restart | Give
     >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
     >>> first = RestartState(member=Member(0, 1), candidates=(new, old))
     >>> both = [first, RestartState(member=Member(1, 1), candidates=(old,))]
-    >>> decide_restart(9, Search(ring, both, 0.0, limits), 0).members
-    (Member(group=0, incarnation=1), Member(group=1, incarnation=1))
+    >>> found = decide_restart(9, Search(ring, both, 0.0, limits), 0)
+    >>> found.step, found.members
+    (4, (Member(group=0, incarnation=1), Member(group=1, incarnation=1)))
     >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
     True
     """

@@ -73,7 +73,7 @@ class Membership:
         self.last_fenced: dict[GroupId, int] = {}  # highest incarnation that may not take part again
         self.drained: dict[GroupId, int] = {}  # incarnation in which it left, of groups that take no part
         self.stages: dict[GroupId, int] = {}  # of members that have fewer than the whole pipeline
-        self.kept: tuple[int, ...] = ()  # leading buckets of each rank that the attempt has from earlier ones
+        self.kept: tuple[int, ...] = ()  # leading buckets at each position that the attempt has from earlier ones
         self.is_discarded = False  # a group with wrong state or gradients contributed to the attempt
         self.is_evaluating = False  # after `step` committed steps, before the next one
         self.votes_on_end = False  # after the last step parameters are left to gather, or a save to compare

@@ -1,6 +1,6 @@
 """Rules on steps: the sums of every committed step count every microbatch exactly once, in every bucket.
 
-A failed attempt keeps, for each rank, the first buckets that all survivors hold. So every attempt from which some rank
+A failed attempt keeps, at each position, the first buckets that all survivors hold. So every attempt from which one
 kept buckets, and the committed one, must count every microbatch exactly once by itself, as an evaluation must.
 """
 

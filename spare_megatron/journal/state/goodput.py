@@ -30,7 +30,7 @@ class Goodput:
     wall_s: float
     """From the run record, or a later commit, to the end."""
     step_s: float
-    """A quiet step: median time between commits with all groups and without fault, loss or admission."""
+    """A quiet step: median time between commits with all ranks and without fault, loss or admission."""
     useful_s: float
     """Time of all committed steps, at most `step_s` for each."""
     goodput: float
@@ -40,7 +40,7 @@ class Goodput:
     count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the rework to the next
     commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first steps with admitted groups.
     `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other steps without all
-    groups. `scatter`: quiet steps."""
+    ranks. `scatter`: quiet steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

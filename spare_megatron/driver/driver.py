@@ -108,6 +108,7 @@ class Driver:
         self._start: Start | None = None  # set by the first loss before training begins
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
+        self._stages: dict[GroupId, int | None] = {}  # of groups that have come back, if fewer than usual
         self._pids: dict[int, list[int]] = {}
         self._machines = {node: node for node in range(config.parallel.num_nodes)}  # by the place that they hold
         self._culprits = Culprits(
@@ -257,16 +258,18 @@ class Driver:
             return False
         if isinstance(stop, FinishRun | StopHalted):  # what follows in the log is not read
             return False
-        places, groups_on = self._places_of(going_on), self._config.parallel.groups_on
-        return not self._follower.members.isdisjoint(group for place in places for group in groups_on(place))
+        return not self._follower.members.isdisjoint(self._groups_on(going_on))
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
         """Whether all groups of these nodes are lost. The nodes may be suspended or cut off from the network."""
-        groups_on = self._config.parallel.groups_on
-        return all(self._absent_groups.issuperset(groups_on(place)) for place in self._places_of(nodes))
+        return self._absent_groups.issuperset(self._groups_on(nodes))
 
-    def _places_of(self, nodes: Iterable[int]) -> list[int]:
-        return [place for place, machine in self._machines.items() if machine in set(nodes)]
+    def _groups_on(self, nodes: Iterable[int]) -> set[GroupId]:
+        """The groups that have ranks on these nodes; a group with few stages may have none in its last places."""
+        layout = self._config.parallel
+        places = [place for place, machine in self._machines.items() if machine in set(nodes)]
+        pairs = [(group, place) for place in places for group in layout.groups_on(place)]
+        return {group for group, place in pairs if place in layout.nodes_of(group, self._stages.get(group))}
 
     @property
     def _absent_groups(self) -> frozenset[GroupId]:
@@ -329,7 +332,7 @@ class Driver:
             case (
                 reports.GroupRejoined(member=(group, incarnation)) | RestartRecord(group=group, incarnation=incarnation)
             ):
-                self._last_rejoined[GroupId(group)] = incarnation
+                self._last_rejoined[GroupId(group)], self._stages[GroupId(group)] = incarnation, report.stages
                 self._drains.on_admission(report.step)
                 self._stop_reason = ""
                 if isinstance(report, RestartRecord) and report.num_restarts > self._num_restarts:

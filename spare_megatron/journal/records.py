@@ -225,6 +225,8 @@ class RestartRecord(OfStep):
     """The part of `restart_s` spent loading."""
     num_restarts: int = 0
     """Restarts so far, this one included; 0 if unknown."""
+    stages: int | None = None
+    """Of the group's pipeline, if fewer than usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

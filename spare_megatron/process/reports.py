@@ -63,6 +63,8 @@ class GroupRejoined:
 
     member: Member
     step: int
+    stages: int | None = None
+    """Of its pipeline, if fewer than usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,4 +185,5 @@ class RestartLoader:
             loaded_from="storage" if action.snapshot is None else "memory",
             load_s=round(self._load_s, 6),
             num_restarts=self._ctx.controller.num_restarts,
+            stages=self._ctx.spec.stages,
         )

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.slow_machines.examination import ExaminationWanted
 from spare_megatron.slow_machines.quarantine import Examinations
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
@@ -40,6 +41,7 @@ from spare_megatron.supervisor.places.group_rendezvous import (
     PartsReady,
     is_without,
     present_members,
+    stages_of,
 )
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
 from spare_megatron.voting.fencing import fence
@@ -171,7 +173,7 @@ _Request = Callable[[ControlStore, DecisionLog], None]
 class StoreLink:
     """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`. `connect` opens the store, in
     the thread. `incarnation` is that of this supervisor. `machine` holds the place `node`; the same number if absent.
-    `reforming`: None if the groups of the layout cannot be re-formed.
+    `reforming`: None if the groups of the layout cannot be re-formed. `slabs`: None if all pipelines have one length.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class StoreLink:
         incarnation: int = 0,
         machine: MachineId | None = None,
         reforming: GroupReforming | None = None,
+        slabs: Slabs | None = None,
     ) -> None:
         self._holding = Holding(MachineId(node) if machine is None else machine, PlaceId(node), incarnation)
         self._reforming = reforming
@@ -193,6 +196,7 @@ class StoreLink:
         self._incarnation = incarnation
         self._node = node
         self._layout = layout
+        self._slabs = slabs
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
@@ -349,25 +353,32 @@ class StoreLink:
         if not is_published:
             self._parts.publish_fence(store, member, index, wanted.rank, wanted.cause)
         if isinstance(entry, Fence) and self._layout.num_nodes > 1:
-            self._quarantine_if_outvoted(entry, member)
+            self._quarantine_if_outvoted(store, entry, member)
         self._outbox.send(
             FenceWritten(wanted=wanted, member=member, entry_index=index, before_training=before_training)
         )
         if before_training and not wanted.concerns_all:
             note_ready(store, wanted.group, f"node {self._node}", self._layout.num_home_groups)
 
-    def _quarantine_if_outvoted(self, entry: Fence, member: Member) -> None:
+    def _quarantine_if_outvoted(self, store: ControlStore, entry: Fence, member: Member) -> None:
         """Puts this machine into quarantine if the fence says that one of its ranks has computed wrongly."""
         if not entry.is_outvoted or not entry.hits(member):
             return
         here = {rank for group, rank in self._layout.ranks_on(self._node) if group == member.group}
-        if entry.wrong_positions and here.isdisjoint(entry.wrong_positions):
+        if entry.wrong_positions and here.isdisjoint(self._ranks_at(store, entry.wrong_positions, member)):
             return
         machine, place, _ = self._holding
         self._assignments.quarantine(
             Quarantine(machine, place, "outvoted", f"group {member.group}: {entry.reason}", member)
         )
         self._poll_quarantine()
+
+    def _ranks_at(self, store: ControlStore, positions: Sequence[int], member: Member) -> set[int]:
+        """The ranks of the incarnation that hold what is at these positions."""
+        if self._slabs is None:
+            return set(positions)
+        stages = stages_of(store, self._layout, member) or self._layout.pipeline_parallel
+        return {self._slabs.holder_of(one, stages, self._layout.ranks_per_stage) for one in positions}
 
     def _poll_quarantines(self, store: ControlStore) -> None:
         """Reports changes of quarantines, and does what examinations ask this machine for."""

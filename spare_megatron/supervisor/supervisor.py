@@ -160,6 +160,7 @@ class Supervisor:
             incarnation=spec.incarnation,
             machine=machine,
             reforming=GroupReforming(spec.config, machine, lambda: self._restarts.left_out) if reforms else None,
+            slabs=spec.config.slabs,
         )
 
     def run(self) -> str | store_watch.PlaceChanged:

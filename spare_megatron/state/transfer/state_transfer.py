@@ -50,7 +50,7 @@ def admit(ctx: RankContext, transfer: "StateTransfer", digests: StateDigests, ac
     if donor is not None:
         with ctx.probe.during(Operation.JOIN):
             confirm(ctx, digests.value.params, action)
-        ctx.send(GroupRejoined(member=ctx.member, step=action.step))
+        ctx.send(GroupRejoined(member=ctx.member, step=action.step, stages=ctx.spec.stages))
     else:
         ctx.agreement.publish_digest(ctx.controller.head - 1, digests.value.params)
     # Only now: a group whose state was refused does not take part, and its digest must not be journaled.

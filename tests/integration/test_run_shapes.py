@@ -33,8 +33,10 @@ HEARTBEAT_S = 1.5
 """As in test_run_reform.py."""
 COMES_BACK = (12, Member(GroupId(1), 1))
 """The step at whose end the smaller group is admitted."""
-IS_WHOLE = (16, Member(GroupId(1), 2))
-"""The same of the group once it is whole again."""
+LEAVES = (14, 1)
+"""The step at whose end it leaves, to become whole, and the group."""
+IS_WHOLE = (17, Member(GroupId(1), 2))
+"""As `COMES_BACK`, once it is whole."""
 
 
 def kill_machine(group: int, rank: int) -> FaultConfig:
@@ -201,7 +203,7 @@ def test_a_smaller_group_becomes_whole_when_a_machine_comes(text_corpus: Path, t
         if isinstance(event, GroupRejoined):
             launcher.may_come.touch()
 
-    watch = Watch(awaited=frozenset({COMES_BACK, IS_WHOLE}))
+    watch = Watch(awaited=frozenset({COMES_BACK, IS_WHOLE}), leaving=frozenset({LEAVES}))
     lost = with_faults(config, kill_machine(1, rank=3))
     run = complete_run(lost, tmp_path / "run", watch, on_event, launcher=launcher)  # type: ignore[arg-type]
     assert_masked(run)

@@ -573,17 +573,12 @@ class Supervisor:
         self._raised.forget(group)  # reports of the lost incarnation
         self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
-        member = self._ranks.member(group)
-        num_ranks, stages = len(self._ranks.of(group)), self._ranks.stages[group]
-        self._journal.write(
-            StartRecord(
-                group=group,
-                incarnation=member.incarnation,
-                num_ranks=num_ranks,
-                num_spares=num_spares,
-                stages=stages,
-            )
+        member, stages = self._ranks.member(group), self._ranks.stages[group]
+        incarnation, num_ranks = member.incarnation, len(self._ranks.of(group))
+        started = StartRecord(
+            group=group, incarnation=incarnation, num_ranks=num_ranks, num_spares=num_spares, stages=stages
         )
+        self._journal.write(started)
         self._link.publish_incarnation(member, stages)
         self._is_following = False
         self._driver.report(reports.RanksStarted(node=self._spec.node, pids=self._ranks.pids))

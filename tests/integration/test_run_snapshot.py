@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema_saving import SnapshotConfig
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord

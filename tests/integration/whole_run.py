@@ -10,7 +10,6 @@ from typing import Any
 
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import (
-    CheckpointConfig,
     ClusterConfig,
     ControlConfig,
     FaultConfig,
@@ -24,6 +23,7 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_saving import CheckpointConfig
 from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.faults.points import FaultPoint

@@ -11,7 +11,6 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import (
-    CheckpointConfig,
     ClusterConfig,
     ControlConfig,
     FaultConfig,
@@ -19,6 +18,7 @@ from spare_megatron.config.schema import (
     ReduceConfig,
     SlurmConfig,
 )
+from spare_megatron.config.schema_saving import CheckpointConfig
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import tiny_config
 from tests.search_path import with_checkout

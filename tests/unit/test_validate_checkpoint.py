@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.config.schema_saving import CheckpointConfig
 from spare_megatron.faults.points import FaultPoint
 from tests.unit.configured import CPU, configured
 

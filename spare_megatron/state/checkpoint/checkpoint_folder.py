@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.schema import CheckpointConfig, RunConfig
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema_saving import CheckpointConfig
 from spare_megatron.config.training.terms import (
     CHECKPOINT_NAME,
     EMERGENCY_CHECKPOINT_NAME,

@@ -90,7 +90,7 @@ def check_program(
 
 def _alone(config: "RunConfig") -> "RunConfig":
     """The configuration of a trial: groups of one rank on a CPU, whose gradients are not rounded."""
-    from spare_megatron.config import schema
+    from spare_megatron.config import schema, schema_saving
 
     layout = schema.LayoutConfig(num_groups=config.layout.num_groups)
     return dataclasses.replace(
@@ -98,8 +98,8 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
-        checkpoint=schema.CheckpointConfig(),
-        snapshot=schema.SnapshotConfig(),
+        checkpoint=schema_saving.CheckpointConfig(),
+        snapshot=schema_saving.SnapshotConfig(),
         faults=schema.FaultsConfig(),
         cluster=schema.ClusterConfig(device="cpu"),
         metrics=schema.MetricsConfig(),

@@ -60,6 +60,8 @@ class SimulatedJournal:
             num_processors=0 if scenario.costs.full_speed_groups == inf else round(scenario.costs.full_speed_groups),
             pipeline_fill=scenario.costs.pipeline_fill,
             groups_per_domain=scenario.placed_groups_per_domain,
+            least_stages=scenario.least_machines or 0,
+            num_layers=0 if scenario.slabs is None else scenario.slabs.num_layers,
         )
         self._write(record)
 

@@ -61,7 +61,7 @@ def as_text(default: Any) -> str:
 
 
 def sections_in_source() -> dict[str, ast.ClassDef]:
-    files = (Path(schema.__file__), Path(schema_data.__file__))
+    files = (Path(module.__file__) for module in (schema, schema_data, schema_saving))
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 

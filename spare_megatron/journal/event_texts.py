@@ -176,7 +176,7 @@ def text_of_paces(record: records.PacesRecord) -> str:
 
 
 def text_of_places(record: records.PlacesRecord) -> str:
-    """Text of an assignment of places to machines; `record.places` are there if it makes groups whole.
+    """Text of an assignment of places to machines; `record.places` are there if it makes groups train again.
 
     >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
     'machine 2 is in quarantine, as it is slow: its link'
@@ -186,7 +186,9 @@ def text_of_places(record: records.PlacesRecord) -> str:
     ]
     ended = [f"the quarantine of machine {machine} ends" for machine in record.released]
     taken = [f"machine {machine} takes place {place}" for machine, place, _ in record.holdings]
-    return f"{', '.join((*begun, *ended, *taken))}{' to make a group whole' if record.places else ''}"
+    stages = [f"group {group} is to run with {number} stages" for group, number in record.stages]
+    purpose = " to make a group whole" if record.places and not stages else ""
+    return ", ".join((*begun, *ended, *taken, *stages)) + purpose
 
 
 _WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is slow"}

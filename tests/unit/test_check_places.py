@@ -9,6 +9,7 @@ import pytest
 
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.formats.codec import decode, encode
+from spare_megatron.journal.event_texts import text_of_places
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import placement_of
 from spare_megatron.journal.lines import Line
@@ -119,6 +120,8 @@ def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() ->
         "machine 8 takes place 2",
     ]
     assert ("places that other machines took", "2") in list(_figures_of(valid_history(run_state, 4.0)))
+    smaller = PlacesRecord(index=1, num_places=4, holdings=[[3, 2, 1]], places=[[2, None], [3, 3]], stages=[[1, 1]])
+    assert text_of_places(smaller) == "machine 3 takes place 2, group 1 is to run with 1 stages"
     journal = Journal(lines=(Line(source="", at_s=2.0, record=RE_FORMED),) * 2)
     trace = _moves(journal, origin_s=1.0, end_us=2_000_000)
     assert [(event["name"], event["ts"]) for event in trace] == [(run_state.events()[0].text, 1_000_000)]

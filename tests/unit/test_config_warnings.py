@@ -33,6 +33,13 @@ def test_more_threads_than_cores_raise_a_warning() -> None:
     assert warnings(config, dataclasses.replace(CPU, num_cores=3)) == [], "as ranks of the demo share cores"
 
 
+def test_smaller_groups_that_get_as_much_work_as_others_raise_a_warning() -> None:
+    groups = ("layout.num_groups=3", "layout.pipeline_parallel=4", "cluster.num_nodes=12", "spare.redundancy=2")
+    config = configured(*groups, "layout.least_pipeline_parallel=3", "spare.deal_by_pace=false")
+    (text,) = warnings(config, CPU)
+    assert "layout.least_pipeline_parallel=3 with spare.deal_by_pace=false" in text
+
+
 def test_redundancy_of_one_masks_nothing() -> None:
     (text,) = warnings(configured("spare.redundancy=1"), CPU)
     assert "masks nothing" in text

@@ -446,6 +446,9 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
 DOUBTS: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.spare.redundancy == 1,
          "[spare.redundancy] masks nothing: every lost group sends the run back to its newest checkpoint"),
+    Rule(lambda c: c.layout.least_pipeline_parallel is not None and not c.spare.deal_by_pace,
+         "[layout.least_pipeline_parallel] with [spare.deal_by_pace]: a group with fewer stages gets as much work "
+         "as the others, and every step lasts as long as it needs; set the latter to true"),
     Rule(lambda c: c.cluster.launcher == "hand" and c.parallel.ranks_per_node % c.layout.tensor_parallel,
      _DIVIDED_TENSOR_RANKS),
     Rule(lambda c: c.cluster.launcher == "srun" and c.slurm.max_requeues and not c.checkpoint.is_wanted,

@@ -89,7 +89,7 @@ def test_an_evaluation_ends_the_trace_of_the_step_before_and_begins_none() -> No
     """It has the number of the step that follows, whose trace replaced the one that it had begun."""
     calls: list[object] = []
     profile = SimpleNamespace(begin_step=calls.append, end_step=lambda: calls.append("end"))
-    controller: Any = SimpleNamespace(members=[0])
+    controller: Any = SimpleNamespace(members=[0], num_missing_stages=0)
     probe: Any = SimpleNamespace(begin_step=lambda _: None)
     progress = RankProgress(lacks_params=True)  # it computes nothing
     ctx, parts = rank_context(controller=controller, probe=probe, progress=progress), SimpleNamespace(profile=profile)

@@ -107,7 +107,7 @@ def forecast_with_reform(
     n, interval_s = facts.num_groups, facts.times.loss_interval_s
     unit = reform.machines_per_group if reform.least < reform.machines_per_group else 1
     starts_per_s = (2 if unit > 1 and reform.repair_s else 1) / interval_s
-    costs = _StepCosts.of(facts, redundancy, num_microbatches, unit, reform.least)
+    costs = _StepCosts.of(facts, redundancy, num_microbatches, unit, min(reform.least, unit))
     ready_per_s = np.full_like(costs.makespans, starts_per_s)
     step_s = readmission.step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
     missing = reforming.missing_groups(n, facts.group_interval_s, reform)

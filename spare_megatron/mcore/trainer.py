@@ -422,9 +422,12 @@ class GroupTrainer:
         load_state(paths, self.chunks, self._optimizer, partitions)
         self._probe(FaultPoint.LOAD_READ)
 
-    def outgoing_state(self, slab: int = 0) -> OutgoingState:
-        """The state of a slab, by its index, for others to read, valid until the next update."""
-        return outgoing_state(self.slabs[slab].chunks, self._optimizer)
+    def _chunks_of(self, slab: int | None) -> Sequence[Chunk]:
+        return self.chunks if slab is None else self.slabs[slab].chunks
+
+    def outgoing_state(self, slab: int | None = None) -> OutgoingState:
+        """The state of a slab, by its index, or of the rank, for others to read, valid until the next update."""
+        return outgoing_state(self._chunks_of(slab), self._optimizer)
 
     def state_copy(self) -> StateCopy:
         """The rank's state to be copied to host memory, valid until the next update."""
@@ -435,9 +438,11 @@ class GroupTrainer:
         assert self.stacked is not None, "only stacked state has partitions"
         return StateCopy(partition_state(self.stacked, number), self._copies)
 
-    def incoming_state(self, description: bytes, slab: int = 0) -> IncomingState:
-        """Prepares to take the state of the same position in another group. Raises ForeignState for another model."""
-        return IncomingState(description, self.slabs[slab].chunks, self._optimizer)
+    def incoming_state(self, description: bytes, slab: int | None = None) -> IncomingState:
+        """Prepares to take the state of a slab, by its index, or of a rank that holds the same. Raises ForeignState for
+        another model.
+        """
+        return IncomingState(description, self._chunks_of(slab), self._optimizer)
 
     def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
         """This rank's part of a checkpoint, between two updates: `partitions` and, if `has_rest`, everything else."""

@@ -16,8 +16,9 @@ from spare_megatron.config.schema import (
     RunConfig,
 )
 from spare_megatron.config.schema_data import EvalConfig
+from spare_megatron.config.schema_saving import SnapshotConfig
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import PlacesRecord, StartRecord
+from spare_megatron.journal.records import PlacesRecord, RestartRecord, StartRecord
 from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forked, Forks
@@ -182,6 +183,30 @@ def test_all_that_runs_beside_training_goes_on_and_a_smaller_group_gives_its_sta
         for name in ("run", "plain")
     ]
     assert params(last[0]) == params(last[1])
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "lanes", "loaded_from"), [(0, 1, "storage"), (2, 1, "memory"), (2, 2, "memory")]
+)
+def test_a_wipe_out_brings_back_all_groups_with_the_stages_that_they_have_machines_for(
+    text_corpus: Path, tmp_path: Path, every_steps: int, lanes: int, loaded_from: str
+) -> None:
+    """From a checkpoint together; a snapshot is of the whole group, from which the smaller one takes its state."""
+    config = shaped(text_corpus, stages=3, lanes=lanes, max_restarts=1)
+    config = replace(
+        config,
+        checkpoint=replace(config.checkpoint, interval_steps=5),
+        snapshot=SnapshotConfig(every_steps=every_steps),
+    )
+    killed = [kill(FaultPoint.BACKWARD, 15, group, 0) for group in (0, 1)]
+    lost = with_faults(config, kill_machine(1, lanes), *killed)
+    run = complete_run(lost, tmp_path / "run", Watch(awaited=frozenset({COMES_BACK})))
+    assert run.summary.outcome == "finished", run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    assert run.summary.restarts == 1
+    assert {record.loaded_from for record in run.journal.of(RestartRecord)} == {loaded_from}
+    assert starts(run) == {(1, 1, 2), (0, 1, None), (1, 2, 2)}
+    assert params(run) == params(complete_run(config, tmp_path / "plain"))
 
 
 @dataclass(frozen=True)

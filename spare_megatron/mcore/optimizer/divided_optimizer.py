@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor
 
@@ -101,16 +102,23 @@ class DividedOptimizer(FragmentAdam):
         """That of the own strips, rows as in `whole_partitions`."""
         return self.whole_partitions()[OWN]
 
+    def _places_of(self, chunks: Sequence[Chunk]) -> list[slice]:
+        """Where the state of the slabs of some chunks is."""
+        return [self._slabs[chunk.stage].place for chunk in chunks if chunk.stage in self._slabs]
+
     def _state_of(self, chunks: Sequence[Chunk]) -> Tensor:
-        """The part of `state` of a slab."""
-        return self.state[:, self._slabs[chunks[0].stage].place].contiguous()
+        """The part of `state` of the slabs of some chunks."""
+        parts = [self.state[:, place] for place in self._places_of(chunks)]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def part(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         return {"schedule": self.schedule.state_dict(), "strips": self._state_of(chunks)}
 
     def load_part(self, chunks: Sequence[Chunk], part: dict[str, Any]) -> None:
-        whole = self.state
-        whole[:, self._slabs[chunks[0].stage].place].copy_(part["strips"])
+        whole, places = self.state, self._places_of(chunks)
+        sizes = [place.stop - place.start for place in places]
+        for place, strips in zip(places, part["strips"].split(sizes, dim=1), strict=True):
+            whole[:, place].copy_(strips)
         self.restore(part, {OWN: whole})
 
     def state_dict(self) -> dict[str, Any]:

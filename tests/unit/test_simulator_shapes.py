@@ -60,7 +60,7 @@ def losses_of(*groups: int, repair_s: float | None = None) -> FailureSpec:
 
 
 @pytest.mark.parametrize("size", WHOLE_ALONE)
-@pytest.mark.parametrize("num_lost", [1, 4])
+@pytest.mark.parametrize("num_lost", [1, 2, 3, 4])
 def test_the_command_in_the_docs_gives_the_steps_of_the_table(
     size: tuple[int, int], num_lost: int, tmp_path: Path
 ) -> None:

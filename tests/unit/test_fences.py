@@ -14,11 +14,20 @@ from spare_megatron.core.log.actions import StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, encode_entry
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.places.group_rendezvous import publish_fence
 from spare_megatron.supervisor.rank_exits import FOUND_FENCED
-from spare_megatron.supervisor.store_watch import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
+from spare_megatron.supervisor.store_watch import (
+    FenceWanted,
+    FenceWritten,
+    LinkEvent,
+    LinkLost,
+    LogStopped,
+    QuarantineChanged,
+    StoreLink,
+)
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import controller_setup
 from tests.unit.memory_store import MemoryStore
@@ -276,6 +285,31 @@ def test_a_group_that_finds_itself_fenced_is_reported_with_the_reason_of_the_ent
             assert (events[-1].wanted.cause, events[-1].entry_index) == (reported, 1)
             if layout.num_nodes > 1 and not is_published:
                 assert store.values[keys.part_fenced(LOST)] == f'[1,0,"{reported}"]'
+
+
+@pytest.mark.parametrize(("stages", "blamed"), [(3, {1}), (2, {0})])
+def test_the_machine_is_quarantined_whose_rank_holds_the_wrong_position(stages: int, blamed: set[int]) -> None:
+    """Of 6 layers in 3 or 2 stages the third one is the second slab: with 3 stages rank 1 has it, with 2 rank 0."""
+    layout = Layout(num_groups=3, pipeline_parallel=3, least_pipeline_parallel=2, num_nodes=9)
+    verdict = Fence(group=LOST.group, incarnation=LOST.incarnation, is_outvoted=True, wrong_positions=(1,))
+    store = MemoryStore({keys.entry(0): encode_entry(verdict), keys.ALL_GROUPS_READY: "yes"})
+    store.put(keys.group_stages(LOST), str(stages))
+    first, found = layout.nodes_of(LOST.group)[0], set()
+    for node in layout.nodes_of(LOST.group, stages):
+        inbox, outbox = Pipe(duplex=False)
+        link = StoreLink(
+            node=node,
+            layout=layout,
+            interval_s=1.0,
+            connect=lambda: store,  # type: ignore[arg-type, return-value]
+            outbox=outbox,
+            slabs=Slabs(6, layout.lengths),
+        )
+        link._fence(store, link._begin(store), replace(wanted(LOST), cause=FOUND_FENCED))  # type: ignore[arg-type]
+        event = next_event(inbox)
+        if isinstance(event, QuarantineChanged) and event.own is not None:
+            found.add(event.own.place - first)
+    assert found == blamed
 
 
 def test_a_link_that_breaks_in_whatever_way_says_so() -> None:

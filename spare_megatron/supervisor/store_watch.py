@@ -397,7 +397,11 @@ class StoreLink:
         own = places.quarantine_of(self._holding.machine)
         slow = [places.held_by(one.machine) for one in places.quarantines if one.cause == "slow"]
         slow_groups = frozenset(
-            group for held in slow if held is not None for group in self._layout.groups_on(held.place)
+            group
+            for held in slow
+            if held is not None
+            for group in self._layout.groups_on(held.place)
+            if held.place not in places.beyond(group)
         )
         changed = QuarantineChanged(
             own=own,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.core.log.entries import Commit, Fence, decode_entry, encode_entry
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
@@ -48,6 +48,7 @@ from spare_megatron.supervisor.store_watch import (
     NodeSilent,
     PlaceChanged,
     QuarantineChanged,
+    RunsWithout,
 )
 from tests.protocol.assignments import Assignments
 from tests.protocol.turns import Requests, Turns
@@ -59,9 +60,13 @@ TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
 LONGEST_WAIT_S = 64 * INTERVAL_S
 
 
-def config_of(num_groups: int, size: int, reform_after_s: float = 0.0, rejoins: int = 1_000_000) -> RunConfig:
+def config_of(
+    num_groups: int, size: int, least: int | None = None, reform_after_s: float = 0.0, rejoins: int = 1_000_000
+) -> RunConfig:
+    """Groups of `size` machines, one for each stage; `least`: fewest stages of a group that lacks some."""
     return RunConfig(
-        layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=size),
+        model=ModelConfig(num_layers=8 * size),
+        layout=LayoutConfig(num_groups=num_groups, pipeline_parallel=size, least_pipeline_parallel=least),
         cluster=ClusterConfig(num_nodes=num_groups * size),
         spare=SpareConfig(redundancy=2, reform_after_s=reform_after_s, rejoins=rejoins),
     )
@@ -114,12 +119,13 @@ class World:
         self.layout = config.parallel
         self.budgets = defaultdict[int, RestartBudget](lambda: RestartBudget(config.spare.rejoins, INTERVAL_S))
         hosts = config.placement.hosts
-        self.assignments = Assignments(self.layout.num_nodes, self.layout.num_groups, self._trains, hosts)
+        self.assignments = Assignments(self.layout, self._trains, hosts)
         self.store = Store(self.assignments)
         self.lines: list[tuple[str, PlacesRecord | ExaminationRecord | StartRecord | LadderRecord]] = []
         self.num_moves = 0
         self.left_out: frozenset[GroupId] = frozenset()
         self.joined = defaultdict[Member, set[tuple[int, int]]](set)
+        self.stages: dict[Member, int] = {}  # of incarnations that have been started again
         self.training = {GroupId(group): Member(GroupId(group)) for group in range(self.layout.num_groups)}
         self.is_whole: Callable[[World, Member], bool] = World.has_all_places
         self.faults: list[Callable[[World], None]] = []
@@ -158,12 +164,15 @@ class World:
     def whole(self) -> set[int]:
         """The groups that have all of their ranks, in one incarnation."""
         running = Counter(one.member for one in self.active if one.runs)
-        size = self.layout.num_nodes // self.layout.num_groups
-        return {member.group for member, number in running.items() if number == size}
+        return {member.group for member, number in running.items() if number == len(self.places_of(member))}
+
+    def places_of(self, member: Member) -> list[int]:
+        """Those of the stages that the incarnation has."""
+        return self.layout.nodes_of(member.group, self.stages.get(member))
 
     def has_all_places(self, member: Member) -> bool:
         """Whether each place has joined the incarnation: none of its ranks is ready before."""
-        return {place for place, _ in self.joined[member]} == set(self.layout.nodes_of(member.group))
+        return {place for place, _ in self.joined[member]} == set(self.places_of(member))
 
     def _admit(self) -> None:
         """The others admit groups that are ready, in a commit of the log, and those train that are not fenced."""
@@ -177,6 +186,8 @@ class World:
         for one in self.active:
             if one.runs and one.member in self.training.values():
                 one.on_ready()
+        for group in {group for one in self.active for group in one.leaving}:
+            self.let_group_leave(group)
 
     def _read_log(self) -> None:
         while (text := self.store.values.get(keys.entry(self._num_entries))) is not None:
@@ -189,7 +200,7 @@ class World:
                     del self.training[entry.group]
             if isinstance(entry, Commit):
                 for member in entry.admit:
-                    self.assignments.admitted(member.group, self.joined[member])
+                    self.assignments.admitted(member.group, self.places_of(member), self.joined[member])
                     self.training[member.group] = member
 
     @property
@@ -255,9 +266,12 @@ class World:
         if not running or len(self.assignments.sick) > 1:
             return
         one = self.random.choice(running)
-        ranks = tuple(rank for _, rank in self.layout.ranks_on(one.place))
+        positions = tuple(rank for _, rank in self.layout.ranks_on(one.place))
+        if self.config.slabs is not None:
+            stages = self.stages.get(one.member, self.layout.pipeline_parallel)
+            positions = tuple(self.config.slabs.of_stage(positions[0], stages))
         group, incarnation = one.member
-        fence = Fence(group=group, incarnation=incarnation, is_outvoted=True, wrong_positions=ranks)
+        fence = Fence(group=group, incarnation=incarnation, is_outvoted=True, wrong_positions=positions)
         self._read_log()
         self.store.put_if_absent(keys.entry(self._num_entries), encode_entry(fence))
         self._read_log()
@@ -279,7 +293,7 @@ class World:
             self.lines.append(("driver", decision_to_drain(one.machine)))
             AssignmentList(self.store, self.layout).quarantine(Quarantine(one.machine, one.place, "slow", "its link"))
 
-    def let_slow_group_leave(self, group: GroupId) -> None:
+    def let_group_leave(self, group: GroupId) -> None:
         """Its ranks end after the commit that they have asked for."""
         if group in self.training:
             member = self.training.pop(group)
@@ -303,8 +317,10 @@ class Supervisor:
         self.is_superseded = self.has_given_up = self.runs = self._is_busy = False
         self.place, self.group, self.incarnation = PlaceId(0), GroupId(0), 0
         self._coming: PlaceTaken | None = None
+        self.stages: int | None = None  # of the group's pipeline, if fewer than usual
         self._is_away, self._num_away = is_replacing, 0
         self.is_quarantined = False
+        self.leaving: frozenset[GroupId] = frozenset()
         self._examinations: Examinations | None = None
         self._num_places = 0
         if not is_replacing:
@@ -313,7 +329,7 @@ class Supervisor:
     def _begin(self, taken: PlaceTaken | None) -> None:
         world = self.world
         self._num_places += 1
-        self.is_quarantined = False
+        self.is_quarantined, self.leaving = False, frozenset()
         self.place, incarnation = (PlaceId(self.machine), 0) if taken is None else taken.holding[1:]
         (self.group,) = world.layout.groups_on(self.place)
         self.incarnation, self.runs, self.is_foreign, self.is_up = 0, taken is None, taken is not None, taken is None
@@ -451,7 +467,12 @@ class Supervisor:
             case HasLeft(member=member):
                 self.incarnation, self.is_foreign = member.incarnation, False
                 self.restarts.on_left(member.group)
-            case PartsReady():
+            case RunsWithout(member=member):
+                self.incarnation, self.is_foreign = member.incarnation - 1, False
+                self.world.assignments.counts["machine that a group does without"] += 1
+                self.restarts.on_missed(self.group)
+            case PartsReady(stages=stages):
+                self.stages = stages
                 self.restarts.start(self.group)
             case Assigned():
                 self._journal(event.record(self.world.layout))
@@ -460,8 +481,9 @@ class Supervisor:
                 (self.restarts.release if own is None else self.restarts.hold)()
                 if by is not None:
                     self._journal(by.record(self.world.layout))
+                self.leaving = leaving
                 for group in leaving:
-                    self.world.let_slow_group_leave(group)
+                    self.world.let_group_leave(group)
             case ExaminationWanted():
                 self.examine(event)
             case ExaminationRecord():
@@ -493,8 +515,13 @@ class Supervisor:
         self.world.assignments.starts(self.machine, self.place)
         self._journal(StartRecord(group=group, incarnation=self.incarnation + 1, num_ranks=1, num_spares=0))
         self.incarnation, self.runs, self.is_lost, self.is_up = self.incarnation + 1, True, False, False
+        stages = self.stages or self.world.layout.pipeline_parallel
+        if self.world.stages.setdefault(self.member, stages) != stages:
+            raise Violation(
+                f"{self.member} starts with {stages} stages here, and {self.world.stages[self.member]} there"
+            )
         self.world.joined[self.member].add((self.place, self.machine))
-        self.link.publish_incarnation(self.member, None)
+        self.link.publish_incarnation(self.member, self.stages)
 
     def on_ready(self) -> None:
         if not self.is_up:
@@ -524,13 +551,23 @@ def decision_to_drain(machine: MachineId) -> LadderRecord:
 
 
 def settle(world: World) -> None:
-    """Waits until as many groups are whole, and train, as there are machines for. Raises Violation if none do."""
-    size = world.layout.num_nodes // world.layout.num_groups
+    """Waits until the machines of groups that do not train are too few for one, and the others have the stages that the
+    list says and do without none of their machines. Raises Violation if that does not come about.
+    """
     for _ in range(round(3 * LONGEST_WAIT_S / TICK_S)):
-        if len(world.whole()) == len(world.active) // size and world.whole() <= world.training.keys():
+        training = world.whole() & world.training.keys()
+        used = sum(len(world.places_of(world.training[GroupId(group)])) for group in training)
+        are_settled = {*training} == world.training.keys() and all(
+            world.stages.get(member, world.layout.pipeline_parallel) == world.assignments.stages_of(member.group)
+            for member in world.training.values()
+        )
+        idle = [one for one in world.active if not one.runs or one.member not in world.training.values()]
+        are_settled &= all(one.group not in training and not one._is_away for one in idle)
+        is_enough = len(training) == world.layout.num_groups or len(world.active) - used < min(world.layout.lengths)
+        if is_enough and are_settled:
             return
         world.tick()
-    raise Violation(f"no end: groups {world.whole()} of {len(world.active)} machines are whole")
+    raise Violation(f"no end: groups {world.whole()} of {len(world.active)} machines are whole, {world.training} train")
 
 
 def found_in(world: World) -> list[str]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.core.machines import reforming
 from spare_megatron.core.machines.places import Assignment, Places, Quarantine
+from spare_megatron.core.machines.reforming import lengths_to_make
 from spare_megatron.formats.codec import encode
 from spare_megatron.slow_machines import quarantine
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
@@ -17,6 +19,7 @@ from spare_megatron.store.interface import ControlStore
 from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.places import group_reforming
 from spare_megatron.supervisor.places.group_reforming import Assigned, AssignmentList, GroupReforming
+from spare_megatron.supervisor.places.group_rendezvous import GroupRendezvous
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.store_watch import StoreLink
 from tests.protocol import machines
@@ -43,11 +46,16 @@ class AnyoneWrites(GroupReforming):
         return bool(empty)
 
 
-def run_history(seed: int, **changes: Any) -> World:
-    """Faults strike for a while; then as many groups have to train as there are machines for. Raises Violation."""
+def run_history(seed: int, *, has_lengths: bool = False, **changes: Any) -> World:
+    """Faults strike for a while; then as many groups have to train as there are machines for. Raises Violation.
+    `has_lengths`: groups that lack machines may have fewer stages.
+    """
     num_groups, size = ((4, 2), (3, 3), (4, 3))[seed % 3]
+    least = None
+    if has_lengths:
+        num_groups, size, least = ((4, 3, 2), (3, 4, 3), (3, 4, 2))[seed % 3]
     with clocked() as clock:
-        world = World(clock, seed, config_of(num_groups, size), slowness=(0.0, 0.01, 0.1, 0.3)[seed % 4])
+        world = World(clock, seed, config_of(num_groups, size, least), slowness=(0.0, 0.01, 0.1, 0.3)[seed % 4])
         for name, value in changes.items():
             setattr(world, name, value)
         try:
@@ -87,6 +95,13 @@ def test_no_history_of_machines_violates_an_invariant(reforming_type: type[Group
         counts = run_histories(range(NUM_HISTORIES))
     least = {"assignment": 30, "re-forming": 15, "moved machine": 15, "admission": 30, "place left": 20}
     least |= {"shard without a host": 5, "quarantine, outvoted": 5, "quarantine, slow": 5, "release": 10}
+    assert {what: counts[what] for what in least if counts[what] < least[what]} == {}
+
+
+def test_no_history_of_groups_with_fewer_stages_violates_an_invariant() -> None:
+    counts = run_histories(range(NUM_HISTORIES), has_lengths=True)
+    least = {"re-forming": 40, "smaller group": 25, "admission of a smaller group": 25, "growth": 10}
+    least |= {"machine that a group does without": 10, "shard without a host": 20, "quarantine, outvoted": 10}
     assert {what: counts[what] for what in least if counts[what] < least[what]} == {}
 
 
@@ -141,6 +156,29 @@ class IgnoresShards(Places):
     def reform(self, empty: Any, groups_per_domain: int, unhosted: Any, *others: Any, **named: Any) -> Assignment:
         chosen = super().reform(empty, groups_per_domain, {}, *others, **named)
         return replace(chosen, shards=tuple(unhosted))
+
+
+class ForgetsStages(Places):
+    """Takes all groups for whole ones."""
+
+    def stages_of(self, group: GroupId) -> int:
+        return self._layout.pipeline_parallel
+
+
+class MakesWholeGroupsAlone(Places):
+    """Has machines wait that could make a smaller group."""
+
+    def reform(self, empty: Any, groups_per_domain: int, unhosted: Any, *others: Any, **named: Any) -> Assignment:
+        with planted({reforming: {"lengths_to_make": lambda *given: lengths_to_make(*given)[:1]}}):
+            return super().reform(empty, groups_per_domain, unhosted, *others, **named)
+
+
+class DecidesAlone(GroupRendezvous):
+    """Starts its part with the stages that the list has by now, whatever the first node has started with."""
+
+    def _stages_if_ready(self, store: Any, member: Member, readiness: Any, read_places: Any) -> int | None:
+        begun = super()._stages_if_ready(store, member, readiness, read_places)
+        return begun and read_places().stages_of(member.group)
 
 
 class StaysWhereItWas(StoreLink):
@@ -214,6 +252,21 @@ BUGS: dict[str, Planted] = {
         {quarantine: {"judge_examination": lambda own, likes: ""}},
         {},
         "and it computes wrongly",
+    ),
+    "forgets how many stages groups have": (
+        {group_reforming: {"Places": ForgetsStages}},
+        {"has_lengths": True},
+        "stages, and has|no end",
+    ),
+    "makes whole groups alone": (
+        {group_reforming: {"Places": MakesWholeGroupsAlone}},
+        {"has_lengths": True},
+        "no end",
+    ),
+    "starts parts of a group with unequal stages": (
+        {store_watch: {"GroupRendezvous": DecidesAlone}},
+        {"has_lengths": True},
+        "stages here, and",
     ),
     "gives a place to two machines": ({store_watch: {"AssignmentList": OverwritesAssignments}}, {}, "written once"),
 }

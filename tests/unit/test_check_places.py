@@ -102,7 +102,7 @@ def test_stages_that_follow_from_the_machines_of_groups_are_right() -> None:
         ((changed(SMALLER, stages=[[0, 2], [1, 3]]),), "has the stages [[0, 2], [1, 3]], and its inputs lead to [[0"),
         ((changed(SMALLER, stages=[]),), "has the stages [], and its inputs lead to [[0, 3], [1, 2]]"),
         ((SMALLER, changed(GROWN, stages=[[0, 3]])), "gives group 0 3 stages, which has 3"),
-        ((SMALLER, changed(GROWN, stages=[[1, 3]])), "gives group 1 3 stages, which has 2"),
+        ((SMALLER, changed(GROWN, stages=[[1, 2]])), "gives group 1 2 stages, which has 2"),
     ],
 )
 def test_stages_that_no_machines_are_there_for_are_found(records: tuple[PlacesRecord, ...], reason: str) -> None:
@@ -152,7 +152,9 @@ def shorter_places() -> tuple[Places, Callable[..., Assignment]]:
     times = PipelineTimes(num_layers=32, num_shards=4, num_microbatches=16)
 
     def replaced(machine: int, *empty: int) -> Assignment:
-        return places.replace(MachineId(machine), [PlaceId(place) for place in empty], 1, {}, times)
+        """Groups 2 and 3 are broken if they lack a machine."""
+        broken, of_smaller = ([PlaceId(place) for place in empty if (place < 8) == is_so] for is_so in (False, True))
+        return places.replace(MachineId(machine), broken, 1, {}, times, of_smaller=of_smaller)
 
     places.apply(places.reform([PlaceId(0), PlaceId(3), PlaceId(7)], 1, {}, times=times))
     return places, replaced
@@ -172,7 +174,8 @@ def test_a_list_of_assignments_says_how_many_stages_groups_have() -> None:
         (19, [3, 6, 7], 3, {0: 4}),  # the place of the machine that it replaces
         (23, [3, 6, 7], 7, {}),  # likewise, and place 6 is empty
         (23, [3, 6, 7, 0], 7, {}),
-        (19, [0, 3, 6, 7], 3, {}),  # the group has broken again
+        (19, [0, 3, 6, 7], 3, {}),  # the group lacks another, too
+        (16, [0, 7], 7, {1: 4}),  # none that a group needs: its machine may only just be silent
         (23, [3, 7], 7, {1: 4}),
         (16, [3, 6, 7], 3, {0: 4}),  # that has lost its place: the lowest one of a smaller group
         (16, [6, 7], 6, {1: 3}),

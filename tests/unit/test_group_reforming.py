@@ -198,3 +198,65 @@ def test_a_machine_lost_while_places_are_read_is_not_counted_on() -> None:
     assigned = reforming.poll(store, assignments, PlaceId(2))
     assert assigned is not None
     assert assigned.assignment.holdings == (Holding(MachineId(4), PlaceId(3), 1),)
+
+
+def sizes_of(world: World) -> dict[int, int]:
+    """The stages of the groups that train."""
+    return {group: len(world.places_of(member)) for group, member in sorted(world.training.items())}
+
+
+def test_a_group_goes_on_with_fewer_stages_and_grows_with_the_machine_that_comes(make_world: MakeWorld) -> None:
+    world = make_world(config_of(3, 4, 3))
+    world.tick(8)
+    world.lose_machine(1)
+    world.tick(40)
+    assert sizes_of(world) == {0: 3, 1: 4, 2: 4}
+    world.replace_machine(1)
+    settle(world)
+    assert sizes_of(world) == {0: 4, 1: 4, 2: 4}
+    assert world.training[GroupId(0)].incarnation == 2
+    assert [[record.holdings, record.stages] for record in {one.index: one for one in world.records}.values()] == [
+        [[[3, 1, 1]], [[0, 3]]],
+        [[[13, 3, 1]], [[0, 4]]],
+    ]
+    assert found_in(world) == []
+
+
+def test_a_machine_that_was_only_silent_lets_its_group_grow_again(make_world: MakeWorld) -> None:
+    world = make_world(config_of(3, 4, 3))
+    world.tick(8)
+    world.suspended.add(3)
+    world.tick(40)
+    assert sizes_of(world) == {0: 3, 1: 4, 2: 4}
+    world.suspended.clear()
+    settle(world)
+    assert sizes_of(world) == {0: 4, 1: 4, 2: 4}
+    assert found_in(world) == []
+
+
+def test_a_machine_that_its_group_does_without_takes_a_place_of_a_broken_group(make_world: MakeWorld) -> None:
+    """Machine 3 comes back while two machines of group 1 are lost, before either has written anything."""
+    world = make_world(config_of(3, 4, 3))
+    world.tick(8)
+    world.suspended.add(3)
+    world.tick(40)
+    places = AssignmentList(world.store, world.layout).read()
+    reforming = GroupReforming(world.config, MachineId(4))
+    world.suspended.clear()
+    world.tick(1)
+    assert reforming._idle(world.store, places, places.smaller_groups) == (3,)
+    assert places.reform([PlaceId(6), PlaceId(7)], 1, {}, (MachineId(3),), world.config.pipeline_times).holdings == (
+        Holding(MachineId(3), PlaceId(6), 1),
+    )
+
+
+def test_a_slow_machine_that_its_group_does_without_holds_nobody_up(make_world: MakeWorld) -> None:
+    """Its group was asked to leave in each of its incarnations, since a place of it has a slow machine."""
+    world = make_world(config_of(3, 4, 3))
+    world.tick(8)
+    world.call_slow(3)
+    world.suspended.add(3)
+    world.tick(60)
+    assert sizes_of(world) == {0: 3, 1: 4, 2: 4}
+    assert world.training[GroupId(0)].incarnation == 1
+    assert world.assignments.counts["quarantine, slow"] == 1

@@ -50,7 +50,7 @@ class Assignment:
     """What `reform` was given: all places of broken groups, each with its machine, None if empty. Absent if it did not
     choose: a machine replaces another one, or makes no group whole."""
     idle: tuple[MachineId, ...] = ()
-    """Likewise, machines without a place."""
+    """Likewise, machines without a place, or with one that its group does without."""
     shards: tuple[ShardId, ...] = ()
     """Likewise, shards without a host."""
     quarantined: tuple[Quarantine, ...] = ()
@@ -148,6 +148,20 @@ class Places:
         """Those that have fewer stages than the whole pipeline."""
         return frozenset(group for group, stages in self._stages.items() if stages < self._layout.pipeline_parallel)
 
+    def beyond(self, group: GroupId) -> list[PlaceId]:
+        """The places that the group does without."""
+        needed = self._layout.nodes_of(group, self.stages_of(group))
+        return [PlaceId(place) for place in self._layout.nodes_of(group) if place not in needed]
+
+    def suffice(self, group: GroupId, empty: Collection[PlaceId]) -> bool:
+        """Whether the group has the machines for its stages where these places of it are empty."""
+        return {*empty} <= {*self.beyond(group)}
+
+    def growth(self, group: GroupId, empty: Collection[PlaceId]) -> tuple[tuple[GroupId, int], ...]:
+        """`Assignment.stages` if the group has machines for more where these places are empty."""
+        lengths = (one for one in self._layout.lengths if not {*empty} & {*self._layout.nodes_of(group, one)})
+        return ((group, most),) if (most := next(lengths, 0)) > self.stages_of(group) else ()
+
     def replace(
         self,
         machine: MachineId,
@@ -155,36 +169,27 @@ class Places:
         groups_per_domain: int,
         unhosted: Mapping[ShardId, Collection[GroupId]],
         times: PipelineTimes | None = None,
+        *,
+        of_smaller: Collection[PlaceId] = (),
     ) -> Assignment:
-        """The assignment of a place to a machine without one, where these places of broken and smaller groups are
-        empty: that of the machine it replaces, else one with which a broken group starts, else the lowest of a smaller
-        group, else the lowest vacant one. ValueError: another one has replaced it.
+        """The assignment of a place to a machine without one, where these places of broken groups are empty, and
+        `of_smaller` groups: that of the machine it replaces, else one with which a broken group starts, else the lowest
+        that a smaller one does without, else the lowest vacant one. ValueError: another one has replaced it.
         """
         if self.has_replaced(machine):
             raise ValueError(f"node {self._seat(machine)}: another supervisor has replaced this one, which ends")
-        if (held := self.held_by(machine)) is not None:
-            return self._joining(machine, held.place, empty)
-        groups_on = self._layout.groups_on
-        broken = {g for place in empty for g in groups_on(place) if self._most_stages(g, empty) < self.stages_of(g)}
-        further = {place for place in empty if broken.isdisjoint(groups_on(place))}
-        chosen = self.reform({*empty} - further, groups_per_domain, unhosted, (machine,), times)
-        if machine in {holding.machine for holding in chosen.holdings}:
-            return chosen
-        # As many places are vacant as machines are without one.
-        vacant = (place for place in self._incarnations if place not in self._seats)
-        return self._joining(machine, min(further or vacant), empty)
-
-    def _joining(self, machine: MachineId, place: PlaceId, empty: Collection[PlaceId]) -> Assignment:
-        """The machine takes this place, with which its group may grow."""
-        left = {*empty} - {place}
-        most = ((group, self._most_stages(group, left)) for group in self._layout.groups_on(place))
-        grown = tuple((group, stages) for group, stages in most if stages > self.stages_of(group))
-        return Assignment(holdings=(self._next(machine, place),), stages=grown)
-
-    def _most_stages(self, group: GroupId, empty: Collection[PlaceId]) -> int:
-        """Those for which the group has machines where these places are empty."""
-        lengths = self._layout.lengths
-        return next((one for one in lengths if not {*empty} & {*self._layout.nodes_of(group, one)}), 0)
+        place = None if (held := self.held_by(machine)) is None else held.place
+        if place is None:
+            chosen = self.reform(empty, groups_per_domain, unhosted, (machine,), times)
+            if machine in {holding.machine for holding in chosen.holdings}:
+                return chosen
+            further = {place for group in self.smaller_groups for place in self.beyond(group) if place in of_smaller}
+            # As many places are vacant as machines are without one.
+            vacant = (place for place in self._incarnations if place not in self._seats)
+            place = min(further or vacant)
+        left = {*of_smaller} - {place}
+        grown = (stages for group in self._layout.groups_on(place) for stages in self.growth(group, left))
+        return Assignment(holdings=(self._next(machine, place),), stages=tuple(grown))
 
     def reform(
         self,

@@ -68,11 +68,10 @@ def _why_impossible(
 
 
 def _why_not_chosen(record: PlacesRecord, run: RunRecord, places: Places) -> Iterator[str]:
-    """Reasons why the choice is not the one that its inputs lead to, or a machine that comes lets no group grow."""
+    """Reasons why the choice is not the one that its inputs lead to, or no group grows by it that should."""
     if not record.places:
-        groups = {place * run.most_groups // record.num_places for _, place, _ in record.holdings}
         for group, stages in record.stages:
-            if group not in groups or stages <= places.stages_of(GroupId(group)):
+            if stages <= places.stages_of(GroupId(group)):
                 yield f"gives group {group} {stages} stages, which has {places.stages_of(GroupId(group))}"
         return
     hosts = placement_of(run).hosts

@@ -134,16 +134,23 @@ class GroupReforming:
         self._broken_since_s: dict[Member, float] = {}
 
     def poll(self, store: ControlStore, assignments: AssignmentList, place: PlaceId) -> Assigned | None:
-        """Assigns places if groups have lacked a machine for long enough, and this is the machine to do it."""
+        """Assigns places if groups have lacked a machine for long enough, and this is the machine to do it. If its
+        group does without it, it lets the group grow.
+        """
         self._has_begun = self._has_begun or store.exists(keys.ALL_GROUPS_READY)
         (group,) = self._layout.groups_on(place)
         places = assignments.places
-        if not self._has_begun or not self._is_lowest(places, [group], self._empty_of(store, places, [group])):
+        lacking = self._empty_of(store, places, [group])
+        if place in places.beyond(group) and (stages := places.growth(group, lacking)):
+            return assignments.append(Assignment(holdings=(), stages=stages))
+        if not self._has_begun or not self._is_lowest(places, [group], lacking):
             return None
         empty = {member: self._empty_of(store, places, [member.group]) for member in self._broken(store)}
         now_s = time.monotonic()
         self._broken_since_s = {
-            member: self._broken_since_s.get(member, now_s) for member, lacking in empty.items() if lacking
+            member: self._broken_since_s.get(member, now_s)
+            for member, lacking in empty.items()
+            if not places.suffice(member.group, lacking)  # else it may start, and train, at any time
         }
         due = [member for member, since_s in self._broken_since_s.items() if now_s - since_s >= self._after_s]
         found = [place for member in due for place in empty[member]]
@@ -151,7 +158,8 @@ class GroupReforming:
         if not self._is_lowest(places, [member.group for member in due], found):
             return None
         unhosted = self._unhosted([member.group for member in empty])
-        assignment = places.reform(found, self._groups_per_domain, unhosted, times=self._times)
+        idle = self._idle(store, places, places.smaller_groups - {member.group for member in empty})
+        assignment = places.reform(found, self._groups_per_domain, unhosted, idle, self._times)
         return assignments.append(assignment) if assignment.holdings or assignment.stages else None
 
     def take_place(self, store: ControlStore, assignments: AssignmentList) -> PlaceTaken:
@@ -159,9 +167,16 @@ class GroupReforming:
         while True:
             places = assignments.read()
             broken = [] if places.held_by(self._machine) else [member.group for member in self._broken(store)]
-            empty = self._empty_of(store, places, {*broken, *places.smaller_groups} - self._left_out())
+            groups = {*broken, *places.smaller_groups} - self._left_out()
+            empty = {group: self._empty_of(store, places, [group]) for group in groups}
+            lacking, further = list[PlaceId](), list[PlaceId]()
+            for group, of_group in empty.items():
+                is_lacking = group in broken and not places.suffice(group, of_group)
+                (lacking if is_lacking else further).extend(of_group)
             unhosted = self._unhosted(broken)
-            chosen = places.replace(self._machine, empty, self._groups_per_domain, unhosted, self._times)
+            chosen = places.replace(
+                self._machine, lacking, self._groups_per_domain, unhosted, self._times, of_smaller=further
+            )
             if places.quarantine_of(self._machine) is not None:
                 chosen = replace(chosen, released=(self._machine,))
             assigned = assignments.append(chosen)
@@ -188,6 +203,12 @@ class GroupReforming:
 
     def _empty_of(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> list[PlaceId]:
         return empty_places(store, places, [PlaceId(node) for group in groups for node in self._layout.nodes_of(group)])
+
+    def _idle(self, store: ControlStore, places: Places, groups: Iterable[GroupId]) -> tuple[MachineId, ...]:
+        """The machines that these groups do without."""
+        beyond = [place for group in groups for place in places.beyond(group)]
+        there = set(beyond).difference(empty_places(store, places, beyond))
+        return tuple(sorted(machine for place in there if (machine := places.holder_of(place)) is not None))
 
     def _is_lowest(self, places: Places, groups: Sequence[GroupId], empty: Sequence[PlaceId]) -> bool:
         """Whether these groups lack a machine in the places `empty`, and this one is the lowest that they have."""

@@ -194,6 +194,7 @@ class _Machines:
     def __init__(self, config: RunConfig) -> None:
         self._layout = config.parallel
         self._groups_per_domain = config.spare.groups_per_domain
+        self._times = config.pipeline_times
         self._places = Places(config.parallel)
         self._empty: set[PlaceId] = set()
 
@@ -201,8 +202,9 @@ class _Machines:
         """The groups that come back once this fault has taken the machine of its place."""
         broken = self._broken() | {fault.group}
         self._empty.add(PlaceId(self._layout.node_of(fault.group, fault.rank)))
+        of_broken = [place for place in self._empty if not broken.isdisjoint(self._layout.groups_on(place))]
         # Faults are drawn so that no shard lacks a host.
-        assignment = self._places.reform(self._empty, self._groups_per_domain, unhosted={})
+        assignment = self._places.reform(of_broken, self._groups_per_domain, unhosted={}, times=self._times)
         for holding in assignment.holdings:
             left = self._places.held_by(holding.machine)
             assert left is not None, "no machine is idle"
@@ -212,7 +214,8 @@ class _Machines:
         return sorted(broken - self._broken())
 
     def _broken(self) -> set[GroupId]:
-        return {group for place in self._empty for group in self._layout.groups_on(place)}
+        held = ((place, group) for place in self._empty for group in self._layout.groups_on(place))
+        return {group for place, group in held if place not in self._places.beyond(group)}
 
 
 @dataclass(slots=True)
@@ -423,11 +426,12 @@ def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[Grou
 
 
 def _fault(config: RunConfig, draw: _Draw, group: GroupId, step: int, rng: np.random.Generator) -> points.Fault:
+    layout = config.parallel
     num_times = least_passes(config, step) if draw.phase in points.PHASES_OF_A_MICROBATCH else 1
     return points.Fault(
         step=step,
         group=group,
-        rank=int(rng.integers(config.parallel.ranks_per_group)),
+        rank=int(rng.integers(layout.lengths[-1] * layout.ranks_per_stage)),  # whatever stages the group has by then
         phase=draw.phase,
         kind=draw.kind,
         seconds=draw.seconds,

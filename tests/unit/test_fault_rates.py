@@ -5,6 +5,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,22 @@ def test_machines_are_lost_for_good_until_groups_are_re_formed_and_those_are_hit
         assert num_for_good > 4
         assert len(missing) == -(-num_for_good // 2)
     assert num_again > 20
+
+
+def test_a_group_that_goes_on_with_fewer_stages_is_hit_again() -> None:
+    """That is, before another loses a machine; a group that waits for that is not. Six groups of four machines."""
+    settings = ("layout.pipeline_parallel=4", "model.num_layers=16", "cluster.num_nodes=24")
+    # With fewer microbatches the five others would be as fast alone.
+    settings += ("spare.microbatches_per_shard=16", "faults.kinds=['kill_supervisor', 'kill', 'kill']")
+    num_again = {3: 0, 4: 0}
+    for seed, least in product(range(4), num_again):
+        shorter = (f"layout.least_pipeline_parallel={least}",) if least < 4 else ()
+        faults = draw_faults(configured(*settings, *shorter, f"faults.seed={seed}"))
+        assert least == 4 or {fault.rank for fault in faults} == {0, 1, 2}, "the last stage may be gone"
+        first, second, *_ = (index for index, fault in enumerate(faults) if fault.kind == "kill_supervisor")
+        num_again[least] += sum(fault.group == faults[first].group for fault in faults[first + 1 : second])
+    assert num_again[4] == 0
+    assert num_again[3] > 0
 
 
 def test_faults_that_pass_last_no_longer_than_allowed() -> None:

@@ -105,17 +105,17 @@ def reform(
     for lengths in lengths_to_make(layout, len(groups), len(holders) + sum(num_idle.values())):
         sizes = [places_for(layout, length) for length in lengths]
         short = [_Broken.of(group, size, sizes or [size], holders) for group in sorted(groups)]
-        made = _made(short, sizes, num_idle, groups_per_domain, unhosted)
-        options.append(dict(zip(made, lengths, strict=True)))
+        needed = _needed(short, sizes, unhosted) if unhosted else frozenset()
+        chosen = _chosen(short, sizes, num_idle, groups_per_domain, needed)
+        made = sorted((one for one in short if one.group in chosen), key=lambda one: one.num_further)
+        options.append({one.group: length for one, length in zip(made, lengths, strict=True)})
     stages = options[0] if len(options) == 1 else _fastest(options, unhosted, times, others)
     wanted: defaultdict[int, list[PlaceId]] = defaultdict(list)
     for group in sorted(groups):
-        domain, end = group // groups_per_domain, group * size + places_for(layout, stages.get(group, 0))
-        for place in map(PlaceId, range(group * size, (group + 1) * size)):
-            if place < end and place not in holders:
-                wanted[domain].append(place)
-            elif place >= end and place in holders:
-                sources[domain].append((holders[place], place))
+        domain, number = group // groups_per_domain, places_for(layout, stages.get(group, 0))
+        places = list(map(PlaceId, range(group * size, (group + 1) * size)))
+        wanted[domain] += [place for place in places[:number] if place not in holders]
+        sources[domain] += [(holders[place], place) for place in places[number:] if place in holders]
     return Reformed(_assigned(wanted, sources), stages)
 
 
@@ -152,9 +152,12 @@ def _fastest(
     the shortest steps, then the first.
     """
     assert times is not None, "pipelines may have several lengths, and nothing says how long their steps take"
-    num_left = [sum(made.keys().isdisjoint(hosts) for hosts in unhosted) for made in options]
-    step_times = [times.step_time([*others, *made.values()]) for made in options]
-    return min(zip(num_left, step_times, options, strict=True), key=lambda option: option[:2])[2]
+
+    def cost(made: dict[GroupId, int]) -> tuple[int, float]:
+        num_left = sum(made.keys().isdisjoint(hosts) for hosts in unhosted)
+        return num_left, times.step_time([*others, *made.values()])
+
+    return min(options, key=cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,20 +181,6 @@ class _Broken:
     @property
     def lacking(self) -> tuple[int, int]:
         return self.num_missing, self.num_further
-
-
-def _made(
-    broken: Sequence[_Broken],
-    sizes: Sequence[int],
-    num_idle: Mapping[int | None, int],
-    groups_per_domain: int,
-    unhosted: Collection[Collection[GroupId]],
-) -> list[GroupId]:
-    """The groups that are made, in the order of these sizes."""
-    needed = _needed(broken, sizes, unhosted) if unhosted else frozenset()
-    chosen = _chosen(broken, sizes, num_idle, groups_per_domain, needed)
-    of_chosen = [group for group in broken if group.group in chosen]
-    return [group.group for group in sorted(of_chosen, key=lambda group: group.num_further)]
 
 
 _MOST_TRIED = 2000

@@ -260,3 +260,19 @@ def test_a_slow_machine_that_its_group_does_without_holds_nobody_up(make_world: 
     assert sizes_of(world) == {0: 3, 1: 4, 2: 4}
     assert world.training[GroupId(0)].incarnation == 1
     assert world.assignments.counts["quarantine, slow"] == 1
+
+
+def test_a_machine_that_comes_to_a_further_place_moves_to_the_next_one_of_its_group(make_world: MakeWorld) -> None:
+    """Machines 6 and 7 are lost, and 7 is replaced: group 1 has three machines, but not in its first places."""
+    world = make_world(config_of(3, 4, 2))
+    world.tick(8)
+    world.lose_machine(6)
+    world.lose_machine(7)
+    world.tick(60)
+    assert sizes_of(world) == {0: 4, 1: 2, 2: 4}
+    world.replace_machine(7)
+    settle(world)
+    assert sizes_of(world) == {0: 4, 1: 3, 2: 4}
+    records = {record.index: record for record in world.records}
+    assert [record.holdings for record in records.values()] == [[[19, 7, 1]], [[19, 6, 1]]]
+    assert found_in(world) == []

@@ -162,6 +162,15 @@ class Places:
         lengths = (one for one in self._layout.lengths if not {*empty} & {*self._layout.nodes_of(group, one)})
         return ((group, most),) if (most := next(lengths, 0)) > self.stages_of(group) else ()
 
+    def advance(self, machine: MachineId, place: PlaceId, empty: Collection[PlaceId]) -> Assignment:
+        """The assignment by which a machine has its group grow that does without it, where these places of the group
+        are empty: from the lowest place that it does without. It assigns nothing if there is none for it.
+        """
+        (group,) = self._layout.groups_on(place)
+        lowest = min({place, *empty}.intersection(self.beyond(group)), default=place)
+        holdings = () if lowest == place else (self._next(machine, lowest),)
+        return Assignment(holdings=holdings, stages=self.growth(group, {place, *empty} - {lowest}))
+
     def replace(
         self,
         machine: MachineId,

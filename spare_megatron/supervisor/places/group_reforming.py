@@ -141,8 +141,10 @@ class GroupReforming:
         (group,) = self._layout.groups_on(place)
         places = assignments.places
         lacking = self._empty_of(store, places, [group])
-        if place in places.beyond(group) and (stages := places.growth(group, lacking)):
-            return assignments.append(Assignment(holdings=(), stages=stages))
+        if place in places.beyond(group) and place not in lacking:  # it is in no quarantine
+            grown = places.advance(self._machine, place, lacking)
+            if grown.holdings or grown.stages:
+                return assignments.append(grown)
         if not self._has_begun or not self._is_lowest(places, [group], lacking):
             return None
         empty = {member: self._empty_of(store, places, [member.group]) for member in self._broken(store)}

@@ -54,7 +54,7 @@ def digests_of_gradients(
             arrays[f"position {slab.position}, {len(slab.gradients.buckets)} buckets"] = staged(trainer, number).numpy()
         found[variant] = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
         for one in trainer.passes.boundaries(calls[-1][0]):
-            found[variant][f"{one.kind} of slab {one.stage} at position {one.rank}"] = f"{one.digest:x}"
+            found[variant][f"{one.kind} of slab {one.stage} at position {one.position}"] = f"{one.digest:x}"
     return found
 
 

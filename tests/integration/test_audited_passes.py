@@ -71,9 +71,10 @@ def test_an_audit_has_the_digests_of_the_owner_and_is_in_no_sum(
         assert all(len({b.digest for b in rank[microbatch]}) >= len(rank[microbatch]) - 1 for rank in here)
         num_ranks = len(of_ranks) // (layout.get("data_parallel", 1) // row_size_of(layout))
         assert len(one) == 3 * layout.get("virtual_pipeline", 1) * num_ranks, "of one set of lanes"
-        places = {(boundary.kind, boundary.stage, boundary.rank) for boundary in one}
+        places = {(boundary.kind, boundary.stage, boundary.position) for boundary in one}
         assert len(places) == len(one)
-        assert {boundary.rank for boundary in one} == set(range(num_ranks)) or layout.get("pipeline_parallel", 1) > 1
+        positions = {boundary.position for boundary in one}
+        assert positions == set(range(num_ranks)) or layout.get("pipeline_parallel", 1) > 1
     if "data_parallel" in layout and row_size_of(layout) < layout["data_parallel"]:
         offsets = {
             boundary.offset for found in (here, there) for rank in found for some in rank.values() for boundary in some

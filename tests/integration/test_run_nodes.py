@@ -116,8 +116,8 @@ def test_pods_that_replace_lost_ones_bring_a_node_back_and_conclude_a_run_withou
             with pod(0, "replacement") as replacement:
                 wait_until(lambda: committed(run_dir, 1) > before + 3, node, replacement)
                 node.send_signal(signal.SIGUSR1)
-                assert node.wait(TIMEOUT_S) == 0, output_of(tmp_path / "node")
-                assert replacement.wait(TIMEOUT_S) == 11, "steps are left"
+                assert exit_code(node, tmp_path / "node") == 0
+                assert exit_code(replacement, tmp_path / "replacement") == 11, "steps are left"
     assert "the run has ended: stopped valid" in output_of(tmp_path / "replacement")
     verdict = check_journal(read_journal(run_dir))
     assert verdict.verdict == "valid", verdict.reasons
@@ -136,7 +136,7 @@ def test_pods_that_are_all_to_end_save_the_run(text_corpus: Path, tmp_path: Path
         node.terminate()
         wait_until(lambda: '"drain":[[1,0]]' in journal_of(run_dir), driver, node)
         driver.terminate()
-        assert driver.wait(TIMEOUT_S) == 15, output_of(tmp_path / "0")
+        assert exit_code(driver, tmp_path / "0") == 15
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["outcome"], summary["verdict"], summary["groups_lost"]) == ("stopped", "valid", 0), summary
     assert "requests to all groups to leave" in summary["outcome_reason"]
@@ -225,6 +225,16 @@ def pid_on(bin_dir: Path, name: str) -> int:
 
 def output_of(folder: Path) -> str:
     return (folder / "output").read_text()
+
+
+def exit_code(process: "subprocess.Popen[bytes]", folder: Path) -> int:
+    """The output is shown if it is another than expected, or none comes in time."""
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"it has not ended: {output_of(folder)}") from error
+    print(output_of(folder))
+    return code
 
 
 def committed(run_dir: Path, group: int = 0) -> int:

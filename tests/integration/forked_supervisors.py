@@ -48,6 +48,16 @@ class Forks:
         """There is nothing to be given back."""
 
 
+@dataclass(frozen=True)
+class LateForks(Forks):
+    """Starts no supervisor in the place of a lost one before a file is there."""
+
+    may_come: Path = Path()
+
+    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
+        return None if incarnation and not self.may_come.exists() else super().start(run_dir, node, incarnation)
+
+
 def supervise(remote_supervisor_pid: int, run_dir: Path, node: int) -> None:
     die_with(remote_supervisor_pid)
     look_after_node(run_dir, node, START_S)

@@ -34,7 +34,7 @@ from spare_megatron.supervisor.places.group_reforming import AssignmentList
 from spare_megatron.supervisor.remote_supervisor import ByHand
 from spare_megatron.supervisor.supervisor import Supervisor
 from tests.integration.etcd_cluster import EtcdCluster
-from tests.integration.forked_supervisors import START_S, Forked, Forks
+from tests.integration.forked_supervisors import START_S, LateForks
 from tests.integration.watched_rank import Watch, watched_rank
 from tests.integration.whole_run import Run, assert_masked, complete_run, losses_of, read_run, tiny_config
 
@@ -113,16 +113,6 @@ def test_two_broken_groups_of_lanes_make_a_whole_one_that_changes_no_bit(text_co
         mode="reproducible",
     )
     assert losses_of(run.journal) == losses_of(complete_run(alone, tmp_path / "alone").journal)
-
-
-@dataclass(frozen=True)
-class LateForks(Forks):
-    """Starts no supervisor in the place of a lost one before a file is there."""
-
-    may_come: Path = Path()
-
-    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
-        return None if incarnation and not self.may_come.exists() else super().start(run_dir, node, incarnation)
 
 
 def test_machines_that_come_back_to_taken_places_take_those_that_were_left(

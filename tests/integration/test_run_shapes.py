@@ -21,7 +21,7 @@ from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import PlacesRecord, RestartRecord, StartRecord
 from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
-from tests.integration.forked_supervisors import Forked, Forks
+from tests.integration.forked_supervisors import Forked, Forks, LateForks
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, evaluations_of, kill, tiny_config
 from tests.matrix.cells import PHASES_OF_EVERY_STEP
@@ -207,16 +207,6 @@ def test_a_wipe_out_brings_back_all_groups_with_the_stages_that_they_have_machin
     assert {record.loaded_from for record in run.journal.of(RestartRecord)} == {loaded_from}
     assert starts(run) == {(1, 1, 2), (0, 1, None), (1, 2, 2)}
     assert params(run) == params(complete_run(config, tmp_path / "plain"))
-
-
-@dataclass(frozen=True)
-class LateForks(Forks):
-    """Starts no supervisor in the place of a lost one before a file is there."""
-
-    may_come: Path = Path()
-
-    def start(self, run_dir: Path, node: int, incarnation: int) -> Forked | None:
-        return None if incarnation and not self.may_come.exists() else super().start(run_dir, node, incarnation)
 
 
 def test_a_smaller_group_becomes_whole_when_a_machine_comes(text_corpus: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from spare_megatron.commands import app
 from spare_megatron.config.schema import (
     AuditConfig,
     ClusterConfig,
@@ -23,7 +25,7 @@ from spare_megatron.process.reports import GroupRejoined, RunEvent
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forked, Forks, LateForks
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, assert_masked, complete_run, evaluations_of, kill, tiny_config
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, evaluations_of, kill, tiny_config
 from tests.matrix.cells import PHASES_OF_EVERY_STEP
 
 pytestmark = pytest.mark.timeout(300)
@@ -227,6 +229,24 @@ def test_a_smaller_group_becomes_whole_when_a_machine_comes(text_corpus: Path, t
     assert [stages for _, stages in sorted(found.items())] == [[[1, 3]], [[1, 4]]]
     assert run.summary.groups_lost == 1
     assert params(run) == params(complete_run(config, tmp_path / "plain"))
+
+
+def test_a_smaller_group_leaves_when_it_is_drained(text_corpus: Path, tmp_path: Path, plain: Run) -> None:
+    run_dir = tmp_path / "run"
+
+    def on_event(event: RunEvent) -> None:
+        if isinstance(event, GroupRejoined):
+            result = CliRunner().invoke(app, ["drain", str(run_dir), str(event.group)])
+            assert result.exit_code == 0, result.output
+
+    watch = Watch(awaited=frozenset({COMES_BACK}), leaving=frozenset({LEAVES}))
+    lost = with_faults(shaped(text_corpus, stages=3), kill_machine(1, rank=1))
+    run = complete_run(lost, run_dir, watch, on_event)
+    assert_masked(run)
+    assert starts(run) == {(1, 1, 2)}
+    (left,) = [entry for entry in entries_of(run.journal) if entry.get("drain")]
+    assert (left["step"], left["drain"]) == (LEAVES[0], [[1, 1]])
+    assert params(run) == params(plain)
 
 
 @dataclass(frozen=True)

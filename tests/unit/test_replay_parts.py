@@ -118,6 +118,21 @@ def test_a_machine_whose_place_another_has_taken_is_replayed_with_those_of_its_l
         parts_of_machine(config_of(3, 1), view_of(config_of(3, 1)), 0)
 
 
+def test_a_group_with_fewer_stages_is_replayed_by_its_first_places() -> None:
+    """Group 1 has lost machine 6, whose place machine 7 takes; machine 14 comes for machine 6 later."""
+    layout = LayoutConfig(num_groups=2, pipeline_parallel=4, least_pipeline_parallel=3)
+    config = replace(config_of(2, 8), layout=layout)
+    shorter = PlacesRecord(index=0, num_places=8, holdings=[[7, 6, 1]], stages=[[1, 3]])
+    grown = PlacesRecord(index=1, num_places=8, holdings=[[14, 7, 1]], stages=[[1, 4]])
+    lines = [Line(source="a", at_s=0.0, record=record) for record in (shorter, grown)]
+    before, after = (JournalInMemory(Journal(lines=lines[:end], damage=[])) for end in (1, 2))
+    assert [(part.node, part.stages) for part in parts_of(config, before, 1)] == [(4, 3), (5, 3), (7, 3)]
+    assert parts_of_machine(config, before, 7) == (1, parts_of(config, before, 1))
+    assert [(part.node, part.stages) for part in parts_of(config, after, 1)] == [(4, 4), (5, 4), (7, 4), (6, 4)]
+    assert {part.stages for part in parts_of(config, before, 0)} == {4}
+    assert [part.stages for part in parts_of(config, before, None)] == [4]
+
+
 # ---------------------------------------------------------------------------------------------------- other machines
 
 
@@ -304,7 +319,7 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
         asking.send(DescribeMachine())
         assert asking.recv().host == socket.gethostname()
         one = replay_ranks.PartRank(rank=0, gpu=None, number=0)
-        task = replay_ranks.ReplayTask(store=silent_store, rank=one, wanted=WANTED, gpu=None)
+        task = replay_ranks.ReplayTask(store=silent_store, rank=one, stages=4, wanted=WANTED, gpu=None)
         asking.send(ComputePart(config=dump_run_config(config_of(1, 1)), tasks=(task,)))
         (rank,) = until(lambda: psutil.Process(part.pid).children())
         if how == "the command ends":

@@ -56,10 +56,11 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPart:
-    """The ranks on one machine. `node` is the number of its supervisor."""
+    """The ranks on one machine. `node` is the number of its supervisor, `stages` are those of the group."""
 
     node: int
     ranks: tuple[PartRank, ...]
+    stages: int
 
 
 def folder_of_replay(run_dir: Path) -> Path:
@@ -75,7 +76,8 @@ def parts_of(config: RunConfig, view: JournalView, group: int | None) -> tuple[R
     """
     if group is None:
         layout, cluster = replace(config.layout, num_groups=1, max_groups=None), replace(config.cluster, num_nodes=1)
-        return (_part(replace(config, layout=layout, cluster=cluster), GroupId(0), PlaceId(0), node=0),)
+        alone = replace(config, layout=layout, cluster=cluster)
+        return (_part(alone, GroupId(0), PlaceId(0), node=0, stages=layout.pipeline_parallel),)
     num_groups = config.parallel.num_groups
     if not 0 <= group < num_groups:
         raise ValueError(f"--group={group}: the run has groups 0 to {num_groups - 1}")
@@ -96,22 +98,22 @@ def parts_of_machine(config: RunConfig, view: JournalView, machine: int) -> tupl
         if others:
             named = ", ".join(map(str, (group, *others)))
             raise ValueError(f"--group=machine:{machine}: it has groups {named}; name one of them")
-        held = [places.holder_of(PlaceId(place)) for place in layout.nodes_of(group)]
-        if holding is not None and None not in held:
+        needed = layout.nodes_of(group, places.stages_of(group))
+        if holding is not None and holding.place in needed and None not in map(places.holder_of, map(PlaceId, needed)):
             return group, _parts_by(places, config, group)
     raise AssertionError("every machine begins in a group that is whole")
 
 
 def _parts_by(places: Places, config: RunConfig, group: GroupId) -> tuple[ReplayPart, ...]:
-    parts = []
-    for place in map(PlaceId, config.parallel.nodes_of(group)):
+    parts, stages = [], places.stages_of(group)
+    for place in map(PlaceId, config.parallel.nodes_of(group, stages)):
         holder = places.holder_of(place)
         if holder is None:
             raise ValueError(
                 f"--group={group}: no machine holds its place {place} at the end of the journal, since the last one "
                 f"has taken another; choose another group, or name a machine that was in it, as machine:N"
             )
-        parts.append(_part(config, group, place, node=holder % config.parallel.num_nodes))
+        parts.append(_part(config, group, place, node=holder % config.parallel.num_nodes, stages=stages))
     return tuple(parts)
 
 
@@ -119,7 +121,10 @@ def _assignments(view: JournalView) -> list[Assignment]:
     """Of machines to places, in their order; every supervisor concerned journals each."""
     records = {line.record.index: line.record for line in view.rare if isinstance(line.record, PlacesRecord)}
     return [
-        Assignment(holdings=tuple(Holding(*holding) for holding in record.holdings))  # type: ignore[arg-type]
+        Assignment(
+            holdings=tuple(Holding(*holding) for holding in record.holdings),  # type: ignore[arg-type]
+            stages=tuple((GroupId(group), stages) for group, stages in record.stages),
+        )
         for _, record in sorted(records.items())
     ]
 
@@ -131,11 +136,12 @@ def _places(config: RunConfig, assignments: Sequence[Assignment]) -> Places:
     return places
 
 
-def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int) -> ReplayPart:
+def _part(config: RunConfig, group: GroupId, place: PlaceId, node: int, stages: int) -> ReplayPart:
     layout = config.parallel
     ranks = [rank for on_place, rank in layout.ranks_on(place) if on_place == group]
     return ReplayPart(
         node=node,
+        stages=stages,
         ranks=tuple(
             PartRank(rank=rank, gpu=gpu_of(config, group, rank), number=group * layout.ranks_per_group + rank)
             for rank in ranks
@@ -179,6 +185,7 @@ def compute(
                 ReplayTask(
                     store=(host, store.port),
                     rank=rank,
+                    stages=part.stages,
                     wanted=wanted,
                     gpu=None if rank.gpu is None else lists[part.node][rank.gpu],
                 )

@@ -27,15 +27,16 @@ def replayed(config: RunConfig, task: ReplayTask) -> OfRank:
     device = choose_device(config, name_in_torch("cpu" if task.rank.gpu is None else "gpu"), task.rank.number)
     timeout_s = config.control.startup_timeout_s
     host, port = task.store
+    own_config = config.with_stages(task.stages)
     dist.init_process_group(
         "nccl" if device.type != "cpu" else "gloo",
         store=open_store(TcpStoreSpec(host=host, port=port)).rendezvous("replay", task.rank.rank, timeout_s),
         rank=task.rank.rank,
-        world_size=config.parallel.ranks_per_group,
+        world_size=own_config.parallel.ranks_per_group,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
-    trainer = GroupTrainer(config, device, slabs=config.slabs)
+    trainer = GroupTrainer(own_config, device, slabs=config.slabs)
     microbatches = [Microbatch(ShardId(shard), index) for shard, index in task.wanted.microbatches]
     trainer.begin_step(task.wanted.step)
     trainer.audit(microbatches)

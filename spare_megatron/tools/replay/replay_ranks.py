@@ -56,11 +56,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTask:
-    """What one rank is to do. The ranks of the group meet at `store`, host and port; each sees one GPU, by UUID."""
+    """What one rank is to do. The ranks of the group, which has so many stages, meet at `store`, host and port; each
+    sees one GPU, by UUID.
+    """
 
     store: tuple[str, int]
     gpu: str | None
     rank: PartRank
+    stages: int
     wanted: Wanted
 
 

@@ -83,6 +83,10 @@ ALONE = {
     ),
     "peers.corruption": ("--cases 1 --batch 1 --ways ours_each_step", {"cases", "ways", "without_effect"}),
     "reconfigure": ("--kills 1 --others 1", {"kills", "others", "cases"}),
+    "shapes": (
+        "--groups 3 --machines 3 --layers 6 --microbatches 4 --sleep 0.02 --steps 7 --heartbeat 2",
+        {"ratio", "optimum", "seconds", "longest_pause_s", "bitwise", "valid"},
+    ),
     "slow_group": (
         "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
         {"ratio", "optimum", "steps_to_deal"},
@@ -162,5 +166,7 @@ def test_a_command_with_a_model_of_its_own(name: str) -> None:
         assert (result["found"], result["bitwise"], result["false_alarms"]) == (result["cases"], result["cases"], 0)
     elif name == "peers.corruption":  # a layer that drifts
         assert (result["cases"], result["ways"]["ours_each_step"]["right_group"]) == (1, 1)
+    elif name == "shapes":
+        assert (result["bitwise"], result["valid"]) == (True, True)
     elif name == "slow_group":  # what it measures is a matter of times, which other tests disturb
         assert result["optimum"] == 1.25

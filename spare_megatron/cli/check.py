@@ -43,7 +43,7 @@ def check(
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():
             say(f"  went on with another value of {name}: {now}, and the checkpoint was trained with {before}")
-        for reason in verdict.reasons:
+        for reason in (*verdict.reasons, *(f"remark: {remark}" for remark in verdict.remarks)):
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])
 
@@ -75,9 +75,9 @@ def audit(
     """List what the audits of a run have compared and found.
 
     In an audit a second group computes a microbatch, too. A mismatch is settled by a third one before the step is
-    committed. So is a microbatch whose loss is suspect.
+    committed. So is a microbatch whose loss is suspect. Groups that have found own numbers wrong are listed, too.
 
-    Exit codes: 0 no mismatch, 1 mismatches, 2 no journal.
+    Exit codes: 0 no mismatch, 1 mismatches or such groups, 2 no journal.
     """
     from spare_megatron.config.training.run_terms import terms_in
     from spare_megatron.journal.journal_index import JournalIndex
@@ -94,7 +94,7 @@ def audit(
         say_json(asdict(history))
     else:
         _print(history, run_dir)
-    raise typer.Exit(1 if history.mismatches else 0)
+    raise typer.Exit(1 if history.mismatches or history.culprits else 0)
 
 
 def _print(history: "AuditHistory", run_dir: Path) -> None:

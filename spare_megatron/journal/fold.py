@@ -10,19 +10,20 @@ from typing import Any, Literal, NamedTuple
 from spare_megatron.core.log import entries as log
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, losses_of
 from spare_megatron.core.log.membership import Change, LogTerms, Membership
+from spare_megatron.core.log.votes import WRONG_NUMBERS
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
 
 Members = frozenset[int]
-Severity = Literal["invalid", "unknown"]
+Severity = Literal["invalid", "unknown", "remark"]
 
 
 class Finding(NamedTuple):
-    """One reason why a journal is not valid."""
+    """One reason why a journal is not valid, or a remark."""
 
     severity: Severity
-    """`invalid` contradicts the invariant; `unknown` prevents its proof."""
+    """`invalid` contradicts the invariant; `unknown` prevents its proof; `remark` does neither."""
     reason: str
     place: tuple[Any, ...] = ()
     """Sort key among the findings of a rule; equal places keep the order in which they were found."""
@@ -107,6 +108,7 @@ class Fold(Membership):
         # Steps as (restarts, committed steps before): the groups whose contribution to it was discarded, those that
         # began again from zero sums and gathered parameters again, and those that began again after a pause.
         self.discarded: dict[tuple[int, int], Members] = {}
+        self.found_wrong: set[tuple[int, int]] = set()  # (attempt, group fenced for what its own checks have found)
         self.computed_anew: set[tuple[int, int]] = set()
         self.resumed: set[tuple[int, int]] = set()
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
@@ -190,6 +192,8 @@ class Fold(Membership):
             self.fenced[index] = (group, incarnation)
         if fence.discard:
             self.discarded[key] = self.discarded.get(key, frozenset()) | {fence.group}
+        if fence.error == WRONG_NUMBERS:
+            self.found_wrong.add((self.attempt, fence.group))
 
     def _add_commit(self, index: int, commit: log.Commit, members: Members, num_missing: int) -> None:
         self.commits.append(

@@ -85,7 +85,8 @@ class VoteRecord(OfAttempt):
     work_digest: str
     """`digest_of_work` of the step's microbatches that the group's ranks agree to have computed."""
     evidence: str = ""
-    """Why the leader lacks the sum; empty if it has the sum, or if only another rank of the group lacks it."""
+    """What own checks have found, after `votes.WRONG_NUMBERS`; else why the leader lacks the sum; empty if it has it or
+    if only another rank of the group lacks it."""
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
     """By position, the number of leading buckets whose sums it holds."""

@@ -20,7 +20,7 @@ from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Fence, Resume, entry_fields
 from spare_megatron.core.log.events import EndRequested, EntryRead, Event, HostsRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
-from spare_megatron.core.log.votes import Digests
+from spare_megatron.core.log.votes import WRONG_NUMBERS, Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
@@ -42,7 +42,7 @@ from spare_megatron.voting.log_follower import Stop
 from spare_megatron.voting.voting import plain_vote
 
 _LONGEST_FAILURE = 150
-"""Characters of a group's failure in its vote, from which a fence's reason of at most 200 is made."""
+"""Characters of a group's failure or wrong numbers in its vote, from which a fence's reason of at most 200 is made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +244,8 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
     """Sums what is not kept over the groups and casts the group's vote; abstains if the group lacks parameters.
 
     Returns all votes on the leader that casts the last one; else nothing. Collective over: all ranks of the group,
-    and rank j of every member group. Raises UnsoundGradient if this group's gradient is not finite or an outlier.
+    and rank j of every member group. Raises UnsoundGradient if this group's gradient is not finite or an outlier; if
+    own checks have found wrong numbers, the vote says so instead.
     """
     now, sums = ctx.progress.now, parts.sums
     now.epoch = action.epoch
@@ -260,7 +261,8 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
     digests = parts.digests.for_vote()
     with ctx.probe.during(Operation.SETTLE):
         now.opinion = opinion = ctx.agreement.settle(outcome)
-    _raise_if_unsound(parts, opinion.finding)
+    if not opinion.wrong_numbers:
+        _raise_if_unsound(parts, opinion.finding)
     with ctx.probe.during(Operation.SETTLE):
         audits = parts.audits.digests(action.attempt, action.disputed)
         losses = parts.audits.losses(action.disputed, has_suspects=opinion.has_suspects)
@@ -279,9 +281,11 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         has_wrong_sum=opinion.has_wrong_sum,
         audits=audits,
         losses=losses,
+        wrong_positions=opinion.wrong_positions,
+        wrong_numbers="".join(opinion.wrong_numbers[:1])[:_LONGEST_FAILURE],
     )
     vote = ctx.optimizer_state.with_copies(vote)
-    votes = ctx.voting.cast(action, vote, now.computed, _wrong_sums(opinion) or evidence)
+    votes = ctx.voting.cast(action, vote, now.computed, _wrong(opinion) or evidence)
     parts.reports.clock.on_reduced(sums.ready_at_s)
     return votes
 
@@ -320,6 +324,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         wrong_sums=wrong,
         has_suspects=bool(now.suspects),
         memory=ctx.trainer.memory(),
+        wrong_numbers="",
     )
 
 
@@ -387,7 +392,10 @@ def _write_contribution(ctx: RankContext, action: actions.AttemptReduce, compute
     ctx.write_if_leader(record)
 
 
-def _wrong_sums(opinion: GroupOpinion) -> str:
+def _wrong(opinion: GroupOpinion) -> str:
+    """What is wrong with the group's own numbers, else with the sums that have come to it."""
+    if opinion.wrong_numbers:
+        return f"{WRONG_NUMBERS}: {'; '.join(opinion.wrong_numbers)}"
     found = [(rank, bucket) for rank, bucket in enumerate(opinion.wrong_sums) if bucket is not None]
     return "; ".join(f"rank {rank}: the sum of bucket {bucket} contradicts its checksum" for rank, bucket in found)
 

@@ -67,6 +67,7 @@ class RankOutcome:
     wrong_sums: Mapping[int, int] = field(default_factory=dict)
     has_suspects: bool = False
     memory: Sequence[float] = ()
+    wrong_numbers: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class GroupOpinion:
     position, `num_complete` buckets are summed, and the first bucket whose sum contradicts its checksum is in
     `wrong_sums`. Passes took `compute_s` seconds per rank; `pace_s`: seconds per microbatch of the slowest. `finding`:
     the worst about the group's own gradients. `ends`: some rank is asked to end the run. `has_suspects`: some rank has
-    suspect losses. `memory`: `step_values.MEMORY` of the fullest ranks.
+    suspect losses. `memory`: `step_values.MEMORY` of the fullest ranks. `wrong_numbers`: what own checks have found
+    since the step began, of a rank alone or named with the rank, by ranks that hold `wrong_positions`.
     """
 
     is_complete: bool
@@ -91,6 +93,8 @@ class GroupOpinion:
     wrong_sums: tuple[int | None, ...] = ()
     has_suspects: bool = False
     memory: tuple[float, ...] = ()
+    wrong_positions: tuple[int, ...] = ()
+    wrong_numbers: tuple[str, ...] = ()
 
     @property
     def has_wrong_sum(self) -> bool:
@@ -172,16 +176,17 @@ class GroupAgreement:
             wrong[position] = bucket + 1.0
         compute_s = [0.0] * self._ranks.size()
         compute_s[self._ranks.rank()] = outcome.compute_s
-        flags = [float(outcome.finding), float(outcome.ends), float(outcome.has_suspects)]
+        flags = [float(outcome.finding), *map(float, (outcome.ends, outcome.has_suspects, bool(outcome.wrong_numbers)))]
         own = [float(not outcome.is_complete), work, -work, *flags, outcome.pace_s]
         parts = [own, complete, compute_s, wrong, outcome.memory, known]
         mine = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
         self._reduce(mine, dist.ReduceOp.MAX)
         own, complete, compute_s, wrong, memory, known = (part.tolist() for part in mine.split([*map(len, parts)]))
-        has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, pace_s = own
+        has_failed, highest, negated_lowest, worst, is_end_asked, is_suspicious, has_found, pace_s = own
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         pairs = zip(known[::2], known[1::2], strict=True)
+        stated = self.gathered((outcome.wrong_numbers, [*outcome.num_complete])) if has_found else []
         totals = [] if has_failed else [LossSum(total, int(count)) for total, count in pairs]
         return GroupOpinion(
             is_complete=not has_failed,
@@ -195,6 +200,8 @@ class GroupAgreement:
             ends=bool(is_end_asked),
             has_suspects=bool(is_suspicious),
             memory=tuple(memory),
+            wrong_positions=tuple(position for text, held in stated if text for position in held),
+            wrong_numbers=tuple(f"rank {rank}: {text}" for rank, (text, _) in enumerate(stated) if text),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

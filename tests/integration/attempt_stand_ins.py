@@ -179,6 +179,7 @@ class Agreement:
         self.broken: dict[int, str] = {}
         self.head_is_written = False
         self.found = GradientFinding.SOUND  # by another rank
+        self.stated = ""  # what its own checks have found wrong
 
     def is_over(self, index: int) -> bool:
         return self.head_is_written or index in self.broken
@@ -200,6 +201,8 @@ class Agreement:
             compute_s=(0.5,),
             finding=max(outcome.finding, self.found),
             wrong_sums=(outcome.wrong_sums.get(0),),
+            wrong_positions=(0, 1)[: bool(self.stated)],
+            wrong_numbers=(self.stated, "rank 1: another one")[: 2 * bool(self.stated)],
         )
 
 

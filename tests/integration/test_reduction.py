@@ -281,6 +281,23 @@ def test_a_rank_raises_what_another_rank_of_its_group_found() -> None:
     assert rank.agreement.votes == []
 
 
+def test_a_group_whose_own_checks_have_found_wrong_numbers_votes_so_instead_of_raising_for_its_gradients() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
+    rank.compute(0)(NUM_BUCKETS)
+    rank.agreement.found = GradientFinding.OUTLYING
+    rank.agreement.stated = "rank 0: " + 200 * "x"
+    vote = rank.attempt(0)
+    assert (vote.wrong_positions, vote.wrong_numbers) == ((0,), ("rank 0: " + 200 * "x")[:150])
+    [record] = [record for record in rank.records if hasattr(record, "evidence")]
+    assert record.evidence == f"own checks found wrong numbers: rank 0: {200 * 'x'}; rank 1: another one"
+    rank = Rank(num_sums=NUM_BUCKETS)  # before anything is staged, gradients end the attempt all the same
+    rank.agreement.highest = lambda _value: int(GradientFinding.OUTLYING)
+    rank.agreement.stated = "rank 0: a product"
+    with pytest.raises(UnsoundGradient, match="times its median"):
+        rank.attempt(0)
+    assert rank.agreement.votes == []
+
+
 # ------------------------------------------------------------------------------- leaving early, in a group of several
 
 

@@ -46,7 +46,7 @@ def default_every_steps(microbatches_per_shard: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPolicy:
-    """In every `every_steps`-th step each group, or each of its lanes, audits a microbatch of another; `seed` draws."""
+    """In every `every_steps`-th step and the last, each group, or each of its lanes, audits a microbatch of another."""
 
     every_steps: int
     seed: int
@@ -54,7 +54,7 @@ class AuditPolicy:
     """What the pipeline schedule makes of a group's microbatches, from which its slack follows."""
 
     def is_due(self, step: int) -> bool:
-        """Whether all groups audit in this step.
+        """Whether all groups audit in this step, be it the last or not.
 
         >>> [step for step in range(8) if AuditPolicy(every_steps=3, seed=0).is_due(step)]
         [2, 5]

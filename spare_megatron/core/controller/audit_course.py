@@ -40,11 +40,13 @@ class AuditCourse:
         """Whether an attempt may compute suspects again."""
         return self._policy is not None and self._budget.is_left
 
-    def draw(self, step: int, work: Work, members: Collection[GroupId], paces: Paces) -> tuple[Audit, ...]:
+    def draw(
+        self, step: int, work: Work, members: Collection[GroupId], paces: Paces, *, is_last: bool
+    ) -> tuple[Audit, ...]:
         """The audits of a step: of all groups, or of those that are due and others by their slack at these paces."""
         if self._policy is None:
             return ()
-        asked = members if self._policy.is_due(step) else self._due
+        asked = members if is_last or self._policy.is_due(step) else self._due
         slack = slack_of(work, replace(paces, rounds=self._policy.rounds))
         return draw_audits(self._policy, step, work, self._hosts, asked, slack)
 

@@ -24,7 +24,7 @@ from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.pace_evidence import PaceEvidence, PaceException, exceptions
 from spare_megatron.stacking.paces import EVEN, LIKE, Paces, Rounds
 from spare_megatron.stacking.placement import WipeOut
-from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, make_plan
 from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, StateWipeOut, first_ownership
 
@@ -197,7 +197,7 @@ class Controller(Membership):
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
             return self._stop_wiped_out(actions.StopWipeOut(step=self.step, partitions=lost.partitions, cause=wrong))
-        saved = self._save_dispute() if fence.is_outvoted else ()
+        saved = self._save_dispute() if fence.is_outvoted and not fence.error else ()  # no microbatch to compute again
         return (self._build_communicator(), *own, *saved, *self._await_decision())
 
     def _commit(self, commit: entries.Commit, change: Change, now_s: float) -> tuple[Action, ...]:
@@ -448,7 +448,10 @@ class Controller(Membership):
         probe = None if self.is_evaluating else self._paces.probe
         work = self._dealing.work(self.members, self._dealt_paces, probe)
         self._orphans = []
-        audits = () if self.is_evaluating else self._audits.draw(self.step, work, self.members, self._all_paces)
+        audits: tuple[Audit, ...] = ()
+        if not self.is_evaluating:
+            is_last = self.step + 1 == self.num_steps
+            audits = self._audits.draw(self.step, work, self.members, self._all_paces, is_last=is_last)
         plan = make_plan(self.step, self.epoch, work, after=after, is_evaluation=self.is_evaluating, audits=audits)
         self._plans = [plan]
         return plan

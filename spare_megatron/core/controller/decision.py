@@ -1,10 +1,10 @@
 """Decides an attempt: the next log entry once every survivor has voted.
 
-First come objections: different plans or state (`core.controller.comparison`), groups that lack a resource of their own
-again, then audits (`core.audits.audits`) and suspects. Without one, Commit follows if every survivor holds the complete
-sum, else Retry, which keeps the buckets whose sums all survivors hold, and none if a sum is wrong. An evaluation is
-decided by the sums in the votes, so each loss takes work away and needs a Retry. Groups that do not vote in time are
-fenced.
+First come groups that have found their own numbers wrong, then objections: different plans or state
+(`core.controller.comparison`), groups that lack a resource of their own again, then audits (`core.audits.audits`) and
+suspects. Without one, Commit follows if every survivor holds the complete sum, else Retry, which keeps the buckets
+whose sums all survivors hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each
+loss takes work away and needs a Retry. Groups that do not vote in time are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from spare_megatron.core.controller.comparison import by_value, objection
 from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.loss_sums import added
-from spare_megatron.core.log.votes import Attempted, Vote, host_digests
+from spare_megatron.core.log.votes import WRONG_NUMBERS, Attempted, Vote, host_digests
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
@@ -35,6 +35,10 @@ def decide(
     # Each pass over 1000 votes costs; a driver may pass one vote object for all groups.
     first = next(iter(counted), None)
     different = counted[:1] + [vote for vote in counted if vote is not first]
+    if stated := {group: vote for group, vote in votes.items() if vote.wrong_numbers}:
+        if (found := _found_by_itself(attempted, stated)) is not None:
+            return found
+        attempted = replace(attempted, is_discarded=True)  # the group is lost since it voted
     if (objection := _objection(attempted, votes, different)) is not None:
         return objection
     wrong = _voting("has_wrong_sum", attempted, votes, different)
@@ -94,6 +98,25 @@ def fence_silent_voters(
     reason = f"it has not voted on attempt {attempt}: {cause}"
     silent = [voter for voter in voters if voter.group not in voted]
     return tuple(Fence(group=voter.group, incarnation=voter.incarnation, reason=reason) for voter in silent)
+
+
+def _found_by_itself(attempted: Attempted, stated: Mapping[GroupId, Vote]) -> Fence | Halt | None:
+    """The end of the member whose own checks have found wrong numbers, or of the run if several voters state that."""
+    group, vote = min(stated.items())
+    if len(stated) > 1:
+        texts = "; ".join(f"group {one}: {stated[one].wrong_numbers}" for one in sorted(stated)[:2])
+        reason = f"{WRONG_NUMBERS} in {len(stated)} groups in one attempt, which no redundancy masks: {texts}"
+        return Halt(step=attempted.step, reason=reason)
+    if group not in attempted.members:
+        return None
+    fence = _fence(attempted, group, f"its {WRONG_NUMBERS}: {vote.wrong_numbers}", vote.wrong_positions)
+    return replace(fence, error=WRONG_NUMBERS)
+
+
+def _fence(attempted: Attempted, group: GroupId, reason: str, positions: tuple[int, ...]) -> Fence:
+    """The end of a group that has computed wrongly."""
+    fence = Fence(group=group, incarnation=dict(attempted.voters)[group], reason=reason, wrong_positions=positions)
+    return replace(fence, discard=True, is_outvoted=True)
 
 
 def _voting(
@@ -168,14 +191,7 @@ def _judge_audits(
     )
     for verdict in found:
         if isinstance(verdict, audits.Outvoted):
-            return Fence(
-                group=verdict.group,
-                incarnation=dict(attempted.voters)[verdict.group],
-                reason=verdict.reason,
-                discard=True,
-                is_outvoted=True,
-                wrong_positions=verdict.positions,
-            )
+            return _fence(attempted, verdict.group, verdict.reason, verdict.positions)
     undecided = [verdict.reason for verdict in found if isinstance(verdict, audits.Undecided)]
     has_questions = any(isinstance(verdict, audits.Dispute) for verdict in found)
     if undecided and not has_questions:

@@ -84,14 +84,16 @@ class Fence:
     incarnation: int = 0
     reason: str = ""
     error: str = ""
-    """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too."""
+    """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too; or
+    `votes.WRONG_NUMBERS`."""
     discard: bool = False
     """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
     is_outvoted: bool = False
-    """It has computed a microbatch to other values than the groups that agree about it, or than itself before."""
+    """It has computed a microbatch to other values than the groups that agree about it, or than itself before; or its
+    own checks have found wrong numbers."""
     wrong_positions: tuple[int, ...] = ()
-    """Of an outvoted group the positions at which the values differ first; none if that is not known. Its ranks, unless
-    pipelines have several lengths (`Slabs.holder_of`)."""
+    """Of an outvoted group the positions at which the values differ first, or that have found them wrong; none if that
+    is not known. Its ranks, unless pipelines have several lengths (`Slabs.holder_of`)."""
 
     def hits(self, member: Member) -> bool:
         """Whether this entry fences the member.

@@ -32,6 +32,10 @@ class Digests:
     """The donor whose state, and so digests, the group has taken over since the last commit."""
 
 
+WRONG_NUMBERS = "own checks found wrong numbers"
+"""The `error` of a group's fence for that; so begin a Halt for several such groups, and the evidence in their votes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """The vote of one group on one attempt, cast once. For digests see `Digests`."""
@@ -70,6 +74,10 @@ class Vote:
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
     losses: tuple[MicrobatchDigest, ...] = ()
     """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
+    wrong_positions: tuple[int, ...] = ()
+    """As in `Fence`: those whose ranks have found numbers of their own wrong since the step began."""
+    wrong_numbers: str = ""
+    """What the first of these ranks has found; empty if none has."""
 
 
 HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]

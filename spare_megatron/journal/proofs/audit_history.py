@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spare_megatron.core.audits.clean_prefix import AuditedSteps
+from spare_megatron.core.audits.clean_prefix import AuditedSteps, Computed
+from spare_megatron.core.log.votes import WRONG_NUMBERS
 from spare_megatron.journal.event_texts import groups_named, text_of_audited
 from spare_megatron.journal.fold import Committed, Fold
 from spare_megatron.journal.journal_view import JournalView, attempts_of, by_attempt
@@ -52,7 +53,7 @@ class SuspectAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencedGroup:
-    """A group that was fenced for what it has computed, and why; `reason` names the stage and the ranks."""
+    """A group that was fenced for what it has computed, and why; `reason` names the stage, and the rank or ranks."""
 
     group: int
     incarnation: int
@@ -92,7 +93,7 @@ class AuditHistory:
     saved: dict[int, str]
     """Step with a mismatch -> why its parameters are not saved, empty if they are (`journal.proofs.disputes`)."""
     halted: str
-    """Why the run halted over an audit; empty if it did not."""
+    """Why the run halted over an audit, or over what own checks have found; empty if it did not."""
 
 
 def find_spoiled(view: JournalView, run: RunRecord, fold: Fold) -> Spoiled | None:
@@ -173,16 +174,19 @@ def _fold_entry(
 ) -> None:
     match entry:
         case {"entry": "commit", "step": step}:
-            computed = [
-                (GroupId(record.group), Microbatch(ShardId(shard), index))
-                for record in records
-                for shard, index, _ in record.digests[: record.num_planned]
-            ]
-            audited.on_commit(step, computed, frozenset(map(GroupId, members)))
+            audited.on_commit(step, planned_audits(records), frozenset(map(GroupId, members)))
         case {"entry": "fence", "group": group, "discard": True}:
             audited.on_wrong(GroupId(group))
         case {"entry": "restart", "step": step}:
             audited.on_restart(step)
+
+
+def planned_audits(records: Collection[AuditRecord]) -> list[Computed]:
+    return [
+        (GroupId(record.group), Microbatch(ShardId(shard), index))
+        for record in records
+        for shard, index, _ in record.digests[: record.num_planned]
+    ]
 
 
 def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory:
@@ -270,6 +274,6 @@ def _found(fold: Fold) -> tuple[list[Mismatch], list[FencedGroup], str]:
                         group=entry["group"], incarnation=incarnation, step=step, reason=entry.get("reason", "")
                     )
                 )
-            case "halt" if entry["reason"].startswith("audit of"):
+            case "halt" if entry["reason"].startswith(("audit of", WRONG_NUMBERS)):
                 halted = entry["reason"]
     return mismatches, culprits, halted

@@ -11,7 +11,7 @@ from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log, invalid, 
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT, records_of
 from spare_megatron.journal.proofs import check_state, check_steps
-from spare_megatron.journal.proofs.check_audits import check_audits
+from spare_megatron.journal.proofs.check_audits import check_audits, check_own_findings
 from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord
@@ -51,11 +51,12 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a journal proves; `steps_committed` excludes commits that restarts undid."""
+    """What a journal proves; `steps_committed` excludes commits that restarts undid, `remarks` are no reasons."""
 
     verdict: Literal["valid", "invalid", "unknown"]
     reasons: tuple[str, ...]
     steps_committed: int
+    remarks: tuple[str, ...] = ()
 
 
 class Tally(Protocol):
@@ -77,7 +78,9 @@ def check(view: JournalView, tally: Tally | None = None) -> Verdict:
     findings = [*check_code(view, run, fold), *check_terms(view, run, fold)]
     findings += [*_check_log(view, fold), *_check_fold(fold), *check_reports(view, run, fold)]
     findings += [*check_places(view, run), *check_quarantines(view)]
-    findings += _apply((*check_steps.RULES, check_audits), attempts_of(view, fold), run, fold, tally)
+    findings += _apply(
+        (*check_steps.RULES, check_audits, check_own_findings), attempts_of(view, fold), run, fold, tally
+    )
     findings += check_state.check_partitions(view, fold)
     findings += _apply(check_state.RULES, steps_of(view, fold), run, fold, tally)
     findings += [*_check_faults(view, run, fold), *_check_end(view, run, fold)]
@@ -99,13 +102,15 @@ def _apply(
 
 
 def _verdict(view: JournalView, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
+    remarks = tuple(finding.reason for finding in findings if finding.severity == "remark")
+    findings = [finding for finding in findings if finding.severity != "remark"]
     findings = [*_check_lines(view, journal_format), *_check_storage(view), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
         verdict = "invalid" if "invalid" in severities else "unknown"
     reasons = tuple(f"{finding.severity}: {finding.reason}" for finding in findings)
-    return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
+    return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed, remarks=remarks)
 
 
 def _check_lines(view: JournalView, journal_format: int) -> Iterator[Finding]:

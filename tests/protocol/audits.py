@@ -29,7 +29,7 @@ class AuditDigests:
         self._way = ""
         self.losses = CountedLosses(suspect_every)
         self._errors: dict[Microbatch, str] = {}  # of what it has computed beside its work
-        self._num_wrong = 0
+        self._num_wrong = self._num_before = 0
         self._digests: dict[Microbatch, int] = {}
 
     def spoil(self, random: Random) -> None:
@@ -41,7 +41,13 @@ class AuditDigests:
         """Whether it has computed an audited microbatch wrongly."""
         return self._num_wrong > 0
 
+    @property
+    def finds_itself_wrong(self) -> bool:
+        """Whether checks of its own, which see everything, have found something since the step began."""
+        return self._num_wrong > self._num_before
+
     def begin(self) -> None:
+        self._num_before = self._num_wrong
         self._digests.clear()
         self._errors.clear()
         self.losses.begin()

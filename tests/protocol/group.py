@@ -49,6 +49,7 @@ from spare_megatron.voting.fencing import fence
 from tests.protocol.buckets import recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links
+from tests.protocol.own_findings import FOUND
 from tests.protocol.partitions import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.relaying import Relaying
 from tests.protocol.saved import AT_FIRST, Content
@@ -510,6 +511,7 @@ class Group:
             has_wrong_sum=has_wrong_sum,
             audits=self.audits.digests() if is_audited else (),
             losses=self.audits.losses.digests() if is_audited else (),
+            wrong_numbers=FOUND if is_audited and self._world.checks_itself and self.audits.finds_itself_wrong else "",
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)

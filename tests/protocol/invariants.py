@@ -28,6 +28,8 @@
     the run halts (`shortages`).
 12. No log entry is written twice; no communicator's name is used twice (`communicators`).
 13. All take a member to have the stages that it has in this incarnation.
+14. A group whose own checks have found its numbers wrong is fenced with `discard`, once, and no sum stays of an attempt
+    in which it has voted so. The run halts if two state it, in one attempt or in one step (`own_findings`).
 """
 
 from collections import Counter
@@ -56,7 +58,7 @@ from spare_megatron.core.log.entries import (
     decode_entry,
 )
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, SetSum
-from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.log.votes import WRONG_NUMBERS, Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.audits import AuditObserver
@@ -64,6 +66,7 @@ from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.evaluations import SET, loss_of
 from tests.protocol.incarnations import Incarnation, Opening, incarnation_of
+from tests.protocol.own_findings import FindingObserver, is_own_finding
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
 from tests.protocol.shortages import LACKING, ShortageObserver
@@ -132,7 +135,7 @@ class Invariants:
         self._is_discarded = False  # the attempt under way
         self._is_anew = False  # it follows one of which nothing may stay
         self._found_wrong: frozenset[Incarnation] = frozenset()  # sums of the attempt before
-        self._shortages = ShortageObserver()
+        self._shortages, self._findings = ShortageObserver(), FindingObserver()
         self._is_halted = False
         self._is_finished = not partitions.exist  # the log has decided that the run can end
         self.counts: Counter[str] = Counter()
@@ -148,6 +151,9 @@ class Invariants:
         self.counts[type(entry).__name__] += 1
         match entry:
             case Fence(group=group, incarnation=incarnation, discard=discard):
+                if is_own_finding(entry):
+                    self._is_halted |= self._findings.fenced(entry, writer, self._stated(), self.members)
+                    self.counts["fence for own wrong numbers"] += 1
                 if entry.is_outvoted:
                     self.audits.outvoted(f"{group}.{incarnation}", writer, self._corrupted)
                     self._is_discarded = True
@@ -212,6 +218,7 @@ class Invariants:
         self.epoch += 1
         self.step = entry.step
         self._shortages.begin()
+        self._findings.begin()
         self._num_resumes = 0
         self._is_evaluation_due = self._evaluates_now()
         self.attempt += 1
@@ -259,6 +266,11 @@ class Invariants:
         if LACKING in reason:
             self._shortages.halted(reason, writer, self._votes_now())
             self.counts["halt for lack of a resource"] += 1
+            self._is_halted = True
+            return
+        if reason.startswith(WRONG_NUMBERS):
+            self._findings.halted(reason, writer, self._stated(is_late=True))
+            self.counts["halt for own wrong numbers"] += 1
             self._is_halted = True
             return
         if reason.startswith("audit of"):
@@ -331,6 +343,13 @@ class Invariants:
         """Of the members, on this attempt."""
         return {incarnation: self._votes.get((incarnation, self.attempt)) for incarnation in sorted(self.members)}
 
+    def _stated(self, *, is_late: bool = False) -> set[Incarnation]:
+        """Those that say in votes on this attempt that they found themselves wrong; late votes may be seen or not."""
+        of_attempt = [
+            voter for (voter, attempt), vote in self._votes.items() if attempt == self.attempt and vote.wrong_numbers
+        ]
+        return {voter for voter in of_attempt if is_late or (voter, self.attempt) not in self._too_late}
+
     def _evaluates_now(self) -> bool:
         is_last = self.step == self._num_steps
         return bool(self._eval_every and self.step and (is_last or self.step % self._eval_every == 0))
@@ -345,7 +364,12 @@ class Invariants:
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
         found_wrong = frozenset(member for member, vote in votes.items() if vote is not None and vote.has_wrong_sum)
-        is_anew = self._compared(entry, writer) or bool(found_wrong)
+        stated = self._stated()
+        self._findings.decided(entry, writer, stated, self.members)
+        self.counts["sum of a group lost since it found itself wrong"] += bool(stated) and not self._is_discarded
+        is_anew = self._compared(entry, writer) or bool(found_wrong) or bool(stated)
+        if isinstance(entry, Retry) and entry.recompute:
+            is_anew |= bool(self._stated(is_late=True))  # which may have been seen, or not
         if isinstance(entry, Commit | Evaluated) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
@@ -366,6 +390,7 @@ class Invariants:
         if not isinstance(entry, Retry):
             self._expect(entry, writer)
             self._num_resumes = 0
+            self._findings.begin()
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         self._found_wrong = found_wrong if isinstance(entry, Retry) else frozenset()

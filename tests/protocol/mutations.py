@@ -424,6 +424,27 @@ class JudgesByOneDigest(Controller):
         return actions
 
 
+class ForgetsFindingsOfTheLost(Controller):
+    """Counts what members alone have found wrong themselves."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        of_lost = {group: vote for group, vote in event.votes.items() if group not in self.members}
+        forgotten = {group: replace(vote, wrong_numbers="") for group, vote in of_lost.items()}
+        return super()._decide(replace(event, votes={**event.votes, **forgotten}), now_s)
+
+
+class FencesWithoutDiscarding(Controller):
+    """Ends a group that has computed wrongly, and takes its sum for that of any lost group."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        return tuple(
+            replace(action, entry=replace(action.entry, discard=False))
+            if isinstance(action, AppendEntry) and isinstance(action.entry, Fence)
+            else action
+            for action in super()._decide(event, now_s)
+        )
+
+
 class CommitsWhatIsDisputed(Controller):
     """Asks a third group, and commits the sum with what it has found wrong."""
 
@@ -559,6 +580,11 @@ MUTATIONS_OF_AUDITS = {
     "votes with digests of another attempt": Protocol(audits_type=VotesWithOldDigests),
     "judges by one digest against one": Protocol(controller_type=JudgesByOneDigest),
     "commits what is disputed": Protocol(controller_type=CommitsWhatIsDisputed),
+}
+MUTATIONS_OF_OWN_FINDINGS = {
+    "commits sums of a group that found itself wrong": Protocol(controller_type=counting_votes_with(wrong_numbers="")),
+    "keeps buckets of a sum that was found wrong": Protocol(controller_type=ForgetsFindingsOfTheLost),
+    "fences without discarding": Protocol(controller_type=FencesWithoutDiscarding),
 }
 MUTATIONS_OF_SUSPECTS = {
     "commits suspects unconfirmed": Protocol(controller_type=CommitsSuspectsUnconfirmed),

@@ -64,6 +64,8 @@ class Scene:
     """Steps between audits; 0: none."""
     suspect_every: int = 0
     """Of so many microbatches one has data with a suspect loss; 0: none, and no loss is suspect."""
+    checks_itself: bool = False
+    """Whether groups find by checks of their own whatever they compute wrongly."""
     num_further: int = 0
     """Groups beyond those of the beginning that may be admitted; they host no shard."""
     ramp_steps: int = 0
@@ -336,6 +338,23 @@ class Scene:
             fault_budget=faults,
             suspect_every=random.choice((3, 6, 12)),
             audit_every_steps=random.choice((2, 99, 99)),
+        )
+
+    @classmethod
+    def draw_own_findings(cls, random: Random) -> "Scene":
+        """One of these in which groups find what they compute wrongly, and some are lost once they have said so."""
+        scene = cls.draw_audits(random)
+        faults = {
+            "crash": random.choice((0, 1, 2)),
+            "suspect": random.choice((0, 1, 2)),
+            "miscompute": random.choice((1, 1, 2)),
+        }
+        return replace(
+            scene,
+            checks_itself=True,
+            fault_budget=scene.fault_budget | faults,
+            suspect_every=random.choice((0, 0, 4)),
+            audit_every_steps=random.choice((1, 2, 99)),
         )
 
     @classmethod

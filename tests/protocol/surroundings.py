@@ -68,6 +68,7 @@ class Surroundings(Protocol):
     groups: tuple[GroupId, ...]
     random: Random
     suspect_every: int
+    checks_itself: bool
     evaluation_type: type[EvaluationSums]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     superseded: Callable[..., frozenset[int]]

@@ -31,6 +31,7 @@ NUM_LANE_HISTORIES = 60
 NUM_SHAPE_HISTORIES = 150
 NUM_AUDIT_HISTORIES = 120
 NUM_SUSPECT_HISTORIES = 120
+NUM_OWN_FINDING_HISTORIES = 150
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -209,6 +210,14 @@ def test_no_history_with_suspects_violates_an_invariant() -> None:
     assert sample.violations == {}
     least = {"question about suspects": 100, "commit with agreed suspects": 60, "dispute over a loss": 15}
     least |= {"outvoted": 20, "FinishRun": 100}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_groups_that_find_themselves_wrong_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_OWN_FINDING_HISTORIES), draw=Scene.draw_own_findings)
+    assert sample.violations == {}
+    least = {"fence for own wrong numbers": 50, "halt for own wrong numbers": 2, "StopHalted": 5, "FinishRun": 100}
+    least |= {"sum of a group lost since it found itself wrong": 1, "retry that keeps buckets": 5}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -84,7 +84,7 @@ class World:
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
-        self.suspect_every = scene.suspect_every
+        self.suspect_every, self.checks_itself = scene.suspect_every, scene.checks_itself
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())

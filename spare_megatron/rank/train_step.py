@@ -320,6 +320,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         wrong_sums=wrong,
         has_suspects=bool(now.suspects),
         memory=ctx.trainer.memory(),
+        wrong_numbers=ctx.trainer.checks.found(),
     )
 
 

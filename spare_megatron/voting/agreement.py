@@ -67,6 +67,7 @@ class RankOutcome:
     wrong_sums: Mapping[int, int] = field(default_factory=dict)
     has_suspects: bool = False
     memory: Sequence[float] = ()
+    wrong_numbers: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

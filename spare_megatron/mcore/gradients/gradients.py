@@ -508,7 +508,8 @@ class FixedPointSums(GradientSums):
                 return
             first = min(max(self._kept_end - flat.start, 0), len(sums))
             if first < len(sums):
-                self._add(sums[first:], gradient.reshape(-1)[first:])
+                with torch._C._DisableTorchDispatch():  # sums are checked as such, not operation by operation
+                    self._add(sums[first:], gradient.reshape(-1)[first:])
 
         # A hook on a leaf runs once per backward pass, with the sum over all uses of the parameter.
         flat.parameter.register_hook(add)

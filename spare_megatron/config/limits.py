@@ -18,6 +18,7 @@ NonNegativeInt = Annotated[int, Limit(lambda value: value >= 0, "must be at leas
 PositiveFloat = Annotated[float, Limit(lambda value: value > 0, "must be above 0; raise it")]
 FloatFromOne = Annotated[float, Limit(lambda value: value >= 1, "must be at least 1; raise it")]
 NonNegativeFloat = Annotated[float, Limit(lambda value: value >= 0, "must be at least 0; raise it")]
+Share = Annotated[float, Limit(lambda value: 0 <= value <= 1, "lies outside [0, 1]; choose a value from 0 to 1")]
 ShareBelowOne = Annotated[
     float, Limit(lambda value: 0 <= value < 1, "lies outside [0, 1); choose a value from 0 to below 1")
 ]

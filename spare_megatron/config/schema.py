@@ -10,6 +10,7 @@ from spare_megatron.config.limits import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Share,
     ShareBelowOne,
 )
 from spare_megatron.config.schema_data import DataConfig, EvalConfig
@@ -255,6 +256,9 @@ class AuditConfig:
     every_steps: NonNegativeInt | None = None
     """Steps between audits, in each of which every group computes one microbatch of another group on each lane; 0
     disables them. If absent as few as cost at most 1% of a step, and none where equal gradients may differ in bits."""
+    products: Share = 0.01
+    """Share of the passes, each a microbatch forward and backward, whose products and other operations a group checks
+    while it computes them; tokens are checked in all passes, unless it is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ is_available, init, empty_cache = torch.cuda.is_available, torch.cuda.init, torc
 name_of_device, runtime, nvtx = torch.cuda.get_device_name, torch.cuda.cudart, torch.cuda.nvtx
 capability, memory_left = torch.cuda.get_device_capability, torch.cuda.mem_get_info
 memory_stats = torch.cuda.memory_stats
+matmul = torch.backends.cuda.matmul
 
 _log = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
@@ -30,6 +30,7 @@ from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.held_slabs import HeldSlab, held_slabs
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import cpu
+from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.model import Chunk, build_chunks
 from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.model.probe import Probe, SilentProbe
@@ -48,6 +49,7 @@ from spare_megatron.mcore.optimizer.parameters import (
     sums_of_squares,
 )
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
+from spare_megatron.mcore.pass_checks import PassChecks
 from spare_megatron.mcore.state import (
     IncomingState,
     OutgoingState,
@@ -143,6 +145,9 @@ class GroupTrainer:
         dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
         is_random = dropout > 0.0 or bool(config.program.file)
         self._passes = ForwardPasses(config, self._program, groups, device, self._probe, is_random=is_random)
+        self.checks = PassChecks(config, device)
+        self.injector: AbstractContextManager[object] | None = None
+        """A fault: changes results of operations in all passes, below the checks."""
         self._step = 0
         self.on_loaded: Callable[[Tensor], None] | None = None
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
@@ -182,6 +187,7 @@ class GroupTrainer:
         for slab in self.slabs:
             slab.gradients.reset()
         self.passes.forget()
+        self.checks.begin_step(step)
         self._optimizer.zero_grad()
 
     def compute(
@@ -226,7 +232,7 @@ class GroupTrainer:
                 reported = None if on_ready is None else partial(report, slab)
                 stack.enter_context(slab.ready.reporting(self._pipeline.num_passes(items), reported))
             stack.enter_context(self.passes.watching(items))
-            self._pipeline.run(items, self._forward, self.passes.on_backward)
+            self._run(items)
         for slab in reversed(self.slabs):
             sum_ready(slab, len(slab.gradients.buckets), in_backward=False)
         return list(work)
@@ -235,7 +241,7 @@ class GroupTrainer:
         """Computes some microbatches for their digests alone. Collective as `compute`."""
         items = self._audits(microbatches)
         with self.passes.watching(items):
-            self._pipeline.run(items, self._forward, self.passes.on_backward)
+            self._run(items)
 
     def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:
         """Those that this lane computes: the first lanes that have less to do of what stands beside take them."""
@@ -504,6 +510,14 @@ class GroupTrainer:
 
     # ------------------------------------------------------------------------------------------------- internal
 
+    def _run(self, items: Sequence[Item]) -> None:
+        self._pipeline.run(items, self._forward, self.passes.on_backward, around=self._around)
+
+    def _around(
+        self, chunk: Chunk, item: Item, which: Literal["forward", "backward"]
+    ) -> AbstractContextManager[object] | None:
+        return self.checks.around(item, chunk.stage, which, self.injector)
+
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(FaultPoint.FORWARD)
         if chunk is self.chunks[0] and item.is_counted:
@@ -511,7 +525,8 @@ class GroupTrainer:
         number = item.microbatch.number
         first = self.corpus.first_sample(self._step, number)
         with self._slab_of[chunk.stage].gradients.experts.counting() if item.is_counted else nullcontext():
-            output, terms = self._passes.run(chunk, self._step, number, first, partial(self._batch, number))
+            on_batch = partial(self.checks.on_batch, microbatch=item.microbatch)
+            output, terms = self._passes.run(chunk, self._step, number, first, partial(self._batch, number), on_batch)
         if chunk.is_last:
             output = self._loss(terms, item)
         self.passes.on_forward(chunk, item, output)
@@ -533,6 +548,7 @@ class GroupTrainer:
 
     def _batch(self, number: int) -> dict[str, Tensor]:
         batch = self.corpus.microbatch(self._step, number)
+        self.checks.on_read(part_of_context_rank(dict(batch), self.process_groups.cp))
         if self.on_loaded is not None:
             self.on_loaded(batch["tokens"])
             self.on_loaded = None

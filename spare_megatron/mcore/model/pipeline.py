@@ -1,9 +1,10 @@
 """Runs microbatches through the pipeline stages of a group, with Megatron's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -47,6 +48,10 @@ ForwardStep = Callable[[Chunk, Item], tuple[Tensor, LossFunction]]
 
 OnBackward = Callable[[Chunk, Item, Tensor], None]
 """Called when the backward pass of a microbatch through a chunk begins, with the gradient of the chunk's output."""
+
+
+Surroundings = Callable[[Chunk, Item, Literal["forward", "backward"]], AbstractContextManager[object] | None]
+"""A context in which a pass of a microbatch, through a chunk and those that follow it at once, is to run, if any."""
 
 
 class ProbedCommunicator(P2PCommunicator):
@@ -109,6 +114,7 @@ class Pipeline:
         on_backward: OnBackward | None = None,
         *,
         is_forward_only: bool = False,
+        around: Surroundings | None = None,
     ) -> None:
         """Adds gradients to the buffers, unless `is_forward_only`. Collective over: all ranks of the lane, with the
         same items.
@@ -126,11 +132,17 @@ class Pipeline:
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
             item, stage = next(iterator), self._stages[id(module)]
             outputs: list[tuple[Tensor, LossFunction]] = []
-            with self._probe.forward(item.microbatch.unit):
+            with (
+                self._probe.forward(item.microbatch.unit),
+                (around and around(stage[0], item, "forward")) or nullcontext(),
+            ):
                 for chunk in stage:
                     if outputs:
                         unwrap_model(chunk.module).set_input_tensor(outputs[-1][0])
                     outputs.append(forward_step(chunk, item))
+            if around is not None and (context := around(stage[0], item, "backward")) is not None:
+                output, loss = outputs[-1]
+                outputs[-1] = _Surrounded.apply(torch.empty(0, requires_grad=True), [output], context), loss
             if not is_forward_only:
                 # The backward pass of a chunk, which the schedule runs, starts with the gradient of its output.
                 outputs[-1][0].register_hook(lambda _: self._begin_backward(item))
@@ -151,6 +163,29 @@ class Pipeline:
         if self._multiple > 1:
             scale_auxiliary_losses(0.0 if item.is_padding else 1.0)
         self._probe.backward(item.microbatch.unit)
+
+
+class _Surrounded(torch.autograd.Function):
+    """Repeats an output that no graph leads to: its gradient starts a backward pass in a context of its own. What is
+    entered inside a backward pass would be left again with the next of its operations.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _requires_grad: Tensor,
+        output: Sequence[Tensor],  # hidden from autograd
+        around: AbstractContextManager[object],
+    ) -> Tensor:
+        ctx.output, ctx.around = output, around
+        return output[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        with ctx.around:
+            torch.autograd.backward(ctx.output, gradients)
+        del ctx.output, ctx.around
+        return None, None, None
 
 
 def share_in_lane(

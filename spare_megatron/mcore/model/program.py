@@ -99,10 +99,16 @@ class ForwardPasses:
         self._is_random = is_random
 
     def run(
-        self, chunk: Chunk, step: int, number: int, first_sequence: int, read: Callable[[], dict[str, Tensor]]
+        self,
+        chunk: Chunk,
+        step: int,
+        number: int,
+        first_sequence: int,
+        read: Callable[[], dict[str, Tensor]],
+        on_batch: Callable[[Batch], object] | None = None,
     ) -> tuple[Tensor, Terms]:
         """Runs the microbatch of this number through a chunk. `read` is called if the chunk needs any of it: without a
-        mask, chunks between the ends of the model do not.
+        mask, chunks between the ends of the model do not. `on_batch`: called with what the model then takes.
         """
         config = self._config
         if self._is_random:
@@ -113,6 +119,8 @@ class ForwardPasses:
             with self._probe.during(Operation.STORAGE):
                 batch = read()
             batch = on_device(batch, config, self._device, self._groups.cp)
+            if on_batch is not None:
+                on_batch(batch)
         context = StepContext(
             config=config,
             groups=self._groups,

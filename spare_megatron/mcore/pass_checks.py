@@ -1,0 +1,73 @@
+"""Which passes of a rank are checked as they are computed, and the tokens that they take in."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spare_megatron.config.schema import AuditConfig, RunConfig
+from spare_megatron.core.audits.audits import is_checked
+from spare_megatron.mcore.checked_operations import CheckedOperations, checksum
+from spare_megatron.mcore.model.model import kernels_of, uses_transformer_engine
+from spare_megatron.mcore.model.pipeline import Item
+from spare_megatron.stacking.plans import Numbered
+
+
+class PassChecks:
+    """The checks that a rank makes of its own passes. They change no number."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        """Raises ValueError if more passes are to be checked than by default, and the operations are not torch's."""
+        is_cpu, share = device.type == "cpu", config.audit.products
+        self._seed, self._share_of_passes = config.train.seed, share
+        if uses_transformer_engine(config, device):
+            if share > AuditConfig().products:
+                raise ValueError(
+                    f"audit.products={share}, but the layers are those of transformer-engine, whose operations are "
+                    f"not torch's and cannot be checked; remove it, or set model.transformer_impl=local"
+                )
+            self._share_of_passes = 0.0
+        self._checks_tokens = share > 0.0
+        has_fusions = not is_cpu and kernels_of(config, device)["fusions"] != "none"
+        self._operations = CheckedOperations(
+            repeats=is_cpu or torch.are_deterministic_algorithms_enabled(),
+            keeps_records=not (has_fusions or config.program.file),
+        )
+        self._step = 0
+        self._read: dict[str, Tensor] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Forgets what was found in the step before."""
+        self._step = step
+        self._operations.forget()
+
+    def found(self) -> str:
+        """The first thing that is wrong since `begin_step`, in words; empty if nothing is. Waits for the device."""
+        return self._operations.found()
+
+    def around(
+        self,
+        item: Item,
+        stage: int,
+        which: Literal["forward", "backward"],
+        below: AbstractContextManager[object] | None,
+    ) -> AbstractContextManager[object] | None:
+        """Where a pass runs, whose operations are as in `below`: there, and if it is drawn where they are checked."""
+        number = item.microbatch.number
+        if item.is_padding or not is_checked(self._share_of_passes, self._seed, self._step, number):
+            return below
+        return self._operations.checking(f"{which} pass of {_named(item.microbatch)} at stage {stage}", below)
+
+    def on_read(self, batch: Mapping[str, Tensor]) -> None:
+        """What was read of a microbatch, of which `on_batch` gets what a model takes in."""
+        self._read = {name: checksum(tensor) for name, tensor in batch.items()} if self._checks_tokens else {}
+
+    def on_batch(self, batch: Mapping[str, Tensor], microbatch: Numbered) -> None:
+        if self._read:
+            self._operations.compare(f"batch of {_named(microbatch)}", self._read, batch)
+
+
+def _named(microbatch: Numbered) -> str:
+    return f"microbatch {microbatch.unit.index} of shard {microbatch.unit.shard}"

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -146,6 +146,8 @@ class GroupTrainer:
         self._step = 0
         self.on_loaded: Callable[[Tensor], None] | None = None
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
+        self.injector: AbstractContextManager[object] | None = None
+        """Faults in results of operations: entered around forward and backward passes, before what watches these."""
         self._seen: list[Numbered] = []
         self._losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
         self._audited_losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
@@ -226,6 +228,7 @@ class GroupTrainer:
                 reported = None if on_ready is None else partial(report, slab)
                 stack.enter_context(slab.ready.reporting(self._pipeline.num_passes(items), reported))
             stack.enter_context(self.passes.watching(items))
+            stack.enter_context(self.injector or nullcontext())
             self._pipeline.run(items, self._forward, self.passes.on_backward)
         for slab in reversed(self.slabs):
             sum_ready(slab, len(slab.gradients.buckets), in_backward=False)
@@ -234,7 +237,7 @@ class GroupTrainer:
     def audit(self, microbatches: Sequence[Microbatch]) -> None:
         """Computes some microbatches for their digests alone. Collective as `compute`."""
         items = self._audits(microbatches)
-        with self.passes.watching(items):
+        with self.passes.watching(items), self.injector or nullcontext():
             self._pipeline.run(items, self._forward, self.passes.on_backward)
 
     def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:

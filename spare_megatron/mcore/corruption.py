@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import Fault, FaultPoint
@@ -24,8 +24,14 @@ DRIFT = 1e-3
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+NO_FAULT = "an injected fault has changed nothing: "
+
+
 class ChangedNothing(ValueError):
     """A fault has changed no number, so that what a run makes of it shows nothing."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(NO_FAULT + why)
 
 
 def _bits(values: Tensor, bit: int | None = None) -> tuple[Tensor, int]:
@@ -38,16 +44,16 @@ def _bits(values: Tensor, bit: int | None = None) -> tuple[Tensor, int]:
 
 def _require_change(before: Tensor | None, after: Tensor) -> None:
     if before is not None and torch.equal(before, after):
-        raise ChangedNothing(f"an injected fault has changed no bit of {len(after)} values")
+        raise ChangedNothing(f"none of {len(after)} values has another bit than before")
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:
     """Sets a clear bit in the first tensor's largest element where it is clear. Raises ChangedNothing without one."""
     first = next(iter(tensors), None)
     if first is None:
-        raise ChangedNothing("there is nothing to flip a bit of: moments are there after the first update of a group")
-    with _disable_current_modes():
-        values = first.view(-1)
+        raise ChangedNothing("moments are there after the first update of a group, and buckets while staged")
+    with torch._C._DisableTorchDispatch():
+        values = first.data.view(-1)  # whose version autograd counts apart
         patterns, mask = _bits(values, bit)
         sizes = torch.where((patterns & mask) == 0, values.abs(), -1)
         patterns[sizes.argmax()] ^= mask
@@ -65,7 +71,7 @@ def _spoil_outputs(trainer: GroupTrainer, spoil: Callable[[Tensor], object], *, 
     def on_output(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
         if is_transient:
             hook.remove()
-        with _disable_current_modes():
+        with torch._C._DisableTorchDispatch():
             output = (outputs[0] if isinstance(outputs, tuple) else outputs).data
             before = _bits(output)[0].clone()
             spoil(output)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.audit_groups import NUM_GROUPS, Case, PlayedGroups
 from benchmarks.origin import origin
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
+from spare_megatron.config.schema import AuditConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.core.audits.audits import default_every_steps
 from spare_megatron.mcore.audited_passes import digest64
@@ -151,6 +151,36 @@ def measure(config: RunConfig, num_pairs: int) -> tuple[list[float], float]:
     return ratios, digests_s / (default_every_steps(m) * statistics.median(plain))
 
 
+def measure_products(config: RunConfig, num_pairs: int, shares: Sequence[float]) -> dict[str, Any]:
+    """Steps in which these shares of the passes are checked over steps in which none is, by turns, in processor time.
+    What is found after a step is a part of it, and has to be nothing.
+    """
+    settings: list[dict[str, Any]] = [{"products": share} for share in (0.0, *shares)]
+    trainers = [GroupTrainer(replace(config, audit=replace(config.audit, **one)), CPU) for one in settings]
+    own = [Microbatch(0, index) for index in range(config.spare.microbatches_per_shard)]  # type: ignore[arg-type]
+
+    def step_s(trainer: GroupTrainer, step: int) -> float:
+        began_s = time.process_time()
+        trainer.begin_step(step)
+        trainer.compute(own)
+        if found := trainer.checks.found():  # type: ignore[attr-defined]
+            raise RuntimeError(f"false alarm: {found}")
+        return time.process_time() - began_s
+
+    for trainer in trainers:
+        step_s(trainer, 0)
+    times: list[list[float]] = [[] for _ in trainers]
+    for number in range(num_pairs):
+        order = range(len(trainers)) if number % 2 else reversed(range(len(trainers)))
+        for index in order:
+            times[index].append(step_s(trainers[index], number % config.train.steps))
+    plain, *others = times
+    return {
+        f"products_{share:g}": price([one / without for one, without in zip(of_it, plain, strict=True)], 1)
+        for share, of_it in zip(shares, others, strict=True)
+    }
+
+
 def config_of(prefix: Path, num_microbatches: int, layout: dict[str, int], **model: int) -> RunConfig:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32} | model
     config = RunConfig(
@@ -175,9 +205,12 @@ def main() -> None:
     parser.add_argument("--calm-steps", type=int, default=900, help="steps without faults; each has up to 4 audits")
     parser.add_argument("--pairs", type=int, default=200, help="steps with an audit, each beside one without")
     parser.add_argument("--tokens", type=int, default=512, help="of a microbatch of these steps")
+    parser.add_argument("--products", type=float, nargs="*", default=[], help="audit.products of steps to measure")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.products and not hasattr(AuditConfig, "products"):
+        parser.error("this version has no audit.products")
     outcomes: list[tuple[dict[str, int], Outcome]] = []
     calm: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -197,12 +230,13 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         large = config_of(prefix, 16, {}, hidden_size=64, num_attention_heads=4, seq_length=arguments.tokens)
         ratios, digest_share = measure(large, arguments.pairs)
+        products = measure_products(large, arguments.pairs, arguments.products) if arguments.products else {}
         dist.destroy_process_group()
     result = (
         findings(outcomes)
         | {key: calm[key] for key in ("audits", "false_alarms", "losses", "starts")}
         | price(ratios, default_every_steps(16))
-        | {"digest_share": digest_share}
+        | {"digest_share": digest_share, **products}
     )
     print(json.dumps(result | origin() if arguments.json else result, indent=None if arguments.json else 2))
 

@@ -110,8 +110,8 @@ def draw_cases(num_cases: int, seed: int) -> list[Case]:
     return cases
 
 
-def configure(corpus: Path, way: str, case: Case | None) -> RunConfig:
-    """One way's run. The number of the case also draws the microbatch."""
+def configure(corpus: Path, way: str, case: Case | None, more: Sequence[str] = ()) -> RunConfig:
+    """One way's run, with further settings. The number of the case also draws the microbatch."""
     settings = [
         "name=corruption",
         *("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "model.seq_length=16"),
@@ -121,10 +121,11 @@ def configure(corpus: Path, way: str, case: Case | None) -> RunConfig:
         *("spare.deal_by_pace=false", 'cluster.device="cpu"', "control.heartbeat_interval_s=10"),
         f"reduce.mode={'reproducible' if way in OURS else 'fast'}",
         *OURS.get(way, ()),
+        *more,
     ]
     if case is not None:
         number = 2 * case.bit + 1 if way in OURS and case.kind in SUMMED else case.bit
-        bit = "" if case.kind == "drift" else f", bit={number}"
+        bit = "" if case.kind.endswith("drift") else f", bit={number}"
         fault = f'phase="{case.phase}", kind="{case.kind}", step={case.step}, group={case.group}, rank=0{bit}'
         settings += [f"faults.seed={case.number}", f"faults.trace=[{{{fault}}}]"]
     return load_run_config(None, settings).config

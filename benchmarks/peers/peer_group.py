@@ -151,7 +151,7 @@ class PeerGroup:
     def _inflict(self, fault: Fault) -> None:
         """What the injector does not carry out itself, as our ranks and their supervisors do."""
         if fault.kind in CORRUPTIONS:
-            CORRUPTIONS[fault.kind](self._trainer, fault.bit, self._at_hand)
+            CORRUPTIONS[fault.kind](self._trainer, fault, self._at_hand)
             return
         assert fault.kind == "stop", f"the injector carries out {fault.kind} itself"
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -30,8 +30,10 @@ class Kind:
     """What it strikes at these phases and at no other."""
     drawn: Literal["survived", "listed", "never"] = "survived"
     """Whether random faults are of this kind: wherever the run survives it, only if it is listed, or never."""
-    flips: Literal["", "sum", "bucket", "token", "moment", "value"] = ""
-    """The number of which it flips a bit."""
+    flips: Literal["", "sum", "bucket", "token", "moment", "value", "result"] = ""
+    """The number of which it flips a bit; a result is in the precision of the model."""
+    in_operations: bool = False
+    """Strikes what operations of passes put out, those of `forward` or of `backward` passes."""
     has_factor: bool = False
     """Makes something slower by a factor."""
     corrupts_state: bool = False
@@ -48,12 +50,16 @@ _WHILE_SUMS_GROW = tuple(map(FaultPoint, ("forward", "send", "receive", "backwar
 _SUMS = "the local gradient sums, which are no longer read"
 _BUCKET = "a bucket that is staged, and none is"
 _TOKENS = "the tokens that the first stage reads for a microbatch, not"
+_RESULTS = "operations of a pass, and none begins"
 
 _SLOW = Kind(has_factor=True)
 _NODE = Kind(strikes="node", costs="node")
 _STORE = Kind(strikes="store", needs=("embedded_store", "one_machine"))
 _ERROR = Kind(strikes="device", costs="maybe", drawn="never")
 _FLIP = replace(_ERROR, duration="lasts", flips="value")
+_OUTPUT = replace(_FLIP, flips="result")
+_PASSES = (FaultPoint.FORWARD, FaultPoint.BACKWARD)
+_RESULT = replace(_OUTPUT, in_operations=True, phases=_PASSES, target=_RESULTS)
 
 _ROWS = {
     "kill": Kind(costs="group", duration="lasts", in_background=True),
@@ -73,9 +79,14 @@ _ROWS = {
     "moment_flip": replace(_FLIP, corrupts_state=True, flips="moment"),
     "sum_flip": replace(_FLIP, flips="bucket", phases=(FaultPoint.STAGED, FaultPoint.SUMMED), target=_BUCKET),
     "data_flip": replace(_FLIP, flips="token", phases=(FaultPoint.FORWARD,), target=_TOKENS),
-    "activation_flip": _FLIP,
-    "stuck_bit": replace(_FLIP, duration="either"),
+    "activation_flip": _OUTPUT,
+    "stuck_bit": replace(_OUTPUT, duration="either"),
     "drift": _ERROR,
+    "product_flip": _RESULT,
+    "product_stuck": replace(_RESULT, duration="either"),
+    "product_rare": replace(_RESULT, duration="either"),
+    "product_drift": replace(_RESULT, duration="either", flips=""),
+    "operation_flip": _RESULT,
     "drain": Kind(strikes="group", costs="departure"),
     "resize": Kind(strikes="group", duration="lasts", needs=("further_groups",)),
     "stop_store": _STORE,

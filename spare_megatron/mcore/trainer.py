@@ -146,11 +146,11 @@ class GroupTrainer:
         is_random = dropout > 0.0 or bool(config.program.file)
         self._passes = ForwardPasses(config, self._program, groups, device, self._probe, is_random=is_random)
         self.checks = PassChecks(config, device)
-        self.injector: AbstractContextManager[object] | None = None
-        """A fault: changes results of operations in all passes, below the checks."""
         self._step = 0
         self.on_loaded: Callable[[Tensor], None] | None = None
         """A fault: called with the tokens of the next microbatch that is read, and forgotten."""
+        self.injector: AbstractContextManager[object] | None = None
+        """Faults in results of operations: entered around forward and backward passes, before what watches these."""
         self._seen: list[Numbered] = []
         self._losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}
         self._audited_losses: dict[Numbered, tuple[Tensor, Tensor | None]] = {}

@@ -14,7 +14,9 @@ from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.devices import gpu
+from spare_megatron.faults.kinds import KINDS
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.mcore.corruption import OperationFaults
 from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
@@ -107,6 +109,8 @@ class Assembly:
             check_same_device(self._device, spec.group, self._store)
         if config.data.access == "shared":
             check_shared_data(trainer.corpus, spec.group, self._store)
+        if any(KINDS[fault.kind].in_operations for fault in spec.faults):
+            trainer.injector = OperationFaults(trainer)
         return trainer
 
     def _build_agreement(self, log: DecisionLog, num_positions: int) -> GroupAgreement:

@@ -13,6 +13,7 @@ from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import Action, DrainGroups, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.log.entries import Halt, encode_entry
 from spare_megatron.core.log.events import RunStarted
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.saves.checkpoint_policy import emergency_save
@@ -22,7 +23,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
 from spare_megatron.machine.gpus.device_errors import is_memory_error
-from spare_megatron.mcore.corruption import CORRUPTIONS
+from spare_megatron.mcore.corruption import CORRUPTIONS, ChangedNothing
 from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
@@ -107,6 +108,8 @@ class _Rank:
         except Fenced as error:
             say(error)
             return ExitCode.FENCED
+        except ChangedNothing as error:
+            return self._halt(str(error))
         except StoreLost as error:
             return self._without_store(error)
         except GroupBroken as error:
@@ -181,6 +184,14 @@ class _Rank:
             self._save_alone()
         return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
+    def _halt(self, reason: str) -> ExitCode:
+        """Ends the run for all groups: it was to show what becomes of a fault, and there was none."""
+        step, index = self._progress.num_steps, self._controller.head
+        text = encode_entry(Halt(step=step, reason=reason))
+        while self._log.append(index, text) != text:
+            index += 1
+        return self._stopped(StopHalted(step=step, reason=reason))
+
     def _is_aftermath(self, error: RuntimeError) -> bool:
         """Whether an abort of a communicator, here or at a peer on the node, may have freed what the device still used.
 
@@ -232,7 +243,7 @@ class _Rank:
         """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             assert self._parts is not None, "state is corrupted once it is there"
-            CORRUPTIONS[fault.kind](self._parts.ctx.trainer, fault.bit, self._parts.components.sums.at_hand)
+            CORRUPTIONS[fault.kind](self._parts.ctx.trainer, fault, self._parts.components.sums.at_hand)
         elif fault.kind in JOURNAL_HANDLERS:
             JOURNAL_HANDLERS[fault.kind](self._journal.fileno(), fault.seconds)
         else:

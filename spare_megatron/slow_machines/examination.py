@@ -37,7 +37,7 @@ _NUM_ANSWERS, _NUM_VALUES, _VALUE_CHARACTERS = 16, 4, 64_000
 _MOST_ERRORS = 16
 _LEAST_TIMEOUT_S, _ABORT_S = 0.1, 5.0
 """0 would be no timeout. An abort frees memory, for which CUDA waits until no other transfer of the device hangs."""
-_LASTING = ("drift", "stuck_bit", "slow")
+_LASTING = ("drift", "stuck_bit", "product_drift", "product_stuck", "product_rare", "slow")
 """Kinds of injected faults that an examination of the machine meets, too, for the seconds that they last."""
 
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
-from spare_megatron.mcore.corruption import CORRUPTIONS
+from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer
 from spare_megatron.mcore.optimizer import optimizer
@@ -70,7 +70,7 @@ def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     newcomer = GroupTrainer(config, CPU)
     hand_over(donor, newcomer)
     found = [(one.rest_of_state().hexdigest(), one.params_sha256()) for one in (donor, other, newcomer)]
-    CORRUPTIONS["moment_flip"](newcomer, 0, None)
+    flip_bit(newcomer.moments(), 0)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))
     _count_one_more(newcomer._optimizer)
     found.append((newcomer.rest_of_state().hexdigest(), newcomer.params_sha256()))

@@ -91,6 +91,7 @@ ALONE = {
         "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
         {"ratio", "optimum", "steps_to_deal"},
     ),
+    "wrong_numbers": ("--cases 1 --ways default", {"cases", "ways", "without_effect", "seconds_per_case"}),
 }
 """Likewise, of those with models of their own."""
 

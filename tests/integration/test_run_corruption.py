@@ -12,6 +12,7 @@ from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerCon
 from spare_megatron.core.log.gradient_guard import LEAST_STEPS
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
+from spare_megatron.mcore.corruption import NO_FAULT
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import REPLICATED, Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -122,6 +123,39 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
     run = complete_run(tiny_config(text_corpus, ONE_RANK, faults=faults), tmp_path / "run")
     assert run.summary.outcome == "halted"
     assert "the training diverged" in run.summary.outcome_reason
+    assert run.summary.steps_committed == 1
+
+
+# -------------------------------------------------------------------------------------------- results of operations
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
+def test_wrong_results_of_operations_are_summed_and_all_groups_stay_alike(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    """Each kind, in both passes: low bits, of which the gradient is of usual size and the loss no outlier."""
+    low = {"bit": 3, "rank": layout.pipeline_parallel - 1}
+    faults = [
+        wrong("product_flip", FaultPoint.FORWARD, 1, 0, **low),
+        wrong("product_stuck", FaultPoint.BACKWARD, 1, 1, **low),
+        wrong("product_rare", FaultPoint.FORWARD, 2, 2, **low),
+        wrong("operation_flip", FaultPoint.BACKWARD, 2, 3, **low),
+    ]
+    run = finished(text_corpus, tmp_path / "run", faults, layout)
+    calm = finished(text_corpus, tmp_path / "calm", [], layout)
+    assert fences_of(run) == {}
+    assert losses_of(run.journal)[0] == losses_of(calm.journal)[0]
+    assert run.summary.params_sha256 != calm.summary.params_sha256
+
+
+def test_a_fault_that_changes_no_number_halts_the_run(text_corpus: Path, tmp_path: Path) -> None:
+    """Of what bf16 can hold, nothing is nearer to what is a thousandth larger."""
+    config = tiny_config(
+        text_corpus, ONE_RANK, precision="bf16", faults=[wrong("product_drift", FaultPoint.FORWARD, 1, 2)]
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert run.summary.outcome == "halted"
+    assert run.summary.outcome_reason.startswith(NO_FAULT)
     assert run.summary.steps_committed == 1
 
 

@@ -322,6 +322,18 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
         ),
         (["faults.trace=[{phase='backward', kind='bit_flip', bit=32}]"], "faults.trace[0].bit=32 lies outside 0 to 31"),
         (
+            ["faults.trace=[{phase='forward', kind='product_flip', bit=16}]", "model.precision=bf16"],
+            "faults.trace[0].bit=16 lies outside 0 to 15",
+        ),
+        (
+            ["faults.trace=[{phase='in_reduce', kind='operation_flip'}]"],
+            "faults.trace[0].kind=operation_flip strikes operations of a pass, and none begins at phase=in_reduce",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='product_drift', step=19}]"],
+            "faults.trace[0].kind=product_drift at phase=backward may strike in the pass after",
+        ),
+        (
             ["reduce.mode=reproducible", "faults.trace=[{phase='backward', kind='bit_flip', bit=64}]"],
             "faults.trace[0].bit=64 lies outside 0 to 63",
         ),

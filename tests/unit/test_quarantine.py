@@ -281,7 +281,9 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
     limited: list[list[int]] = []
     examiner.limit = lambda pids: limited.append(list(pids))
     fault = Fault(step=0, group=GroupId(0), rank=0, phase=FaultPoint.FORWARD, kind="drift", seconds=5.0)
-    for one in (fault, replace(fault, kind="slow", factor=2.0, seconds=9.0), replace(fault, kind="kill", seconds=None)):
+    rare = replace(fault, kind="product_rare", seconds=1.0)
+    slow = replace(fault, kind="slow", factor=2.0, seconds=9.0)
+    for one in (fault, rare, slow, replace(fault, kind="kill", seconds=None)):
         examiner.note_fault(one)
     for at_s in (4.0, 8.0, 10.0):
         now_s[0] = at_s

@@ -28,7 +28,9 @@ def bits_of(config: RunConfig, kind: FaultKind) -> int:
     flips = KINDS[kind].flips
     if flips == "token":
         return (config.model.vocab_size - 1).bit_length()
-    if flips == "bucket" and config.reduce.mode == "fast_bf16":
+    if (flips == "bucket" and config.reduce.mode == "fast_bf16") or (
+        flips == "result" and config.model.precision == "bf16"
+    ):
         return 16
     return 64 if flips in ("sum", "bucket") and config.reduce.mode == "reproducible" else 32
 
@@ -132,6 +134,9 @@ _OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
     Rule(lambda at: at.kind.flips == "moment" and not at.fault.step
          and at.fault.phase not in points.PHASES_BETWEEN_STEPS,
          "[.kind] strikes moments, which the first update creates, but [.step] may come before it; set a step above 0"),
+    Rule(lambda at: at.kind.in_operations and at.fault.phase is FaultPoint.BACKWARD
+         and at.fault.step == at.config.train.steps - 1,
+         "[.kind] at phase=backward may strike in the pass after, which [.step] may not have; set an earlier step"),
     Rule(lambda at: at.fault.bit is not None and not at.kind.flips,
          "[.bit] has no effect on kind=<.kind>; remove it"),
     Rule(lambda at: at.kind.phases and at.fault.phase not in at.kind.phases,

@@ -260,7 +260,11 @@ class Rank:
         step = StepUnderWay(step=0, started_s=0.0, makespan=1, num_alive=2, computed=COMPUTED)
         self.progress = RankProgress(step=step)
         trainer: Any = SimpleNamespace(
-            loss_sum=lambda: LossSum(0.0, 1), term_sums=list, microbatch_losses=dict, memory=tuple
+            loss_sum=lambda: LossSum(0.0, 1),
+            term_sums=list,
+            microbatch_losses=dict,
+            memory=tuple,
+            checks=SimpleNamespace(found=str),
         )
         exchange = BucketExchange(
             position=0,

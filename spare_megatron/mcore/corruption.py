@@ -23,7 +23,6 @@ DRIFT = 1e-3
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
 NO_FAULT = "an injected fault has changed nothing: "
 
 
@@ -112,14 +111,14 @@ class _Struck:
         """The number of an element, or what values have to end with; chosen by the first result, which it changes."""
 
     def spoil(self, result: Tensor) -> None:
-        kind, is_first = self.fault.kind, self._key is None
+        kind, before = self.fault.kind, None
         patterns, mask = _bits(result, self.fault.bit)
         ends = patterns.view(torch.int16)[:: result.element_size() // 2]
         if self._key is None:
+            before = patterns.clone()
             allowed = ((patterns & mask) == 0).nonzero() if kind == "product_stuck" else torch.arange(len(patterns))
             element = int(allowed[self._place % len(allowed)]) if len(allowed) else 0
             self._key = int(ends[element]) if kind == "product_rare" else element
-        before = patterns.clone() if is_first else None
         if kind == "product_drift":
             result.mul_(1 + DRIFT)
         elif kind == "product_rare":  # of random fp32, one in 2^16

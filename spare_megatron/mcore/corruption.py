@@ -23,7 +23,6 @@ DRIFT = 1e-3
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
 NO_FAULT = "an injected fault has changed nothing: "
 
 
@@ -112,14 +111,14 @@ class _Struck:
         """The number of an element, or what values have to end with; chosen by the first result, which it changes."""
 
     def spoil(self, result: Tensor) -> None:
-        kind, is_first = self.fault.kind, self._key is None
+        kind, before = self.fault.kind, None
         patterns, mask = _bits(result, self.fault.bit)
         ends = patterns.view(torch.int16)[:: result.element_size() // 2]
         if self._key is None:
+            before = patterns.clone()
             allowed = ((patterns & mask) == 0).nonzero() if kind == "product_stuck" else torch.arange(len(patterns))
             element = int(allowed[self._place % len(allowed)]) if len(allowed) else 0
             self._key = int(ends[element]) if kind == "product_rare" else element
-        before = patterns.clone() if is_first else None
         if kind == "product_drift":
             result.mul_(1 + DRIFT)
         elif kind == "product_rare":  # of random fp32, one in 2^16
@@ -142,6 +141,7 @@ class OperationFaults(TorchDispatchMode):
         self._num_layers = sum(isinstance(one, ColumnParallelLinear | RowParallelLinear) for one in modules)
         self._parameters = {one.untyped_storage().data_ptr() for module in modules for one in module.parameters()}
         self._struck: list[_Struck] = []
+        self._last: tuple[Any, list[int]] | None = None
 
     def strike(self, fault: Fault) -> None:
         """From now on: changes one of as many results as there are linear layers, or all if the fault lasts."""
@@ -151,8 +151,10 @@ class OperationFaults(TorchDispatchMode):
         self, function: Any, _types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
         results = function(*arguments, **(named or {}))
+        call = function, [id(one) for one in arguments if isinstance(one, Tensor)]
         site = self._site(function.overloadpacket.__name__, arguments) if self._struck else None
-        for struck in [one for one in self._struck if one.site == site]:
+        is_again, self._last = call == self._last, call  # a check, which repeats an operation at once
+        for struck in [one for one in self._struck if one.site == site and not (one.is_single and is_again)]:
             struck.num_right -= 1
             if struck.num_right < 0:
                 struck.spoil(results if isinstance(results, Tensor) else results[0])

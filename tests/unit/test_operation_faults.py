@@ -134,6 +134,29 @@ def test_a_flip_of_another_operation_changes_one_bit_of_no_product(phase: FaultP
         assert wrong.num_bits == 1
 
 
+class Twice(TorchDispatchMode):
+    """Repeats each operation at once, as a check does."""
+
+    def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if "layer_norm" in function.overloadpacket.__name__ or "gelu" in function.overloadpacket.__name__:
+            function(*arguments, **(named or {}))
+        return result
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_flip_strikes_the_same_operation_where_checks_repeat_them(phase: FaultPoint) -> None:
+    for fault in faults("operation_flip", phase):
+        plain = [(one.name, one.is_wrong) for one in run_with(fault)]
+        trainer = Trainer()
+        CORRUPTIONS[fault.kind](trainer, fault, None)  # type: ignore[arg-type]
+        faulty, watch = trainer.injector, Watch()
+        with faulty, Twice(), watch:
+            for _ in range(2):
+                trainer.model(trainer.inputs).square().sum().backward()
+        assert [(one.name, one.is_wrong) for one in watch.seen] == plain
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", ["product_drift", "product_stuck", "product_rare"])
 def test_what_lasts_changes_all_products_of_a_site_and_no_others(kind: str, phase: FaultPoint) -> None:

@@ -81,6 +81,12 @@ def test_merged_losses_are_those_of_a_grid_of_seconds(seed: int) -> None:
     assert mean == pytest.approx(counts.sum() / max(map(end_of, losses)))
 
 
+def test_a_file_of_losses_is_read_in_the_order_of_time_and_merged(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("seconds,machine,repair_s,cause\n9,b,,fan\n2,a,5,gpu\n6.5,a,1.5,\n8.5,a,1,\n")
+    found = [(loss.at_s, loss.machine, loss.repair_s, loss.cause) for loss in read_trace(tmp_path / "trace.csv")]
+    assert found == [(2.0, "a", 6.0, "gpu"), (8.5, "a", 1.0, "simulated"), (9.0, "b", None, "fan")]
+
+
 @pytest.mark.parametrize("num_spares", [0, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_as_many_groups_are_whole_as_machines_are_there(num_spares: int, seed: int) -> None:
@@ -187,6 +193,7 @@ JOBS = """JobID|State|End|FailedNode
 7.batch|NODE_FAIL|2026-01-02T00:00:10|
 8|COMPLETED|2026-01-03T00:00:00|
 9|NODE_FAIL|2026-01-02T00:01:00|gpu-1
+10|REQUEUED|2026-01-02T00:02:00|gpu-1
 """
 HBD = """"node",start_day,end_day,level,class
 0,1.5,2.5,Hardware Failure,GPU
@@ -209,6 +216,7 @@ def kubernetes_event(node: str, reason: str, first: str, last: str | None = None
 NODE_EVENTS = [
     kubernetes_event("a", "NodeReady", "10:01:00", "10:06:00"),
     kubernetes_event("a", "NodeNotReady", "10:00:00", "10:05:00"),
+    kubernetes_event("a", "NodeNotReady", "10:00:30"),
     kubernetes_event("b", "NodeNotSchedulable", "09:00:00"),
     kubernetes_event("b", "NodeReady", "09:30:00"),
     {

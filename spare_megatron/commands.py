@@ -26,6 +26,7 @@ from spare_megatron.tools.plan import show_command
 from spare_megatron.tools.replay import data_command
 from spare_megatron.tools.replay import replay_command as replay
 from spare_megatron.tools.report import report_commands
+from spare_megatron.tools.simulate import import_trace
 from spare_megatron.tools.simulate import simulate_command as simulate
 from spare_megatron.tools.text import preprocess
 from spare_megatron.tools.text import tokenizer_command as tokenizer
@@ -63,6 +64,7 @@ _BEFORE, _RUN, _AFTER = "Before a run", "Runs and jobs", "After a run"
 _COMMANDS: Mapping[Callable[..., None], tuple[str, Sequence[str]]] = {
     plan.plan: (_BEFORE, ("group", "shard", "host", "wipe-out")),
     simulate.simulate: (_BEFORE, ("group", "shard", "host", "wipe-out")),
+    import_trace.import_trace: (_BEFORE, ()),
     preprocess.preprocess: (_BEFORE, ()),
     convert_command.convert: (_BEFORE, ("group", "shard", "microbatch")),
     doctor.doctor: (_BEFORE, ()),

@@ -46,10 +46,12 @@ def test_the_presets_of_metas_clusters_have_the_published_rates(
     assert 1000 / num_nodes * 86_400 / interval_s == pytest.approx(per_1000_node_days, rel=1e-6)
 
 
-def test_all_presets_can_be_simulated() -> None:
-    assert set(preset_names()) >= {"paper_n200", "paper_n600", "paper_n1000"}
+def test_all_presets_can_be_simulated(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("seconds,machine,repair_s\n5,node-1,100\n")
+    assert set(preset_names()) >= {"paper_n200", "paper_n600", "paper_n1000", "trace_400"}
     for name in preset_names():
-        assert simulate(load_scenario(name, ["num_steps=3"]), seed=0).num_steps == 3
+        trace = [f"failures.trace_file={tmp_path / 'trace.csv'}"] if name.startswith("trace_") else []
+        assert simulate(load_scenario(name, ["num_steps=3", *trace]), seed=0).num_steps == 3
 
 
 def test_overrides_are_texts_or_values() -> None:
@@ -150,12 +152,15 @@ def test_an_unknown_preset_names_the_known_ones(tmp_path: Path) -> None:
 def test_a_trace_without_losses_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "losses.csv").write_text(text)
     overrides = [f"failures.trace_file={tmp_path / 'losses.csv'}", "failures.kind=trace"]
-    with pytest.raises(ScenarioError, match=r"holds no losses|is no loss"):
+    with pytest.raises(ScenarioError, match=r"holds no losses|is no loss|seconds='soon' has to be a number"):
         load_scenario("paper_n200", overrides)
 
 
 def test_a_trace_of_unknown_groups_or_negative_times_is_refused(tmp_path: Path) -> None:
-    for text, message in (("5,200\n", "ids go from 0 to num_groups - 1 = 199"), ("-5,3\n", "negative time")):
+    for text, message in (
+        ("5,200\n", "ids go from 0 to num_groups - 1 = 199"),
+        ("-5,3\n", "seconds='-5' has to be a number of 0 or more"),
+    ):
         (tmp_path / "losses.csv").write_text("seconds,group\n" + text)
         overrides = [f"failures.trace_file={tmp_path / 'losses.csv'}", "failures.kind=trace"]
         with pytest.raises(ScenarioError, match=message):

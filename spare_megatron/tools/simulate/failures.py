@@ -23,6 +23,8 @@ class Loss:
     at_s: float
     groups: tuple[GroupId, ...]
     """Ascending; groups that are down already are not lost again."""
+    machine: str | None = None
+    """The one that is lost, in the place of groups: with the group that it stands in by then, if any."""
     repair_s: float | None = None
     """Seconds until repaired, if the cause or the trace says so."""
     cause: str = UNNAMED
@@ -86,7 +88,7 @@ class FailureSpec:
                     f"failures.{name}={value} belongs to the kind {kind}; set failures.kind or leave it out"
                 )
         if self.kind == "trace" and not self.trace:
-            raise ValueError("failures.kind is trace, but the trace is empty: set failures.trace_file")
+            raise ValueError("failures.kind is trace, but the trace is empty: set failures.trace_file (--trace)")
         if self.kind != "trace" and self.trace:
             raise ValueError(f"failures.kind is {self.kind}, which has no trace: set it to trace, or no trace_file")
         if self.trace and self.mix:
@@ -106,17 +108,24 @@ class FailureSpec:
             case "domain":
                 return self.mean_s / num_groups  # per lost group: a domain loses all its groups at once
             case "trace":
-                return max(self.trace[-1].at_s, 1.0) / sum(len(loss.groups) for loss in self.trace)
+                return max(self.trace[-1].at_s, 1.0) / sum(len(loss.groups) or 1 for loss in self.trace)
 
     def mean_repair_s(self, otherwise_s: float | None) -> float | None:
-        """Mean repair time over all causes, `otherwise_s` for those without one; None if some are never repaired."""
-        if not self.mix:
+        """Mean repair time over all causes or the trace, `otherwise_s` for those without one; None if some are never
+        repaired.
+        """
+        if not (self.mix or self.trace):
             return otherwise_s
-        times_s = [otherwise_s if cause.repair_s is None else cause.repair_s for cause in self.mix]
+        times_s = [otherwise_s if one.repair_s is None else one.repair_s for one in self.mix or self.trace]
         known_s = [time_s for time_s in times_s if time_s is not None]
         if len(known_s) < len(times_s):
             return None
-        return float(np.average(known_s, weights=[cause.weight for cause in self.mix]))
+        return float(np.average(known_s, weights=[cause.weight for cause in self.mix] or None))
+
+    @property
+    def machine_names(self) -> list[str]:
+        """Of the machines that the trace names, ascending."""
+        return sorted({loss.machine for loss in self.trace if loss.machine is not None})
 
 
 class FailureProcess(Protocol):
@@ -266,7 +275,9 @@ class PerDomain(FailureProcess):
 
 
 class ReplayedLosses(FailureProcess):
-    """The losses of a trace at their times; a restart absorbs those that fall into it."""
+    """The losses of a trace at their times. A restart absorbs those that fall into it, but machines that the trace has
+    away at its end are lost once more.
+    """
 
     def __init__(self, spec: FailureSpec) -> None:
         self._losses = sorted(spec.trace, key=lambda loss: loss.at_s)
@@ -284,6 +295,12 @@ class ReplayedLosses(FailureProcess):
     def restarted(self, _began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         while self.next_s() <= now_s:
             self._next += 1
+        away = [
+            replace(loss, at_s=now_s, repair_s=end_s - now_s)
+            for loss in self._losses[: self._next]
+            if loss.machine is not None and (end_s := loss.at_s + (loss.repair_s or 0.0)) > now_s
+        ]
+        self._losses, self._next = [*away, *self._losses[self._next :]], 0
 
 
 class SlowGroups:

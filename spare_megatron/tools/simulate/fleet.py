@@ -38,7 +38,7 @@ class Fleet:
         self.losses_by_cause: Counter[str] = Counter()
         self.cause_of: dict[GroupId, str] = {}
         self._hardware_s = [0.0] * scenario.num_spares
-        self._machines = None if scenario.reform_s is None else Machines(scenario)
+        self._machines = None if scenario.reform_s is None else Machines(scenario, rng)
         self._sizes = np.full(scenario.max_groups, scenario.machines_per_group)
         self._noticed: list[Loss] = []  # in the future, with the groups that were up
         further = range(scenario.num_groups, scenario.max_groups)
@@ -94,17 +94,22 @@ class Fleet:
     def lose(self) -> Loss:
         """Strikes the next loss, and returns it with those groups that took part."""
         loss = self._noticed.pop(0) if self._noticed else self._process.strike(self.is_up)
+        if self._machines is not None:
+            self._return_until(loss.at_s)
+            loss = self._machines.located(loss)
         hit = tuple(group for group in loss.groups if self.is_up[group])
         for group in loss.groups:
             self.is_up[group] = False
             self.cause_of[group] = loss.cause
-        repaired_at_s = [loss.at_s + self._repair_time(loss) for _ in loss.groups]
+        num_lost = len(loss.groups) if loss.machine is None else 1
+        repaired_at_s = [loss.at_s + self._repair_time(loss) for _ in range(num_lost)]
         if self._machines is None:
             for group, at_s in zip(loss.groups, repaired_at_s, strict=True):
                 self._reserve(group, loss.at_s, at_s)
         else:
-            self._return_until(loss.at_s)
-            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss.groups, repaired_at_s))
+            for group in loss.groups:
+                self._ready_s.pop(group, None)
+            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss, repaired_at_s))
         self.num_lost += len(loss.groups)
         self.losses_by_cause[loss.cause] += len(loss.groups)
         self._count(loss.at_s, self._num_down + len(hit))
@@ -195,14 +200,15 @@ class Fleet:
 
 
 class Machines:
-    """The machines that are idle or in broken groups; those of other groups have no ids here.
+    """The machines of groups, and those that are idle or in broken groups, in the order in which they became so.
 
-    A loss takes one machine of its group. Repaired machines and spares are idle. A broken group that gets its last
-    machine is whole from then on; it cannot be lost until it is admitted. `smaller`: the machines of groups that go on
-    with fewer; `growing`: groups that have got one since they were admitted. Times rise from call to call.
+    A loss takes one machine of its group, or the machine that a trace names wherever it stands; `rng` draws where those
+    stand at first. Repaired machines and spares are idle. A broken group that gets its last machine is whole from then
+    on. `smaller`: the machines of groups that go on with fewer; `growing`: groups that have got one since they were
+    admitted. Times rise from call to call.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
         self._size, self._per_domain = scenario.machines_per_group, scenario.placed_groups_per_domain
         self._layout, self._times = scenario.layout, scenario.pipeline_times
         self._num_spares = scenario.num_spares
@@ -211,89 +217,104 @@ class Machines:
             if scenario.last_resort
             else make_placement(scenario.placement, scenario.num_groups, scenario.hosts_per_shard, self._per_domain)
         )
+        names = scenario.failures.machine_names
+        drawn = rng.permutation(scenario.num_machines).tolist() if names else ()
+        self._named = {name: MachineId(number) for name, number in zip(names, drawn, strict=False)}
         self.restart()
 
     def restart(self) -> None:
         """Brings back all machines and all spares."""
-        self._num_seen = 0
-        self._machines: dict[MachineId, Machine] = {}
-        self._broken: set[GroupId] = set()
+        first_spare = self._layout.num_groups * self._size
+        machines = list(map(MachineId, range(first_spare + self._num_spares)))
+        self._members = {
+            GroupId(group): machines[group * self._size : (group + 1) * self._size]
+            for group in range(self._layout.num_groups)
+        }
+        self._free = dict.fromkeys(machines[first_spare:], Machine("idle"))
         self.smaller: dict[GroupId, int] = {}
         self.growing: set[GroupId] = set()
-        self._repaired: list[tuple[float, int]] = []  # when, and the domain
-        for _ in range(self._num_spares):
-            self._add(Machine("idle"))
+        self._repaired: list[tuple[float, int, MachineId]] = []  # when, and the domain, of idle ones below 0
 
-    def lose(self, groups: tuple[GroupId, ...], repaired_at_s: list[float]) -> list[GroupId]:
-        """Each group loses a machine, repaired at that time or never; returns the groups that are whole at once."""
-        self._broken |= set(groups)
-        for group, at_s in zip(groups, repaired_at_s, strict=True):
-            first, size = group * self._size, self.smaller.pop(group, self._size)
+    def located(self, loss: Loss) -> Loss:
+        """Adds the group that the loss of a named machine breaks, if any."""
+        if loss.machine is None:
+            return loss
+        machine = self._named[loss.machine]
+        return replace(loss, groups=tuple(group for group, members in self._members.items() if machine in members))
+
+    def lose(self, loss: Loss, repaired_at_s: list[float]) -> list[GroupId]:
+        """Loses the named machine, or one of each group, until that time; returns the groups that are whole at once.
+        A machine that is away already changes nothing.
+        """
+        lost = [self._members[group][0] for group in loss.groups]
+        if loss.machine is not None:
+            lost = [self._named[loss.machine]]
+        for group in loss.groups:
+            self.smaller.pop(group, None)
             self.growing.discard(group)
-            for place in range(first + 1, first + size):  # which place is lost makes no difference
-                self._add(Machine("placed", PlaceId(place)))
-            if at_s < inf:
-                heapq.heappush(self._repaired, (at_s, group // self._per_domain))
+            for place, machine in enumerate(self._members.pop(group), group * self._size):
+                self._free[machine] = Machine("placed", PlaceId(place))
+        for machine, at_s in zip(lost, repaired_at_s, strict=True):
+            held = self._free.pop(machine, None)
+            if held is not None and at_s < inf:
+                domain = held.domain if held.place is None else held.place // self._size // self._per_domain
+                heapq.heappush(self._repaired, (at_s, -1 if domain is None else domain, machine))
         return self._reform()
 
     def return_until(self, now_s: float) -> list[tuple[GroupId, float]]:
         """The groups that became whole as machines were repaired, and when."""
         found = []
         while self._repaired and self._repaired[0][0] <= now_s:
-            at_s, domain = heapq.heappop(self._repaired)
-            self._add(Machine("idle", domain=domain))
+            at_s, domain, machine = heapq.heappop(self._repaired)
+            self._free[machine] = Machine("idle", domain=domain)
             found += [(group, at_s) for group in self._reform()]
-            self._grow()
+            self._grow(machine)
         return found
 
     def whole_by(self, until_s: float) -> list[tuple[GroupId, float]]:
         """What `return_until` will return if no further machine is lost."""
         return deepcopy(self).return_until(until_s)
 
-    def _add(self, machine: Machine) -> None:
-        self._machines[MachineId(self._num_seen)] = machine
-        self._num_seen += 1
-
     def admit(self, group: GroupId) -> int:
         """The machines with which the group takes part from now on."""
         self.growing.discard(group)
-        return self.smaller.get(group, self._size)
+        return len(self._members[group])
 
     def _reform(self) -> list[GroupId]:
-        """Moves machines; returns the groups that go on by that, and forgets their machines."""
+        """Moves machines; returns the groups that go on by that."""
+        broken = [group for group in map(GroupId, range(self._layout.num_groups)) if group not in self._members]
         unhosted = []
         if self._placement is not None:
-            alive = frozenset(map(GroupId, range(self._placement.num_groups))) - self._broken
+            alive = frozenset(group for group in self._members if group < self._placement.num_groups)
             unhosted = [self._placement.hosts[shard] for shard in self._placement.uncovered(alive)]
-        others = {*map(GroupId, range(self._layout.num_groups))} - self._broken
+        free = list(self._free)
         made = reform(
             self._layout,
-            self._machines,
-            self._broken,
+            dict(zip(map(MachineId, range(len(free))), self._free.values(), strict=True)),
+            broken,
             groups_per_domain=self._per_domain,
             unhosted=unhosted,
             times=self._times,
-            others=[self.smaller.get(group, self._size) for group in others],
+            others=list(map(len, self._members.values())),
         )
         for move in made.moves:
-            self._machines[move.machine] = Machine("placed", move.place)
-        self._broken -= made.stages.keys()
+            self._free[free[move.machine]] = Machine("placed", move.place)
         self.smaller |= {group: size for group, size in made.stages.items() if size < self._size}
-        self._machines = {
-            machine: held
-            for machine, held in self._machines.items()
-            if held.place is None or held.place // self._size not in made.stages
-        }
+        placed = [(held.place, machine) for machine, held in self._free.items() if held.place is not None]
+        for place, machine in sorted(placed):
+            if (group := GroupId(place // self._size)) in made.stages:
+                self._members.setdefault(group, []).append(machine)
+                del self._free[machine]
         return sorted(made.stages)
 
-    def _grow(self) -> None:
+    def _grow(self, newest: MachineId) -> None:
         """The machine that came last takes, if it is idle, the lowest empty place of a smaller group, which leaves for
         that at the next commit.
         """
-        newest = MachineId(self._num_seen - 1)
-        if self.smaller and newest in self._machines:
-            del self._machines[newest]
+        if self.smaller and newest in self._free:
+            del self._free[newest]
             group = min(self.smaller)
             self.growing.add(group)
+            self._members[group].append(newest)
             if (size := self.smaller.pop(group) + 1) < self._size:
                 self.smaller[group] = size

@@ -148,6 +148,11 @@ class Scenario:
         return self.num_groups + self.further_groups
 
     @property
+    def num_machines(self) -> int:
+        """With the spares."""
+        return self.max_groups * self.machines_per_group + self.num_spares
+
+    @property
     def placed_groups_per_domain(self) -> int:
         """Groups per domain for the placement; 1 for consecutive offsets, which ignore domains."""
         if self.groups_per_domain is not None:
@@ -369,6 +374,11 @@ def _problems_of_membership(scenario: Scenario) -> list[str]:
             found.append(f"least_machines={least} has to be from 1 to machines_per_group={scenario.machines_per_group}")
         if scenario.partition_redundancy or scenario.costs.full_speed_groups < inf:
             found.append("least_machines cannot be with partition_redundancy or costs.full_speed_groups; unset them")
+    names, most = scenario.failures.machine_names, scenario.num_machines
+    if len(names) > most:
+        found.append(f"the trace names {len(names)} machines, but groups and num_spares have {most}; raise one of them")
+    if names and (scenario.reform_s is None or scenario.notice_s):
+        found.append(f"the trace names machines, as {names[0]}: set reform_s, and notice_s to 0")
     if scenario.reform_s is not None and scenario.policy != "spare":
         found.append(f"reform_s={scenario.reform_s} belongs to the policy spare, not {scenario.policy}; unset it")
     if scenario.reform_s is not None and scenario.failures.kind not in ("system", "trace"):

@@ -1,6 +1,5 @@
 """Loads scenarios from presets and TOML files, and holds the published results of SPARe (arXiv 2603.00357)."""
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.resources import files
@@ -10,9 +9,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from spare_megatron.config.building import advice, convert, leaf_kinds
 from spare_megatron.formats.whole_files import parsed_toml
-from spare_megatron.stacking.layout import GroupId
-from spare_megatron.tools.simulate.failures import UNNAMED, Loss, LossCause
+from spare_megatron.tools.simulate.failures import LossCause
 from spare_megatron.tools.simulate.scenario import Scenario
+from spare_megatron.tools.simulate.traces import read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,12 @@ def published(scenario_name: str) -> tuple[PublishedPoint, ...]:
 
 T = TypeVar("T")
 TRACE_FILE = "failures.trace_file"
-"""Key of a CSV file of losses, relative to the TOML file that names it."""
+"""Key of a trace (`traces.read_trace`), relative to the TOML file that names it."""
 REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
 """What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
 MIX = "failures.mix."
 """Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
 _FORMER_KEYS = {"slice_redundancy": "partition_redundancy", "partition_copy_s": "partition_copy_s"}
-_TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 
 class ScenarioError(ValueError):
@@ -94,26 +92,6 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
         raise
     except ValueError as error:
         raise ScenarioError(f"{name_or_path}: {error}") from error
-
-
-def read_trace(path: Path) -> tuple[Loss, ...]:
-    """Reads losses from a CSV file with columns seconds, group[, repair_s][, cause]; raises ScenarioError."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise ScenarioError(f"cannot read the trace {path}: {error.strerror}") from error
-    if not rows:
-        raise ScenarioError(f"the trace {path} holds no losses; it needs a head {_TRACE_HEAD} and lines")
-    losses = []
-    for number, row in enumerate(rows, start=2):
-        try:
-            repair_s = float(row["repair_s"]) if row.get("repair_s") else None
-            at_s, group = float(row["seconds"]), GroupId(int(row["group"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ScenarioError(f"{path}:{number}: {row} is no loss with {_TRACE_HEAD}") from error
-        losses.append(Loss(at_s=at_s, groups=(group,), repair_s=repair_s, cause=row.get("cause") or UNNAMED))
-    return tuple(sorted(losses, key=lambda loss: loss.at_s))
 
 
 def _read(name_or_path: str | Path) -> tuple[str, Path]:

@@ -52,6 +52,7 @@ class SimulateOptions:
     machines_per_group: int | None = same_option(PlanOptions, "machines_per_group")
     least_machines: int | None = same_option(PlanOptions, "least_machines")
     shared_data: bool | None = option("All groups can read all data, so that any computes any shard.", "--shared-data")
+    trace: Path | None = option("Trace of losses, instead of the scenario's; see `spare import-trace`.", metavar="FILE")
     save: str | None = option("Time that training stalls for one save, as in 60s.")
     join: str | None = same_option(PlanOptions, "join")
     overrides: list[str] | None = option(
@@ -141,6 +142,8 @@ def scenario_of(given: SimulateOptions, measured: "Measured | None") -> "Scenari
         from spare_megatron.tools.simulate.simulate_calibrate import costs_elsewhere
 
         settings += [f"costs.{name}={value!r}" for name, value in costs_elsewhere(measured.calibration).items()]
+    if given.trace is not None:
+        settings += ["failures.kind=trace", f"failures.trace_file={given.trace.absolute()}"]
     settings += given.overrides or ()
     own = {name: getattr(given, name) for name in _SETTINGS}
     own["last_resort"] = "true" if given.shared_data else None

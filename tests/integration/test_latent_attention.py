@@ -11,7 +11,7 @@ from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.model.parameter_rules import parameter_names
 from spare_megatron.config.model.rank_memory import rank_memory
-from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group, latent_group
@@ -46,6 +46,7 @@ def config_of(corpus: Path, layout: dict[str, int], model: dict[str, Any], megat
         spare=SpareConfig(redundancy=2, microbatches_per_shard=4),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(micro_batch_size=2),
+        cluster=ClusterConfig(device="cpu"),
         megatron=megatron,
     )
     prepare_index(config)
@@ -94,7 +95,7 @@ def test_activations_grow_by_what_the_forward_pass_keeps(text_corpus: Path, wide
 
 
 def test_checkpoints_name_its_tensors_as_layers_of_transformer_engine_do(text_corpus: Path) -> None:
-    config = config_of(text_corpus, {}, {**MIXTURE, "vocab_size": 256}, LATENT)
+    config = config_of(text_corpus, {}, {**MIXTURE, "vocab_size": 256}, {**LATENT, **ROUTER})
     ([stored],) = run_group(expert_group.stored_shapes, config, [config])
     assert stored == {tensor.key: tensor.shape for tensor in model_tensors(config)}
     norms = {name for name in stored if "layers.1." in name and "norm" in name}

@@ -41,6 +41,11 @@ class ModelTensor:
     layer: int | None = None
 
     @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter but the biases of experts, which are fp32 in every model."""
+        return self.key.endswith(".expert_bias")
+
+    @property
     def key_in_layer(self) -> str:
         return self.key if self.layer is None else self.key.replace(LAYERS, f"{LAYERS}{self.layer}.", 1)
 
@@ -77,7 +82,10 @@ def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        for name, shape in layer_tensors(config, has_experts=layer_has_experts(config, layer)):
+        has_experts = layer_has_experts(config, layer)
+        has_biases = has_experts and config.megatron.get("moe_router_enable_expert_bias")
+        biases = [("mlp.router.expert_bias", (model.num_experts or 0,))] if has_biases else []
+        for name, shape in (*layer_tensors(config, has_experts=has_experts), *biases):
             if model.num_dense_layers:
                 yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
             else:

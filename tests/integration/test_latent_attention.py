@@ -72,6 +72,13 @@ def test_local_sums_are_those_of_transformers(
     assert losses == pytest.approx([loss_sum] * len(losses), rel=1e-6)
 
 
+def test_bf16_comes_close_to_transformers_in_fp32(text_corpus: Path) -> None:
+    config = config_of(text_corpus, {"pipeline_parallel": 2}, {"precision": "bf16"}, LATENT)
+    values, gradients = whole_model(run_group(group.compute_sums, config, work_of((0, 1), (1, 0))), config)
+    [(_, expected)] = run_group(latent_group.deepseek_sums, only_rank(config), values, [1, 4])
+    assert relative_distance(gradients, expected) < 0.02
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_parameters_names_and_cost_are_those_that_the_settings_say(text_corpus: Path, has_norms: bool) -> None:
     model = {"vocab_size": 200, "linear_bias": True, "qk_norm": has_norms}

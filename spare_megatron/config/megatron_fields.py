@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model_fields import is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.whole_files import parsed_toml
 
@@ -120,6 +120,12 @@ def _is_window(config: RunConfig) -> bool:
 
 
 # fmt: off
+_NOT_LATENT = (
+    "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
+    "rotary_interleaved", "sequence_parallel", "softmax_scale",
+)
+"""Fields that latent attention ignores or refuses, or that were not checked with it."""
+
 _SHARED_NEEDS: Mapping[str, Callable[[RunConfig], object]] = {
     "a gated model.activation": lambda c: model_fields(c)["gated_linear_unit"],
     "layout.context_parallel above 1": lambda c: c.layout.context_parallel > 1,
@@ -175,6 +181,23 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "cannot be had: it was not checked here; choose softmax or sigmoid")),
     ("moe_token_dispatcher_type", Condition(lambda c: c.megatron["moe_token_dispatcher_type"] != "flex",
          "cannot be had: it was not checked here; choose alltoall or allgather")),
+    ("multi_latent_attention", Condition(lambda c: model_fields(c)["num_query_groups"] is None,
+         "has keys and values for every head, and query groups would be ignored; remove num_query_groups")),
+    ("multi_latent_attention", Condition(lambda c: not model_fields(c)["add_qkv_bias"],
+         "has projections without biases, and model.qkv_bias would be ignored; remove it")),
+    ("multi_latent_attention", Condition(lambda c: c.model.rope_scaling_factor == 1.0,
+         "stretches wavelengths by megatron.rotary_scaling_factor, and model.rope_scaling_factor would be ignored; set "
+         "that instead")),
+    ("multi_latent_attention", Condition(
+         lambda c: not c.may_use_transformer_engine
+         or (c.layout.tensor_parallel == c.layout.context_parallel == 1 and not c.data.reset_attention_mask),
+         "with layers of transformer-engine was not checked with layout.tensor_parallel or layout.context_parallel "
+         "above 1, nor with data.reset_attention_mask; change these, or set model.transformer_impl=local")),
+    ("rope_type", Condition(lambda c: c.megatron["rope_type"] in ("rope", "yarn"),
+         "cannot be had: Megatron has rope and yarn; choose one of them")),
+    *((field, Condition(lambda c: not is_latent(c),
+         "does not go with megatron.multi_latent_attention=true: it would be ignored, or was not checked; remove it"))
+      for field in _NOT_LATENT),
     ("recompute_modules", Condition(
          lambda c: c.model.num_experts is not None
          or not {"moe", "moe_act", "shared_experts"} & {*map(str, _listed(c, "recompute_modules"))},
@@ -236,6 +259,11 @@ def honoured_row(name: str, where: str = "", kind: str = "", limit: str = "", ne
 
 HONOURED: Mapping[str, Honoured] = {name: honoured_row(name, **row) for name, row in _TABLE["honoured"].items()}
 """Fields of `[megatron]` that may be set, and what each needs to have an effect."""
+
+OF_LATENT_ATTENTION = tuple(
+    name for name, row in _TABLE["honoured"].items() if "megatron.multi_latent_attention" in row.get("needs", ())
+)
+"""Fields that only latent attention has."""
 
 COUNTED_WITH = {name: row.kind for name, row in HONOURED.items() if row.kind is not None}
 """Types of the fields that sizes and memory are computed from without Megatron loaded; the loader checks them."""

@@ -31,14 +31,33 @@ SETTING_OF: Mapping[str, str] = {
 """Megatron's fields that a setting of `[model]` stands for, and that setting."""
 
 
+_LATENT = {"q_lora_rank": 512, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+"""Sizes of latent attention where they are not set, as in Megatron's MLATransformerConfig."""
+
+
 def model_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of TransformerConfig that `[model]` fixes, named as in `SETTING_OF`, and all of `[megatron]`."""
-    return {**_fields_of(config.model), **config.megatron}
+    latent = _LATENT if is_latent(config) else {}
+    return {**_fields_of(config.model), **latent, **config.megatron}
 
 
-def head_width(config: RunConfig) -> Any:
-    """Values of a query, key or value in one attention head."""
-    return config.megatron.get("kv_channels") or config.model.hidden_size // max(config.model.num_attention_heads, 1)
+def is_latent(config: RunConfig) -> bool:
+    """Whether queries, keys and values come from latent vectors (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    return bool(config.megatron.get("multi_latent_attention"))
+
+
+def head_widths(config: RunConfig) -> tuple[Any, Any]:
+    """Values of a query or key in one attention head, and of a value."""
+    if is_latent(config):
+        fields = model_fields(config)
+        return fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
+    width = config.megatron.get("kv_channels") or config.model.hidden_size // max(config.model.num_attention_heads, 1)
+    return width, width
+
+
+def rotated_width(config: RunConfig) -> Any:
+    """Values of a query or key in one head that rotary position encoding rotates."""
+    return model_fields(config)["qk_pos_emb_head_dim"] if is_latent(config) else head_widths(config)[0]
 
 
 def _fields_of(model: ModelConfig) -> dict[str, Any]:

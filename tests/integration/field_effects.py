@@ -40,6 +40,19 @@ EXPERTS = ("model.num_experts=4", "model.linear_bias=false", *GATED)
 ONE_EXPERT = (*EXPERTS, "model.experts_per_token=1", "megatron.moe_router_pre_softmax=true")
 SHARED = (*EXPERTS, "model.shared_expert_ffn_hidden_size=8")
 SIGMOID = (*EXPERTS, "megatron.moe_router_score_function=sigmoid")
+LATENT = (
+    *ROPE,
+    "megatron.multi_latent_attention=true",
+    *(f"megatron.{name}=8" for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")),
+)
+YARN = (
+    *LATENT,
+    "model.rope_base=10",
+    "megatron.qk_pos_emb_head_dim=16",
+    "megatron.original_max_position_embeddings=64",
+    "megatron.rotary_scaling_factor=4",
+    "megatron.beta_fast=4",
+)
 STAGES = ("layout.pipeline_parallel=2",)
 CHUNKS = (*STAGES, "layout.virtual_pipeline=2", "model.num_layers=4")
 
@@ -65,6 +78,8 @@ ON_CPUS: Mapping[str, Case] = {
     "add_qkv_bias": Case(("model.linear_bias=false",), (True,), SHAPES),
     "attention_output_gate": Case((), (True,), SHAPES),
     "batch_p2p_comm": Case(STAGES, (False,), FUNCTIONS),
+    "beta_fast": Case(YARN, (2, 8), GRADIENTS),
+    "beta_slow": Case(YARN, (0.5, 2), GRADIENTS),
     "bias_activation_fusion": Case((), (True,), FUNCTIONS),
     "bias_dropout_fusion": Case((), (True,), FUNCTIONS),
     "cross_entropy_loss_fusion": Case((), (True,), FUNCTIONS),
@@ -74,6 +89,7 @@ ON_CPUS: Mapping[str, Case] = {
     "glu_linear_offset": Case(GATED, (1.0, 0.5, -0.5), GRADIENTS),
     "init_method_std": Case((), (0.1, 0.01), PARAMETERS),
     "kv_channels": Case((), (2, 4, 12), SHAPES),
+    "kv_lora_rank": Case(LATENT, (4, 16), SHAPES),
     "layernorm_epsilon": Case((), (0.1, 1e-3), GRADIENTS),
     "microbatch_group_size_per_vp_stage": Case(CHUNKS, (4,), ORDER),
     "moe_apply_probs_on_input": Case(ONE_EXPERT, (True,), GRADIENTS),
@@ -95,12 +111,22 @@ ON_CPUS: Mapping[str, Case] = {
     "moe_router_topk_scaling_factor": Case(EXPERTS, (2.0, 0.5), GRADIENTS),
     "moe_shared_expert_gate": Case(SHARED, (True,), SHAPES),
     "moe_z_loss_coeff": Case(EXPERTS, (0.1, 0.01), GRADIENTS),
+    "mscale": Case(YARN, (0.5, 2.0), GRADIENTS),
+    "mscale_all_dim": Case(YARN, (0.5, 1.0), GRADIENTS),
+    "multi_latent_attention": Case(ROPE, (True,), SHAPES),
     "no_rope_freq": Case(ROPE, (1, 2, [0, 1]), GRADIENTS),
     "normalization": Case((), ("RMSNorm",), SHAPES),
     "num_query_groups": Case((), (1,), SHAPES),
+    "original_max_position_embeddings": Case(YARN, (32, 128), GRADIENTS),
+    "q_lora_rank": Case(LATENT, (4, 16), SHAPES),
+    "qk_head_dim": Case(LATENT, (4, 16), SHAPES),
     "qk_layernorm": Case((), (True,), SHAPES),
+    "qk_pos_emb_head_dim": Case(LATENT, (4, 8), SHAPES),
+    "rope_type": Case(LATENT, ("rope",), GRADIENTS),
     "rotary_interleaved": Case(ROPE, (True,), GRADIENTS),
+    "rotary_scaling_factor": Case(YARN, (2.0, 8.0), GRADIENTS),
     "softmax_scale": Case((), (0.1, 2.0), GRADIENTS),
+    "v_head_dim": Case(LATENT, (4, 16), SHAPES),
     "window_size": Case((), ([0, 0], [3, 0], [7, 0]), GRADIENTS),
 }
 """Fields that ranks on CPUs honour."""

@@ -28,6 +28,8 @@ def save_random(config: RunConfig, run_dir: Path) -> None:
             part = trainer.process_groups.tp.rank() if named.partition_dim is not None else 0
             random = torch.Generator().manual_seed(zlib.crc32(f"{name} {part}".encode()))
             named.parameter.add_(0.2 * torch.randn(named.parameter.shape, generator=random))
+        for name, bias in trainer.slabs[0].gradients.experts.biases():
+            bias.add_(0.1 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))))
     _save(trainer, config, run_dir)
 
 

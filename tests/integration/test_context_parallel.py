@@ -100,20 +100,20 @@ def test_reproducible_sums_do_not_depend_on_who_computes_what(random_corpus: Pat
 def test_the_places_of_a_rank_are_those_of_megatron_and_gradients_of_gathered_keys_are_added() -> None:
     for places, ours, whole, gradients in run_ranks(3, gathered, RunConfig()):
         assert ours == places
-        assert whole == [[*range(24)], [*range(100, 124)]]
+        assert whole == [[*range(24)], [*range(100, 124)], [*range(100, 124)]]
         assert gradients == [place * 6 for place in places]
 
 
 def gathered(_: RunConfig) -> tuple[list[int], list[int], list[list[int]], list[float]]:
-    """Places of a rank by Megatron and by us, whole keys and values, and gradients of its keys: each rank weighs each
-    key by its place and by the rank's number and one."""
+    """Places of a rank by Megatron and by us, whole keys and twice as wide values, and gradients of its keys: each rank
+    weighs each key by its place and by the rank's number and one."""
     cp, whole = dist.group.WORLD, torch.arange(24)
     places = part_of_context_rank({"tokens": whole[None]}, cp)["tokens"][0]
-    key, value = places.float().requires_grad_(), places + 100.0
+    key, value = places[:, None].float().requires_grad_(), (places[:, None] + 100.0).expand(-1, 2)
     keys, values = whole_sequence(key, value, cp)
-    ((cp.rank() + 1) * keys * whole).sum().backward()
+    ((cp.rank() + 1) * keys[:, 0] * whole).sum().backward()
     ours = [place for chunk in chunks_of(24, cp) for place in chunk]
-    return places.tolist(), ours, [keys.int().tolist(), values.int().tolist()], key.grad.tolist()
+    return places.tolist(), ours, torch.cat((keys, values), 1).int().T.tolist(), key.grad.flatten().tolist()
 
 
 def test_experts_get_the_tokens_of_parts_as_those_of_whole_sequences(random_corpus: Path) -> None:

@@ -21,6 +21,7 @@ from spare_megatron.mcore.weights import StoredWeights
 from spare_megatron.tools.weights import hf_folder
 from tests.integration import stacked_checkpoint_groups as checkpoints
 from tests.integration.hf_group import outputs_of, save_random, save_state, write_run
+from tests.integration.latent_group import LATENT, MIXTURE, MODEL, ROUTER
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config
 
@@ -49,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True, "num_query_groups": None},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
     "mixtral": {"num_experts": 3, "experts_per_token": 2},
+    "deepseek_v3": {**MODEL, **MIXTURE, "num_query_groups": None},
     "gpt2": {
         "num_query_groups": None,
         "position_embedding": "learned_absolute",
@@ -65,12 +67,16 @@ LAYOUTS = {
     "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
     "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
     "mixtral": LayoutConfig(num_groups=2, pipeline_parallel=2),
+    "deepseek_v3": LayoutConfig(num_groups=2, pipeline_parallel=2),
     "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
+
+MEGATRON: dict[str, dict[str, Any]] = {"deepseek_v3": {**LATENT, **ROUTER}}
 
 
 def config_of(corpus: Path, name: str, **model: Any) -> RunConfig:
     config = tiny_config(corpus, LAYOUTS[name], **{**LLAMA, **MODELS[name], **model})
+    config = replace(config, megatron=MEGATRON.get(name, {}))
     prepare_index(config)
     return config
 

@@ -38,7 +38,7 @@ from spare_megatron.mcore.model.model import (
     kernels_of,
     layer_spec,
 )
-from spare_megatron.mcore.model.transformer import fits, transformer_config
+from spare_megatron.mcore.model.transformer import FIELDS, fits, transformer_config
 from spare_megatron.rank.bootstrap import choose_device
 from spare_megatron.tools.bench.plain_megatron import transfers
 
@@ -133,14 +133,16 @@ def test_names_stand_for_functions_and_enumerations() -> None:
     ("fields", "message"),
     [
         ({"init_method_sdt": 0.5}, r"megatron\.init_method_sdt is not a field .* did you mean init_method_std"),
-        ({"rope_type": "yarn"}, r"megatron\.rope_type is not a field of .*, and none is near; remove it"),
+        ({"q_lora_rnk": 4}, r"megatron\.q_lora_rnk is not a field of .* did you mean q_lora_rank"),
         ({"attention_backend": "quick"}, "is none of flash, fused, unfused, local, auto; set one of them"),
         ({"num_layers": 2}, r"follows from model\.num_layers"),
         ({"finalize_model_grads_func": "x"}, "after the commit"),
         ({"num_moe_experts": 8}, r"follows from model\.num_experts"),
         ({"moe_aux_loss_coeff": 0.1}, "has no effect without experts"),
         ({"mtp_num_layers": 1}, "not reduced over groups"),
-        ({"multi_latent_attention": True}, "a configuration of its own, which is not built here"),
+        ({"multi_latent_attention": True}, r"has no effect without model\.position_embedding=rope"),
+        ({"kv_lora_rank": 4}, r"has no effect without megatron\.multi_latent_attention; remove it, or set that"),
+        ({"rotary_percent": 0.5}, "it was not checked here"),
         ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
         ({"cuda_graph_impl": "local"}, "a patch has another number of microbatches than the graph"),
         ({"qk_l2_norm": True}, "would be ignored"),
@@ -219,7 +221,7 @@ def test_kernels_are_named_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:
-    types = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+    types = {name: field.type for name, field in FIELDS.items()}
     for key, kind in COUNTED_WITH.items():
         example = {bool: True, int: 1, str: {"recompute_granularity": "full"}.get(key, "RMSNorm")}[kind]
         assert fits(example, types[key]), key
@@ -228,7 +230,7 @@ def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> 
 
 
 def test_fields_that_say_which_model_it_is_have_megatrons_defaults() -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    defaults = {name: field.default for name, field in FIELDS.items()}
     theirs = {name: defaults[name] for name in FUNCTION_IN_MEGATRON}
     assert theirs | {"activation_func": theirs["activation_func"].__name__} == FUNCTION_IN_MEGATRON
 

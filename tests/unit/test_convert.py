@@ -227,7 +227,7 @@ def test_a_ramp_in_samples_is_one_in_steps_through_which_other_samples_become_st
         ("--nproc-per-node gpu", "nproc_per_node", "'gpu' is not a whole number"),
         ("--bf16 true", "bf16", "it takes no value"),
         ("--data-path a b", "data_path", "give each a weight"),
-        ("--multi-latent-attention", "multi_latent_attention", "configuration of its own"),
+        ("--multi-latent-attention", "multi_latent_attention", "set it in [megatron]"),
         ("--pipeline-model-parallel-size 3", "nproc_per_node", "8 GPUs are no multiple of 3"),
     ],
 )

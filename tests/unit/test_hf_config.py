@@ -27,6 +27,26 @@ LLAMA = ModelConfig(
 )
 
 
+DEEPSEEK_MODEL = {
+    "num_query_groups": None,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "num_experts": 8,
+    "experts_per_token": 4,
+    "expert_ffn_hidden_size": 20,
+    "shared_expert_ffn_hidden_size": 40,
+    "num_dense_layers": 1,
+}
+DEEPSEEK = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+
+
 def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:
     return RunConfig(model=replace(LLAMA, **model), megatron=megatron or {})
 
@@ -40,6 +60,8 @@ def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig
         ("qwen2", config_of(qkv_bias=True, norm_eps=1e-6)),
         ("qwen3", config_of(qk_norm=True, sliding_window=7)),
         ("mixtral", config_of(num_experts=8, experts_per_token=3, expert_ffn_hidden_size=40)),
+        ("deepseek_v3", config_of(DEEPSEEK, **DEEPSEEK_MODEL)),
+        ("deepseek_v3", config_of({**DEEPSEEK, **GROUPS, "rope_type": "yarn"}, **DEEPSEEK_MODEL)),
         ("gpt2", RunConfig(model=ModelConfig(activation="gelu_tanh"))),
         ("gpt2", RunConfig(model=ModelConfig(tie_embeddings=False, norm_eps=1e-6, ffn_hidden_size=96))),
         ("gpt2", RunConfig(model=ModelConfig(), megatron={"bias_activation_fusion": True})),
@@ -80,6 +102,19 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
             "megatron.moe_router_score_function=sigmoid",
         ),
         (config_of(num_experts=4, shared_expert_ffn_hidden_size=8), "megatron.moe_shared_expert_intermediate_size=8"),
+        (config_of(DEEPSEEK, **{**DEEPSEEK_MODEL, "num_experts": None}), "model.num_experts is absent"),
+        (config_of(DEEPSEEK, **{**DEEPSEEK_MODEL, "norm_eps": 1e-5}), "model.norm_eps=1e-05"),
+        (config_of(DEEPSEEK, **{**DEEPSEEK_MODEL, "qk_norm": False}), "model.qk_norm=False"),
+        (
+            config_of(DEEPSEEK, **{**DEEPSEEK_MODEL, "shared_expert_ffn_hidden_size": 30}),
+            "model.shared_expert_ffn_hidden_size=30",
+        ),
+        (
+            config_of({**DEEPSEEK, "moe_router_score_function": "softmax"}, **DEEPSEEK_MODEL),
+            "megatron.moe_router_score_function=softmax",
+        ),
+        (config_of({**DEEPSEEK, **GROUPS, "moe_router_group_topk": 1}, **DEEPSEEK_MODEL), "model.experts_per_token=4"),
+        (config_of({**DEEPSEEK, "rope_type": "yarn", "mscale": 0.7}, **DEEPSEEK_MODEL), "megatron.mscale=0.7"),
         (config_of({"rotary_interleaved": True}), "megatron.rotary_interleaved=True"),
         (config_of({"softmax_scale": 0.5}), "megatron.softmax_scale=0.5"),
         (config_of({"layernorm_zero_centered_gamma": True}), "megatron.layernorm_zero_centered_gamma=True"),
@@ -96,7 +131,7 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
     [
         (
             {"model_type": "mistral"},
-            "model_type='mistral' cannot be imported; only llama, qwen2, qwen3, mixtral, gpt2 can",
+            "model_type='mistral' cannot be imported; only llama, qwen2, qwen3, mixtral, deepseek_v3, gpt2 can",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
@@ -124,6 +159,29 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
 )
 def test_a_config_json_without_an_equal_is_refused_with_its_field(changes: dict[str, Any], reason: str) -> None:
     content = config_json(architecture_of(config_of()), "float32")
+    with pytest.raises(ValueError, match=reason):
+        architecture_in({**content, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=4"),
+        ({"q_lora_rank": None}, "q_lora_rank=None must be a whole number"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 must be 1e-06"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace=4 must leave mixtures"),
+        ({"n_group": 3}, "n_group=3 must divide n_routed_experts"),
+        ({"n_group": 4, "topk_group": 1}, "topk_group=1 must be at most n_group=4 and half of num_experts_per_tok=4"),
+        ({"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor=None must be"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": 1}}, "mscale_all_dim=1 is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}}, "truncate=False is not supported"),
+        ({"rope_scaling": {"type": "llama3", "factor": 4}}, "rope_scaling.rope_type='llama3' is not supported"),
+    ],
+)
+def test_a_deepseek_without_an_equal_is_refused_with_its_field(changes: dict[str, Any], reason: str) -> None:
+    content = config_json(architecture_of(config_of(DEEPSEEK, **DEEPSEEK_MODEL)), "float32")
     with pytest.raises(ValueError, match=reason):
         architecture_in({**content, **changes})
 

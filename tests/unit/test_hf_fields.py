@@ -12,10 +12,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 import transformers
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.tools.weights.hf_config import Architecture, Model, architecture_in
+from spare_megatron.tools.weights.hf_deepseek import DeepSeek
 from spare_megatron.tools.weights.hf_fields import (
     DEFAULT_ROPE_BASE,
     FIELDS,
@@ -32,6 +41,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
+    "deepseek_v3": DeepseekV3Config,
     "gpt2": GPT2Config,
 }
 
@@ -60,6 +70,7 @@ def test_every_field_of_the_configuration_is_in_one_table_with_its_default(famil
         "qwen2": {"head_dim", "rope_scaling"},
         "qwen3": {"rope_scaling"},
         "mixtral": {"layer_types", "rope_scaling"},
+        "deepseek_v3": {"head_dim", "layer_types", "num_nextn_predict_layers", "rope_scaling"},
         "gpt2": {"sliding_window"},
     }
     assert ours.keys() - theirs.keys() == more[family]
@@ -142,6 +153,8 @@ USUAL: dict[str, list[Any]] = {
 
 def drawn_rope(draw: random.Random) -> dict[str, Any]:
     whole = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_CONSTANTS, "rope_theta": draw.choice([1e4, 5e5, 10000])}
+    if draw.random() < 0.3:
+        whole = {"rope_type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 1, "beta_fast": 16}
     table = whole if draw.random() < 0.5 else {"rope_theta": 1e4, "rope_type": "default"}
     for _ in range(draw.choice([0, 0, 1, 1, 2])):
         name = draw.choice([*whole, "type", "partial_rotary_factor", "full_attention", "mscale"])
@@ -162,6 +175,8 @@ def drawn(draw: random.Random) -> tuple[dict[str, Any], set[str]]:
     else:
         content |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         content |= {"num_key_value_heads": 2, "max_position_embeddings": 8192}
+    if family == "deepseek_v3":
+        content |= {"num_key_value_heads": 4, "first_k_dense_replace": 1}
     changed = set()
     for _ in range(draw.choice([0, 1, 1, 2, 3, 6])):
         name = draw.choice(sorted({*known(family), "unheard_of", "model_type"}))
@@ -187,6 +202,9 @@ def built(content: dict[str, Any]) -> PreTrainedConfig | None:
 
 
 def assert_same(ours: Model, theirs: PreTrainedConfig) -> None:
+    if isinstance(ours, DeepSeek):
+        assert_same_deepseek(ours, theirs)
+        return
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (ours.num_layers, ours.hidden_size, ours.num_heads, ours.head_dim, ours.seq_length, ours.vocab_size) == (
         theirs.num_hidden_layers,
@@ -210,6 +228,17 @@ def assert_same(ours: Model, theirs: PreTrainedConfig) -> None:
     if theirs.model_type == "mixtral":
         assert (ours.num_experts, ours.experts_per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert theirs.sliding_window is None
+
+
+def assert_same_deepseek(ours: DeepSeek, theirs: PreTrainedConfig) -> None:
+    assert {name: getattr(theirs, name) for name in ours.fields} == ours.fields
+    assert ours.is_tied is theirs.tie_word_embeddings
+    assert (theirs.rms_norm_eps, theirs.num_key_value_heads) == (1e-6, theirs.num_attention_heads)
+    rope = {"beta_fast": 32, "beta_slow": 1, **theirs.rope_parameters}
+    assert (ours.rope_base, "yarn" if ours.yarn else "default") == (float(rope["rope_theta"]), rope["rope_type"])
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        rope |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    assert ours.yarn == {name: rope[name] for name in ours.yarn}
 
 
 def assert_same_positions(ours: Architecture, theirs: PreTrainedConfig) -> None:

@@ -43,6 +43,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": ROPE_MODEL,
     "qwen3": ROPE_MODEL,
     "mixtral": {**ROPE_MODEL, "num_local_experts": 2},
+    "deepseek_v3": {
+        **ROPE_MODEL,
+        "num_key_value_heads": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 4,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 6,
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
     "gpt2": {"vocab_size": 12, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16},
 }
 

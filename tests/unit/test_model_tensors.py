@@ -17,6 +17,7 @@ from spare_megatron.config.schema import ModelConfig, RunConfig
         ({}, {}),
         ({"tie_embeddings": False, "position_embedding": "rope", "linear_bias": False, "qkv_bias": True}, {}),
         ({"num_query_groups": 2, "activation": "swiglu", "ffn_hidden_size": 96, "qk_norm": True}, {"kv_channels": 24}),
+        ({"qk_norm": True, "position_embedding": "rope"}, {"multi_latent_attention": True, "q_lora_rank": 12}),
         ({"activation": "geglu", "normalization": "rmsnorm", "qk_norm": True}, {"add_bias_linear": False}),
     ],
 )

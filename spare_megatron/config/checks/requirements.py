@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from spare_megatron.config.model_fields import as_written, head_width, model_fields
+from spare_megatron.config.model_fields import as_written, model_fields, rotated_width
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.training.terms import global_batch
 from spare_megatron.core.machines.reforming import can_reform, places_per_group
@@ -20,8 +20,8 @@ Subject = TypeVar("Subject")
 class Rule(NamedTuple, Generic[Subject]):
     is_broken: Callable[[Subject], object]
     text: str
-    """`[spare.redundancy]` becomes the setting with its value, `<spare.redundancy>` the value alone, `<head_width>` a
-    value of `_DERIVED`; of a fault `[.phase]` is a setting, and `<where>` its place in the trace.
+    """`[spare.redundancy]` becomes the setting with its value, `<spare.redundancy>` the value alone, `<rotated_width>`
+    a value of `_DERIVED`; of a fault `[.phase]` is a setting, and `<where>` its place in the trace.
     """
 
 
@@ -134,7 +134,7 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "first_of_container": lambda c: c.slurm.container[0],
     "fitting_nodes": _fitting_nodes,
     "groups_per_node": _groups_per_node,
-    "head_width": head_width,
+    "rotated_width": rotated_width,
     "hosts_in_domain": _hosts_in_domain,
     "idle_lanes": lambda c: -c.spare.microbatches_per_shard % c.layout.data_parallel,
     "least_bucket_mib": _least_bucket_mib,
@@ -268,9 +268,9 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
          "model.precision=bf16"),
     Rule(lambda c: not (c.train.gradient_outlier_factor == 0.0 or c.train.gradient_outlier_factor > 1.0),
          "[train.gradient_outlier_factor] must be above 1, or 0 to disable the check; change it"),
-    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(head_width(c), int) and head_width(c) % 2,
-         "[model.position_embedding] rotates pairs of values, but a head is <head_width> wide ([model.hidden_size] / "
-         "[model.num_attention_heads], or megatron.kv_channels); make the width even"),
+    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(rotated_width(c), int) and rotated_width(c) % 2,
+         "[model.position_embedding] rotates pairs of values, but a head is <rotated_width> wide ([model.hidden_size] "
+         "/ [model.num_attention_heads], megatron.kv_channels or megatron.qk_pos_emb_head_dim); make the width even"),
     Rule(lambda c: c.metrics.run_id and not ID.fullmatch(c.metrics.run_id),
          "metrics.run_id=<metrics.run_id!r> is not a valid id for Weights & Biases; use at most 64 letters, digits, "
          "hyphens and underscores"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from spare_megatron.config.model.model_tensors import layer_has_experts, layer_tensors, norm_parts
-from spare_megatron.config.model_fields import head_width
+from spare_megatron.config.model_fields import head_widths
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.stacking.slabs import Slabs
 
@@ -107,12 +107,13 @@ def _layer_shape(config: RunConfig, *, has_experts: bool) -> LayerShape:
 def flops_per_token(config: RunConfig) -> float:
     """Floating-point operations to train on one token: a forward pass, and twice as many backward.
 
-    A forward pass takes 2 per element of each matrix that the token is multiplied by and 4 s h per layer for attention,
-    with s tokens in a sequence and h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix), also with a
-    sliding window. Norms, activations, softmax, recomputation and redundant microbatches do not count.
+    A forward pass takes 2 per element of each matrix that the token is multiplied by and 2 s (k + v) per layer for
+    attention, with s tokens in a sequence and k and v the widths of all heads' keys and values (Narayanan et al., arXiv
+    2104.04473, appendix), also with a sliding window. Norms, activations, softmax, recomputation and redundant
+    microbatches do not count.
     """
     shape, model = model_shape(config), config.model
     matrices = sum(layer.matrices for layer in shape.layers)
-    scores = 4 * model.seq_length * head_width(config) * model.num_attention_heads
+    scores = 2 * model.seq_length * sum(head_widths(config)) * model.num_attention_heads
     forward: float = 2 * (matrices + shape.embedding) + model.num_layers * scores
     return 3.0 * forward

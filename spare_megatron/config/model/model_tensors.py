@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spare_megatron.config.model_fields import head_width, model_fields
+from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 
 LAYERS = "decoder.layers."
@@ -18,11 +18,15 @@ WORDS = "embedding.word_embeddings.weight"
 
 _MLP_NORM = "mlp.linear_fc1.layer_norm_"
 
-_LOCAL_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+LATENT_NORMS = {
     _MLP_NORM: "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Norms as transformer-engine and checkpoints name them, in the linear layer that follows, and as other layers do."""
+_LOCAL_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", **LATENT_NORMS}
+"""Norms as transformer-engine and checkpoints name them, in the linear layer that follows, and as other layers do; the
+first are those of layers with latent attention.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,11 @@ class ModelTensor:
     key: str
     shape: tuple[int, ...]
     layer: int | None = None
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter but the biases of experts, which are fp32 in every model."""
+        return self.key.endswith(".expert_bias")
 
     @property
     def key_in_layer(self) -> str:
@@ -73,7 +82,10 @@ def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        for name, shape in layer_tensors(config, has_experts=layer_has_experts(config, layer)):
+        has_experts = layer_has_experts(config, layer)
+        has_biases = has_experts and config.megatron.get("moe_router_enable_expert_bias")
+        biases = [("mlp.router.expert_bias", (model.num_experts or 0,))] if has_biases else []
+        for name, shape in (*layer_tensors(config, has_experts=has_experts), *biases):
             if model.num_dense_layers:
                 yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
             else:
@@ -95,30 +107,54 @@ def layer_has_experts(config: RunConfig, layer: int) -> bool:
 def layer_tensors(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the tensors of a layer; those of all experts are stacked along a first dimension."""
     model, fields, norm = config.model, model_fields(config), norm_parts(config)
-    hidden, ffn, head = model.hidden_size, model.ffn_width, head_width(config)
-    heads, keys = model.num_attention_heads * head, (fields["num_query_groups"] or model.num_attention_heads) * head
-    queries = 2 * heads if fields.get("attention_output_gate") else heads
+    hidden, ffn = model.hidden_size, model.ffn_width
     per_width = 2 if fields["gated_linear_unit"] else 1
     has_bias = fields["add_bias_linear"]
-    linear: tuple[tuple[str, int, int, bool], ...] = (
-        ("self_attention.linear_qkv", queries + 2 * keys, hidden, has_bias or fields["add_qkv_bias"]),
-        ("self_attention.linear_proj", hidden, heads, has_bias),
-        ("mlp.linear_fc1", ffn * per_width, hidden, has_bias),
-        ("mlp.linear_fc2", hidden, ffn, has_bias),
-    )
+    linear = _latent_projections(config) if is_latent(config) else _projections(config)
+    linear += (("self_attention.linear_proj", hidden, model.num_attention_heads * head_widths(config)[1], has_bias),)
     if has_experts:
-        linear = linear[:2]
         yield from _expert_tensors(config, per_width)
+    else:
+        linear += (("mlp.linear_fc1", ffn * per_width, hidden, has_bias), ("mlp.linear_fc2", hidden, ffn, has_bias))
     for name, num_outputs, num_inputs, is_biased in linear:
         yield f"{name}.weight", (num_outputs, num_inputs)
         if is_biased:
             yield f"{name}.bias", (num_outputs,)
     # A norm has the name of the layer that it precedes, where that is one.
-    for name in ("self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm." if has_experts else _MLP_NORM):
-        yield from ((name + part, (hidden,)) for part in norm)
-    if fields["qk_layernorm"]:
-        for name in ("q_layernorm", "k_layernorm"):
-            yield from ((f"self_attention.{name}.{part}", (head,)) for part in norm)
+    first = "input_layernorm." if is_latent(config) else "self_attention.linear_qkv.layer_norm_"
+    widths = {first: hidden, "pre_mlp_layernorm." if has_experts else _MLP_NORM: hidden}
+    if fields["qk_layernorm"] and is_latent(config):
+        latent = {"q": fields["q_lora_rank"], "kv": fields["kv_lora_rank"]}
+        widths |= {f"self_attention.linear_{one}_up_proj.layer_norm_": rank for one, rank in latent.items()}
+    elif fields["qk_layernorm"]:
+        widths |= {f"self_attention.{one}_layernorm.": head_widths(config)[0] for one in ("q", "k")}
+    for name, width in widths.items():
+        yield from ((name + part, (width,)) for part in norm)
+
+
+_Linear = tuple[str, int, int, bool]
+"""Name, outputs, inputs, and whether it has a bias."""
+
+
+def _projections(config: RunConfig) -> tuple[_Linear, ...]:
+    model, fields = config.model, model_fields(config)
+    head, _ = head_widths(config)
+    heads, keys = model.num_attention_heads * head, (fields["num_query_groups"] or model.num_attention_heads) * head
+    queries = 2 * heads if fields.get("attention_output_gate") else heads
+    has_bias = fields["add_bias_linear"] or fields["add_qkv_bias"]
+    return (("self_attention.linear_qkv", queries + 2 * keys, model.hidden_size, has_bias),)
+
+
+def _latent_projections(config: RunConfig) -> tuple[_Linear, ...]:
+    model, fields = config.model, model_fields(config)
+    rank, kv_rank, heads = fields["q_lora_rank"], fields["kv_lora_rank"], model.num_attention_heads
+    shapes = {
+        "q_down_proj": (rank, model.hidden_size),
+        "q_up_proj": (heads * head_widths(config)[0], rank),
+        "kv_down_proj": (kv_rank + fields["qk_pos_emb_head_dim"], model.hidden_size),
+        "kv_up_proj": (heads * (fields["qk_head_dim"] + fields["v_head_dim"]), kv_rank),
+    }
+    return tuple((f"self_attention.linear_{name}", *shape, False) for name, shape in shapes.items())
 
 
 def _expert_tensors(config: RunConfig, per_width: int) -> Iterator[tuple[str, tuple[int, ...]]]:

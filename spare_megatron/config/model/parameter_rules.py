@@ -11,7 +11,7 @@ from spare_megatron.config.schema import ParameterRule, RunConfig
 
 def parameter_names(config: RunConfig) -> Iterator[str]:
     """All parameters: layers count from 0 over all stages, tied tables are one, norms are modules of their own."""
-    return (with_local_norms(tensor.key_in_layer) for tensor in model_tensors(config))
+    return (with_local_norms(tensor.key_in_layer) for tensor in model_tensors(config) if not tensor.is_buffer)
 
 
 def rule_of(name: str, rules: Sequence[ParameterRule]) -> ParameterRule | None:

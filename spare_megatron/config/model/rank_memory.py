@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
-from spare_megatron.config.model_fields import head_width, model_fields
+from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.bucket_window import MAX_STAGED
 from spare_megatron.stacking.slabs import Slabs
@@ -90,9 +90,11 @@ def _activations_bytes(config: RunConfig) -> int:
 
     Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
     tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
-    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. Stage i of p, counted from 0, keeps p - i
-    microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h values in 16
-    bits, and is taken to route equally many tokens to each rank. Keys and values of whole sequences come on top.
+    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h, and 8 to the queries, keys, values and
+    outputs of heads of width h; latent vectors are kept before and after their norm. Stage i of p, counted from 0,
+    keeps p - i microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h
+    values in 16 bits, and is taken to route equally many tokens to each rank. Keys and values of whole sequences come
+    on top.
     """
     model, layout, megatron = config.model, config.layout, model_fields(config)
     tensor = layout.tensor_parallel
@@ -100,9 +102,11 @@ def _activations_bytes(config: RunConfig) -> int:
     if model.num_experts is not None:
         each, copies = model.expert_width, model.experts_per_token
         ffn = copies * each + (model.shared_expert_ffn_hidden_size or 0)
-    parted = 8 + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
+    heads: float = 4 * model.num_attention_heads * sum(head_widths(config)) / model.hidden_size
+    parted = heads + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
     whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
-    per_token = model.hidden_size * (whole + parted / tensor)
+    latent: int = megatron["q_lora_rank"] + megatron["kv_lora_rank"] if is_latent(config) else 0
+    per_token = model.hidden_size * (whole + parted / tensor) + 4.0 * latent
     if megatron.get("recompute_granularity") == "full":
         per_token = 2.0 * model.hidden_size
     if model.precision == "fp32":
@@ -132,7 +136,7 @@ def _gathered_bytes(config: RunConfig) -> int:
     if config.layout.context_parallel == 1 or is_exchanged:
         return 0
     heads = model_fields(config)["num_query_groups"] or config.model.num_attention_heads
-    values = 2 * -(-heads // config.layout.tensor_parallel) * head_width(config)
+    values = -(-heads // config.layout.tensor_parallel) * sum(head_widths(config))
     number_bytes = 2 if config.model.precision == "bf16" else 4
     return int(config.train.micro_batch_size * config.model.seq_length * values * number_bytes)
 

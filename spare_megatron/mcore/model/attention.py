@@ -54,9 +54,9 @@ def chunks_of(length: int, group: dist.ProcessGroup) -> tuple[range, ...]:
 
 
 def whole_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Keys and values of all context-parallel ranks, [sequence, ...], in the order of the text."""
-    first, second = _Gathered.apply(torch.stack((key, value), 1).unflatten(0, (2, -1)), group).unbind(1)
-    return torch.cat((first, second.flip(0))).flatten(0, 1).unbind(1)
+    """Keys and values of all context-parallel ranks, [sequence, ..., width], in the order of the text."""
+    first, second = _Gathered.apply(torch.cat((key, value), -1).unflatten(0, (2, -1)), group).unbind(1)
+    return torch.cat((first, second.flip(0))).flatten(0, 1).split((key.size(-1), value.size(-1)), -1)
 
 
 def _one_after_another(parts: Sequence[Tensor]) -> Tensor:
@@ -76,6 +76,8 @@ class TorchCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,  # noqa: ARG002  (Megatron passes it)
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,  # noqa: ARG002  (latent attention passes it; tensors have their widths)
+        v_channels: int | None = None,  # noqa: ARG002
     ) -> None:
         super().__init__(config)
         assert attn_mask_type is AttnMaskType.causal, "only causal self-attention is built here"
@@ -98,7 +100,9 @@ class TorchCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """[sequence, batch, heads, width] to [sequence, batch, hidden here]; causal without a `document_mask`."""
+        """[sequence, batch, heads, width] to [sequence, batch, width of all values here]; causal without a
+        `document_mask`.
+        """
         assert attention_bias is None, "attention bias needs transformer-engine"
         assert packed_seq_params is None, "packed sequences need transformer-engine"
         chunks = chunks_of(key.size(0) * self._context.size(), self._context)

@@ -79,6 +79,17 @@ def frees_what_is_sent() -> bool:
     return release(installed_version("megatron-core") or "") < (0, 18)
 
 
+def know_absent_transformer_engine() -> None:
+    """Lets latent attention be built without transformer-engine, whose classes are no types then.
+
+    Until 0.19 is the oldest: versions before it ask only whether megatron-core's module of these classes is there.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = HAVE_TE
+
+
 @cache
 def _takes(function: Any, name: str) -> bool:
     return name in signature(function).parameters

@@ -26,11 +26,12 @@ from megatron.core.utils import get_te_version
 
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model.model_shape import padded_vocab_size
-from spare_megatron.config.model.model_tensors import layer_has_experts
+from spare_megatron.config.model.model_tensors import LATENT_NORMS, layer_has_experts
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention, within_documents
+from spare_megatron.mcore.model.compatibility import know_absent_transformer_engine
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
@@ -228,6 +229,9 @@ def _placed(context: ModelContext) -> tuple[TransformerConfig, ProcessGroupColle
     """
     transformer, groups = copy.copy(context.transformer), copy.copy(context.groups)
     transformer.pipeline_model_parallel_size = context.num_stages
+    # Latent attention of megatron-core 0.19 chooses the kind of its norms by this.
+    is_fused = uses_transformer_engine(context.config, context.device)
+    transformer.transformer_impl = "transformer_engine" if is_fused else "local"
     transformer.virtual_pipeline_model_parallel_size = None
     if context.num_stages > 1:
         transformer.num_layers_in_first_pipeline_stage = context.layers.start
@@ -315,8 +319,15 @@ def layer_spec(
     if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
         raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization
+        num_experts=num_experts,
+        qk_layernorm=transformer.qk_layernorm,
+        multi_latent_attention=transformer.multi_latent_attention,
+        normalization=transformer.normalization,
     )
+    if transformer.multi_latent_attention:
+        know_absent_transformer_engine()
+        # Megatron leaves them out, and layers of transformer-engine would not find their norms in a checkpoint.
+        spec.submodules.sharded_state_dict_keys_map = {local: stored for stored, local in LATENT_NORMS.items()}
     refused = ", ".join(fields_set(config, NOT_OF_TORCH_NORMS))
     if refused and spec.submodules.input_layernorm is WrappedTorchNorm:
         raise ValueError(

@@ -11,15 +11,23 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from spare_megatron.config.building import nearest
 from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
-from spare_megatron.config.model_fields import model_fields
+from spare_megatron.config.model_fields import is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
+
+FIELDS = {
+    field.name: field
+    for built in (MLATransformerConfig, TransformerConfig)  # the latter is stricter
+    for field in dataclasses.fields(built)
+    if field.init
+}
+"""Of all models that can be built."""
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -78,7 +86,7 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     fields = _fields(config, device)
     with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
-            return TransformerConfig(**fields)
+            return (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)
         except Exception as error:  # its checks raise many types
             raise ValueError(_refused_by_megatron(config, error)) from error
 
@@ -122,6 +130,8 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         fields["deterministic_mode"] = True
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
+    if is_latent(config):
+        fields["rotary_base"] = model.rope_base
     fields |= {key: _megatron_value(key, value) for key, value in model_fields(config).items()}
     if fields["window_size"] is not None:
         fields["window_size"] = tuple(fields["window_size"])  # transformer-engine compares it with tuples
@@ -132,9 +142,8 @@ def _refuse(config: RunConfig) -> None:
     """Raises ValueError with the field and the reason if `[megatron]` or the schedule is not supported."""
     for problem in (*field_problems(config), *broken(EXPERTS, config)):
         raise ValueError(problem)
-    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for key in config.megatron:
-        if key not in known:
+        if key not in FIELDS:
             raise ValueError(
                 f"megatron.{key} is not a field of megatron-core {installed_version('megatron-core')}, and of other "
                 f"supported versions alone; remove it"
@@ -160,7 +169,7 @@ def _refuse(config: RunConfig) -> None:
 
 def _megatron_value(key: str, value: Any) -> Any:
     """Converts a value to the type of Megatron's field. Raises ValueError if it does not fit."""
-    (field,) = (field for field in dataclasses.fields(TransformerConfig) if field.name == key)
+    field = FIELDS[key]
     meant = _named(key, value, field.default) if isinstance(value, str) else value
     if not fits(meant, field.type):
         raise ValueError(f"megatron.{key}={value!r} must be {in_words(field.type)}; change it")

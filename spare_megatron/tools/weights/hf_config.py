@@ -1,6 +1,6 @@
-"""Llama, Qwen, Mixtral and GPT-2 models: a run's settings to and from Hugging Face's config.json. Loads without torch.
+"""A run's settings to and from Hugging Face's config.json, by families of models. Loads without torch.
 
-Both directions go through `Architecture` or, for GPT-2, `Gpt2`, and raise ValueError for what the other side does not
+Both directions go through `Architecture`, `DeepSeek` or `Gpt2`, and raise ValueError for what the other side does not
 have.
 """
 
@@ -10,9 +10,16 @@ from typing import Any
 
 from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
-from spare_megatron.config.model_fields import SETTING_OF, as_written, model_fields
+from spare_megatron.config.model_fields import SETTING_OF, as_written, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.tools.weights import hf_fields
+from spare_megatron.tools.weights.hf_deepseek import (
+    DeepSeek,
+    deepseek_in,
+    deepseek_json,
+    deepseek_of,
+    deepseek_settings,
+)
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
 
 FAMILIES: Mapping[hf_fields.Family, str] = {
@@ -58,7 +65,7 @@ class Architecture:
         return "qwen2" if self.has_qkv_bias and not self.has_bias else "llama"
 
 
-Model = Architecture | Gpt2
+Model = Architecture | DeepSeek | Gpt2
 
 
 # ------------------------------------------------------------------------------------------------------- settings
@@ -68,6 +75,8 @@ def architecture_of(config: RunConfig) -> Model:
     """The architecture that the settings describe. Raises ValueError if it is of no family, with every reason."""
     if config.model.position_embedding == "learned_absolute":
         return gpt2_of(config)
+    if is_latent(config):
+        return deepseek_of(config)
     model, fields = config.model, model_fields(config)
     window = fields["window_size"]
     found = Architecture(
@@ -129,6 +138,8 @@ def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
     """The tables of a run's TOML file that describe the model, as little as they need to hold."""
     if isinstance(found, Gpt2):
         return gpt2_settings(found, precision)
+    if isinstance(found, DeepSeek):
+        return deepseek_settings(found, precision)
     model: dict[str, Any] = {
         "num_layers": found.num_layers,
         "hidden_size": found.hidden_size,
@@ -164,6 +175,8 @@ def config_json(found: Model, dtype: str) -> dict[str, Any]:
     """The content of config.json, without ids of tokens."""
     if isinstance(found, Gpt2):
         return gpt2_json(found, dtype)
+    if isinstance(found, DeepSeek):
+        return deepseek_json(found, dtype)
     scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": found.rope_scaling_factor}
     content: dict[str, Any] = {
         "architectures": [FAMILIES[found.family]],
@@ -203,6 +216,8 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
     if isinstance(fields, hf_fields.Gpt2Fields):
         return gpt2_in(fields)
     family = content["model_type"]
+    if isinstance(fields, hf_fields.DeepSeekFields):
+        return deepseek_in(fields, *hf_fields.yarn_in(content, family, fields.max_position_embeddings))
     rope_base, rope_scaling_factor = hf_fields.rope_in(content, family, fields.max_position_embeddings)
     has_bias = isinstance(fields, hf_fields.LlamaFields) and fields.attention_bias
     if isinstance(fields, hf_fields.LlamaFields) and fields.mlp_bias != has_bias:

@@ -5,14 +5,15 @@ Every field that its configurations and models of these families read is in one 
 read have no effect there, and none here. Loads without torch.
 """
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
-from spare_megatron.config.limits import PositiveFloat, PositiveInt
+from spare_megatron.config.limits import Limit, PositiveFloat, PositiveInt
 
-Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,34 @@ class MixtralFields(RopeFields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSeekFields(RopeFields):
+    vocab_size: PositiveInt = 129280
+    hidden_size: PositiveInt = 7168
+    intermediate_size: PositiveInt = 18432
+    moe_intermediate_size: PositiveInt = 2048
+    num_hidden_layers: PositiveInt = 61
+    num_attention_heads: PositiveInt = 128
+    num_key_value_heads: PositiveInt | None = 128
+    n_shared_experts: PositiveInt = 1
+    n_routed_experts: PositiveInt = 256
+    routed_scaling_factor: PositiveFloat = 2.5
+    kv_lora_rank: PositiveInt = 512
+    q_lora_rank: PositiveInt = 1536
+    qk_rope_head_dim: PositiveInt = 64
+    v_head_dim: PositiveInt = 128
+    qk_nope_head_dim: PositiveInt = 128
+    n_group: PositiveInt = 8
+    topk_group: PositiveInt = 4
+    num_experts_per_tok: PositiveInt = 8
+    first_k_dense_replace: int = 3
+    norm_topk_prob: Literal[True] = True
+    max_position_embeddings: PositiveInt = 4096
+    rope_interleave: Literal[True] = True
+    attention_bias: Literal[False] = False
+    num_nextn_predict_layers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Fields:
     vocab_size: PositiveInt = 50257
     n_positions: PositiveInt = 1024
@@ -92,6 +121,7 @@ FIELDS: Mapping[str, type[RopeFields | Gpt2Fields]] = {
     "qwen2": Qwen2Fields,
     "qwen3": Qwen3Fields,
     "mixtral": MixtralFields,
+    "deepseek_v3": DeepSeekFields,
     "gpt2": Gpt2Fields,
 }
 
@@ -103,10 +133,17 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "num_hidden_layers": "n_layer",
     },
     "mixtral": {"num_experts": "num_local_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 """Second names of fields (`attribute_map` of the configurations)."""
 
-DEFAULT_ROPE_BASE: Mapping[str, float] = {"llama": 1e4, "qwen2": 1e4, "qwen3": 1e4, "mixtral": 1e6}
+DEFAULT_ROPE_BASE: Mapping[str, float] = {
+    "llama": 1e4,
+    "qwen2": 1e4,
+    "qwen3": 1e4,
+    "mixtral": 1e6,
+    "deepseek_v3": 1e4,
+}
 
 TOKEN_IDS: Mapping[str, Any] = {
     "bos_token_id": int | None,
@@ -218,16 +255,54 @@ def token_ids_in(content: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------------- RoPE
 
+_FromZero = Annotated[int | float, Limit(lambda value: 0 <= value <= sys.float_info.max, "must be at least 0")]
 _ROPE_KINDS: Mapping[str, Any] = {"rope_theta": NumberFromOne, "factor": NumberFromOne}
 _ROPE_VALUES: Mapping[str, Collection[Any]] = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+YARN: Mapping[str, str] = {"factor": "rotary_scaling_factor"} | {
+    name: name for name in (_ORIGINAL_LENGTH, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+}
+"""Constants of YaRN, and Megatron's names."""
+_YARN_USUAL = dict(zip(YARN, (1.0, 4096, 32.0, 1.0, 1.0, 0.0), strict=True))
+_YARN_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("rope_theta", "factor", "beta_fast", "beta_slow"), NumberFromOne),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _FromZero),
+    _ORIGINAL_LENGTH: PositiveInt,
+}
+_YARN_VALUES: Mapping[str, Collection[Any]] = {
+    "rope_type": ("default", "yarn"),
+    "partial_rotary_factor": (1.0,),
+    "attention_factor": (None,),
+    "truncate": (True,),
+}
 LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL_LENGTH: 8192}
 """Of the scaling of Llama 3.1: what megatron-core fixes; only the factor can be chosen."""
 
 
 def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, float]:
-    """Base and scaling factor, from `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files
-    transformers 5 have it. Raises ValueError for other scalings, and for fields that contradict each other.
+    """Base and scaling factor. Raises ValueError for other scalings, and as `_rope_of` does."""
+    return _checked(*_rope_of(content, family, seq_length))
+
+
+def yarn_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, dict[str, Any]]:
+    """Base, and the constants of YaRN if it stretches. Raises ValueError for other scalings, and as `_rope_of` does."""
+    table, where = _rope_of(content, family, seq_length)
+    if table["rope_type"] == "default":
+        return _checked(table, where)[0], {}
+    require_values(_YARN_VALUES, table, where)
+    require_kinds(_YARN_KINDS, {"factor": None, **table}, where)
+    if unknown := sorted(table.keys() - {*_YARN_VALUES, *_YARN_KINDS}):
+        raise ValueError(f"{where}{unknown[0]}={shown(table[unknown[0]])} is not supported here")
+    found = {name: table.get(name, usual) for name, usual in _YARN_USUAL.items()}
+    if not (found["mscale_all_dim"] and table.get("mscale")):  # transformers reads either with the other alone
+        require_values({"mscale_all_dim": (0,)}, found, where)
+        found["mscale"] = 1.0
+    return float(table["rope_theta"]), found
+
+
+def _rope_of(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[dict[str, Any], str]:
+    """The table of rotations, and its name for messages: of `rope_parameters`, or of `rope_scaling` and `rope_theta`,
+    as older files have it. Raises ValueError for fields that contradict each other.
     """
     require_kinds(_ROPE_KINDS, content, _WHERE)
     usual = {"rope_theta": content.get("rope_theta", DEFAULT_ROPE_BASE[family]), _ORIGINAL_LENGTH: seq_length}
@@ -237,8 +312,8 @@ def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[f
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         raise _contradiction(_WHERE, content, *found)
     for name, table in found.items():
-        return _checked(table, f"{_WHERE}{name}.")
-    return float(usual["rope_theta"]), 1.0
+        return table, f"{_WHERE}{name}."
+    return {"rope_type": "default", "rope_theta": usual["rope_theta"]}, _WHERE
 
 
 def _rope_table(content: Mapping[str, Any], name: str, usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +322,7 @@ def _rope_table(content: Mapping[str, Any], name: str, usual: Mapping[str, Any])
     kind = table.setdefault("rope_type", table.get("type", "default"))
     if table.pop("type", kind) != kind:
         raise _contradiction(f"{_WHERE}{name}.", content[name], "rope_type", "type")
-    for field in ("rope_theta", _ORIGINAL_LENGTH) if kind == "llama3" else ("rope_theta",):
+    for field in ("rope_theta", _ORIGINAL_LENGTH) if kind in ("llama3", "yarn") else ("rope_theta",):
         value = table.setdefault(field, content.get(field, usual[field]))
         if field in content and content[field] != value:
             raise _contradiction(_WHERE, {**content, f"{name}.{field}": value}, f"{name}.{field}", field)

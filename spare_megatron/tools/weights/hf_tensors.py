@@ -13,9 +13,10 @@ import spare_megatron.mcore  # noqa: F401 before megatron-core, which may need a
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
+from spare_megatron.config.model.model_tensors import LAYERS, ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.tools.weights.hf_config import Architecture, Model
+from spare_megatron.tools.weights.hf_deepseek import DeepSeek
 from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 
 _MODULES: Mapping[str, Sequence[str]] = {
@@ -44,6 +45,28 @@ _MODULES_OF_MIXTRAL: Mapping[str, Sequence[str]] = {
     "decoder.layers.mlp.experts.experts.linear_fc2": ["block_sparse_moe.experts.{expert}.w2"],
 }
 """The same of Mixtral, whose experts have tensors of their own."""
+
+_MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
+    **_MODULES,
+    "decoder.layers.input_layernorm": ["input_layernorm"],
+    "decoder.layers.self_attention.linear_q_down_proj": ["self_attn.q_a_proj"],
+    "decoder.layers.self_attention.linear_q_up_proj": ["self_attn.q_b_proj"],
+    "decoder.layers.self_attention.linear_q_up_proj.layer_norm": ["self_attn.q_a_layernorm"],
+    "decoder.layers.self_attention.linear_kv_down_proj": ["self_attn.kv_a_proj_with_mqa"],
+    "decoder.layers.self_attention.linear_kv_up_proj": ["self_attn.kv_b_proj"],
+    "decoder.layers.self_attention.linear_kv_up_proj.layer_norm": ["self_attn.kv_a_layernorm"],
+    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.router": ["mlp.gate"],
+    "decoder.layers.mlp.router.expert": ["mlp.gate.e_score_correction"],
+    "decoder.layers.mlp.experts.experts.linear_fc1": [
+        "mlp.experts.{expert}.gate_proj",
+        "mlp.experts.{expert}.up_proj",
+    ],
+    "decoder.layers.mlp.experts.experts.linear_fc2": ["mlp.experts.{expert}.down_proj"],
+    "decoder.layers.mlp.shared_experts.linear_fc1": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+    "decoder.layers.mlp.shared_experts.linear_fc2": ["mlp.shared_experts.down_proj"],
+}
+"""The same of DeepSeek-V3."""
 
 _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["transformer.wte"],
@@ -109,6 +132,8 @@ def _rows(num_rows: int, model: Model) -> list[int]:
 def _modules_of(model: Model) -> Mapping[str, Sequence[str]]:
     if isinstance(model, Gpt2):
         return _MODULES_OF_GPT2
+    if isinstance(model, DeepSeek):
+        return _MODULES_OF_DEEPSEEK
     return _MODULES if model.num_experts is None else _MODULES_OF_MIXTRAL
 
 
@@ -118,14 +143,19 @@ def tied_names(model: Model) -> tuple[str, str]:
     return f"{modules['output_layer'][0]}.weight", f"{modules['embedding.word_embeddings'][0]}.weight"
 
 
+_OF_LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.")
+
+
 def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
     """All tensors of the model, which is that of the settings, in the order of its layers."""
     is_gpt2, modules = isinstance(model, Gpt2), _modules_of(model)
     layers = "transformer.h" if is_gpt2 else "model.layers"
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
-        module = tensor.key.removesuffix(kind)[:-1]
-        names = [name if tensor.layer is None else f"{layers}.{tensor.layer}.{name}" for name in modules[module]]
+        of_layer = _OF_LAYER.match(tensor.key_in_layer)
+        module = _OF_LAYER.sub(LAYERS, tensor.key_in_layer).removesuffix(kind)[:-1]
+        names = [f"{layers}.{of_layer[1]}.{name}" if of_layer else name for name in modules[module]]
+        dot = "_" if tensor.is_buffer else "."
         if len(tensor.shape) == 3:
             names = [name.format(expert=expert) for expert in range(tensor.shape[0]) for name in names]
         others = tensor.shape[-1:] if len(tensor.shape) > 1 else ()
@@ -136,7 +166,7 @@ def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
         yield TensorPair(
             tensor=tensor,
             parts={
-                f"{name}.{kind}": (*others, part) if is_transposed else (part, *others)
+                f"{name}{dot}{kind}": (*others, part) if is_transposed else (part, *others)
                 for name, part in zip(names, rows, strict=True)
             },
             is_transposed=is_transposed,
@@ -167,15 +197,18 @@ def _is_mask(values: Tensor, *, is_bias: bool, length: int) -> bool:
     return torch.equal(values.float().view(length, length), torch.ones(length, length).tril())
 
 
-def _has_frequencies(values: Tensor, model: Architecture) -> bool:
+def _has_frequencies(values: Tensor, model: Architecture | DeepSeek) -> bool:
+    if isinstance(model, DeepSeek) and model.yarn:
+        return False
+    factor = getattr(model, "rope_scaling_factor", 1.0)
     if values.shape != (model.head_dim // 2,) or not values.is_floating_point():
         return False
     used = RotaryEmbedding(
         kv_channels=model.head_dim,
         rotary_percent=1.0,
         rotary_base=model.rope_base,
-        rope_scaling=model.rope_scaling_factor != 1.0,
-        rope_scaling_factor=model.rope_scaling_factor,
+        rope_scaling=factor != 1.0,
+        rope_scaling_factor=factor,
         use_cpu_initialization=True,
     ).inv_freq
     limits = torch.finfo(values.dtype)  # they were rounded to that type, and computed by other versions

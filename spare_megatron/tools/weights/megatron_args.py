@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
-from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON, OF_LATENT_ATTENTION
 from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch
@@ -46,7 +46,8 @@ _ONLY: Mapping[str, Collection[object]] = {
     **{
         field: (default,)
         for field, default in FUNCTION_IN_MEGATRON.items()
-        if field not in (*_OF_MODEL, *_SAME_NAME) and "moe" not in field  # without experts these have no effect
+        # Without experts and latent attention their fields have no effect.
+        if field not in (*_OF_MODEL, *_SAME_NAME, *OF_LATENT_ATTENTION) and "moe" not in field
     },
     "use_legacy_models": (False,),
     "spec": (None, ["local"]),

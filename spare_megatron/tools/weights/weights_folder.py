@@ -21,7 +21,7 @@ from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import weights_differences, weights_terms_of
 from spare_megatron.formats.whole_files import json_object
-from spare_megatron.mcore.weights import StoredWeights, stacked_part, write_weights
+from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint import checkpoint_folder
 from spare_megatron.version import __version__
 
@@ -81,7 +81,7 @@ class Export:
         self.dtype = DTYPES[options.dtype or config.model.precision]
 
     def read(self, tensor: ModelTensor) -> Tensor:
-        return self._stored.read_tensor(tensor, self.dtype)
+        return self._stored.read_tensor(tensor, torch.float32 if tensor.is_buffer else self.dtype)
 
     def described(self, name: str) -> dict[str, Any]:
         """A file with ids of special tokens, from the tokenizer's folder or from the import that the run began with;
@@ -158,7 +158,8 @@ def precision_of(stored: Mapping[str, object], folder: Path) -> Dtype:
                 f"{folder}: {name} is stored as {dtype}; only fp32, bf16 and fp16 can be imported: convert quantized "
                 f"weights back to one of these"
             )
-    return "bf16" if set(stored.values()) == {torch.bfloat16} else "fp32"
+    kinds = {dtype for name, dtype in stored.items() if not name.endswith("_correction_bias")}  # fp32 in every model
+    return "bf16" if kinds == {torch.bfloat16} else "fp32"
 
 
 def write_import(
@@ -186,10 +187,11 @@ def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> checkpo
     unfinished.mkdir(parents=True)
     dtype = DTYPES[config.model.precision]
 
-    def reading(tensor: ModelTensor) -> Callable[[], Tensor]:
-        return lambda: read(tensor).to(dtype)
+    def part(tensor: ModelTensor) -> WeightsPart:
+        kind = torch.float32 if tensor.is_buffer else dtype
+        return stacked_part(tensor, config.model.num_layers, kind, lambda: read(tensor).to(kind))
 
-    parts = [stacked_part(each, config.model.num_layers, dtype, reading(each)) for each in model_tensors(config)]
+    parts = [part(each) for each in model_tensors(config)]
     written = write_weights(unfinished, parts)
     files = {
         name: checkpoint_folder.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()

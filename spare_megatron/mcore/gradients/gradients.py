@@ -41,7 +41,6 @@ NUM_EXTRAS = 3
 _TOKENS_HIGH, _TOKENS_LOW, _UNSOUND, _COUNT, _LOSS = -5, -4, -3, -2, -1
 _WHOLE = (slice(None),)
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-
 _WRONG = (
     "the local sum of bucket {} is not what was added to it",
     "the staged copy of bucket {} differs from its checksum",

@@ -20,6 +20,15 @@ class PartitionDigest(NamedTuple):
     is_proven: bool = True
 
 
+class Held(NamedTuple):
+    """A complete copy of a rank position (rank inside its group) in some node's memory."""
+
+    attempt: int
+    """Of the commit whose state it is; names the snapshot uniquely."""
+    position: int
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty."""
@@ -70,6 +79,8 @@ class Vote:
     """Of the audited microbatches that the group has computed in the step, its own and others'."""
     losses: tuple[MicrobatchDigest, ...] = ()
     """Digests of losses: suspect ones that the group has counted in the step, and those that it was asked about."""
+    held: tuple[Held, ...] = ()
+    """Where the attempt is about an undo, the snapshots that the nodes of the group have intact."""
 
 
 HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]

@@ -159,7 +159,7 @@ class Telemetry:
         self._placement = config.placement
         self._absent: set[GroupId] = set()
         self._lost: set[Member] = set()
-        self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0, "fault/undos": 0}
+        self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._num_restarts = 0  # and undos
         self._attempt = self._void = -1  # of the last step written; the last one that an undo has made void
         self._store: dict[str, Value] = {}
@@ -190,7 +190,7 @@ class Telemetry:
                 self._absent.discard(GroupId(group))
                 if num_restarts > self._num_restarts:  # the first report of this restart or undo
                     self._num_restarts = num_restarts
-                    self._counts["fault/undos" if is_undo else "fault/restarts"] += 1
+                    self._counts["fault/restarts"] += not is_undo
                     self._goodput.on_entry("fence" if is_undo else "restart")
                     self._void = self._attempt if is_undo else self._void
                     self._goodput.on_restart(self._next_step - step)

@@ -16,7 +16,7 @@ from spare_megatron.observe.metrics import Value
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-_GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts", "fault/undos")
+_GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts")
 """Metrics that only grow while a driver lives."""
 _LABELS = {
     r"perf/lost_(.+)_s": ("perf_lost_seconds", "cause"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.core.audits.audits import AuditPolicy, Dispute
 from spare_megatron.core.controller.audit_course import AuditCourse
-from spare_megatron.core.controller.decision import decide, departures
+from spare_megatron.core.controller.decision import decide, decide_undo, departures
 from spare_megatron.core.controller.restart import MAX_RESUMES_WITHOUT_COMMIT, RestartLimits, Restarts, decide_pause
 from spare_megatron.core.log import actions, entries, events
 from spare_megatron.core.log.actions import Action
@@ -282,19 +282,15 @@ class Controller(Membership):
 
     def _undo(self, undo: entries.Undo, change: Change) -> tuple[Action, ...]:
         """All members go back in place; they have voted, so that no newcomer is copying state any more."""
-        snapshots = self.restarts.snapshots
-        kept_by = snapshots.holders(undo.snapshot)
+        step, members, snapshots = undo.step, self.voters, self.restarts.snapshots
+        rework, holders = len(change.undone), snapshots.holders(undo.snapshot, members)
         load = actions.LoadCheckpoint(
-            step=undo.step,
-            rework_steps=len(change.undone),
-            snapshot=undo.snapshot,
-            members=self.voters,
-            holders=tuple(voter for voter in self.voters if voter.group in kept_by),
+            step=step, rework_steps=rework, snapshot=undo.snapshot, members=members, holders=holders
         )
         self._begin_anew()
-        snapshots.on_restart(undo.step)
-        self._audits.on_restart(undo.step, self.members)
-        self._saves.on_undo(undo.step)
+        snapshots.on_restart(step)
+        self._audits.on_restart(step, self.members)
+        self._saves.on_undo(step)
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         return (load, *build, *self._begin())
 
@@ -329,7 +325,9 @@ class Controller(Membership):
         self._is_undoing = retry.recompute and self._is_undo_due and bool(self._undoable)
         self._is_undo_due &= not retry.recompute
         if self._is_undoing:
-            return (*build, self._attempt_undo(), actions.ReadEntry(index=self.head))
+            self._attempted_by, digest = self.voters, self._plans[-1].digest
+            asked = actions.AttemptUndo(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=digest)
+            return (*build, asked, actions.ReadEntry(index=self.head))
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         state = (*state, *(self._save_dispute(retry.disputes) if self.is_discarded else ()))
         if self.is_trained and self._saves.lacks_last(self.step):
@@ -378,7 +376,8 @@ class Controller(Membership):
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, hosts, is_last=is_last, is_asked=saves)
         entry = decide(attempted, event, save=is_due, at_s=at_s, is_last=is_last, is_asked=is_asked)
         if self._is_undoing and isinstance(entry, entries.Retry):
-            entry = self._decide_undo(entry, event)
+            held = (one for group in self.members for one in event.votes[group].held)
+            entry = decide_undo(entry, self.restarts.snapshots.newest_whole(held, among=self._undoable))
         if isinstance(entry, entries.Commit):
             entry = self._let_leave(entry) if entry.drain else entry
             paces = self._exceptions(event) if self.deals_by_pace else ()
@@ -388,19 +387,9 @@ class Controller(Membership):
 
     @property
     def _undoable(self) -> tuple[WholeSnapshot, ...]:
-        """The snapshots that spoiled steps can be undone to. Groups with fewer stages can load none, and partitioned
-        state is not whole in any group.
-        """
+        """Those to which spoiled steps can be undone. Shorter groups can load none; no group has partitioned state."""
         can_load = self._audits.is_spoiled and self.ownership is None and not self.stages
         return self.restarts.snapshots.clean(self.audited_steps) if can_load else ()
-
-    def _decide_undo(self, retry: entries.Retry, event: events.VotesRead) -> entries.Undo | entries.Retry:
-        """To the newest of these that the members have whole; without one the step is computed with what is spoiled."""
-        held = (one for group in self.members for one in event.votes[group].held)
-        found = self.restarts.snapshots.newest_whole(held, among=self._undoable)
-        if found is None:
-            return replace(retry, recompute=True, kept=())
-        return entries.Undo(step=found.step, attempt=self.attempt, snapshot=found.attempt)
 
     def _exceptions(self, event: events.VotesRead) -> tuple[PaceException, ...]:
         """By the paces in the votes, each over the one that the group's stages explain."""
@@ -588,11 +577,6 @@ class Controller(Membership):
     def _await_votes(self) -> tuple[Action, ...]:
         read = actions.ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
         return (read, actions.ReadEntry(index=self.head))
-
-    def _attempt_undo(self) -> actions.AttemptUndo:
-        self._attempted_by = self.voters
-        plan_digest = self._plans[-1].digest
-        return actions.AttemptUndo(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=plan_digest)
 
     def _attempt_finish(self) -> actions.AttemptFinish:
         self._is_communicator_unused = False

@@ -96,9 +96,9 @@ class Snapshots:
         """Those of audited steps, the newest last."""
         return () if audited_steps is None else tuple(one for one in self._taken if one.step <= audited_steps)
 
-    def holders(self, attempt: int) -> frozenset[GroupId]:
-        """The groups that were to copy some of the snapshot."""
-        return self._holders.get(attempt, frozenset())
+    def holders(self, attempt: int, members: Iterable[Member]) -> tuple[Member, ...]:
+        """The members that were to copy some of the snapshot."""
+        return tuple(member for member in members if member.group in self._holders.get(attempt, ()))
 
     def newest_whole(
         self,

@@ -446,7 +446,7 @@ class GroupTrainer:
 
     def forget_moments(self) -> None:
         """Frees what a load is about to replace: memory may not have room for both."""
-        if isinstance(self._optimizer, Optimizer):
+        if not isinstance(self._optimizer, FragmentAdam):
             self._optimizer.megatron.optimizer.state.clear()
 
     def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:

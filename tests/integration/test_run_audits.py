@@ -29,7 +29,7 @@ from spare_megatron.journal.records import (
 from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.start_checkpoint import resumed
-from spare_megatron.state.checkpoint.verification import refusal_of
+from spare_megatron.state.checkpoint.verification import read_manifest, refusal_of
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
 
@@ -140,8 +140,9 @@ def test_steps_that_a_group_has_spoiled_are_undone_and_computed_again(
     updates = sorted(run.journal.of(UpdateRecord), key=lambda record: record.attempt)
     last = {record.step: {(record.loss, record.grad_norm)} for record in updates}
     assert last == losses_of(calm.journal)
-    [path] = [one for one in all_checkpoints(tmp_path / "kept") if not refusal_of(one)]
-    assert path.name.endswith(f"{config.train.steps}")
+    manifests = [read_manifest(one) for one in all_checkpoints(tmp_path / "kept") if not refusal_of(one)]
+    assert max(manifest.step for manifest in manifests) == config.train.steps
+    assert all(manifest.epoch for manifest in manifests if manifest.step > AUDITED), "saved since the fence"
     text = f"steps {AUDITED} to {found_in - 1} were undone and computed again without group 2"
     assert text in CliRunner().invoke(app, ["audit", str(tmp_path / "run")]).output
     assert "goes back to the snapshot" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output

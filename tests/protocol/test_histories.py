@@ -32,7 +32,7 @@ NUM_LANE_HISTORIES = 60
 NUM_SHAPE_HISTORIES = 150
 NUM_AUDIT_HISTORIES = 120
 NUM_SUSPECT_HISTORIES = 120
-NUM_UNDO_HISTORIES = 120
+NUM_UNDO_HISTORIES = 160
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:

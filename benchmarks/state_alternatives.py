@@ -70,7 +70,7 @@ def snapshot_server(run_dir: Path) -> Iterator[SnapshotClient]:
         end_s = time.monotonic() + 30.0
         while True:
             try:
-                client.pass_over(0, -1)
+                client.pass_over(0, ())
                 break
             except SnapshotServerGone:
                 if time.monotonic() > end_s:
@@ -112,7 +112,7 @@ def measure_snapshots(num_bytes: int, rounds: int) -> dict[str, Any]:
         ways: dict[str, Copy] = {
             "files": lambda now, last, write: files.copy(now, last, num_bytes, write),
             "server": lambda now, last, write: client.copy(
-                now, last, {None: num_bytes}, lambda mapped: write(mapped[0].memory)
+                now, (last,), {None: num_bytes}, lambda mapped: write(mapped[0].memory)
             ),
         }
         before = shared_bytes()

@@ -99,7 +99,7 @@ def audit(
 
 def _print(history: "AuditHistory", run_dir: Path) -> None:
     from spare_megatron.journal.event_texts import text_of_audited
-    from spare_megatron.journal.proofs.audit_history import text_of_spoiled
+    from spare_megatron.journal.proofs.audit_history import text_of_spoiled, text_of_undone
 
     if not history.steps:
         every = history.every_steps
@@ -127,6 +127,8 @@ def _print(history: "AuditHistory", run_dir: Path) -> None:
             say(f"step {step}: its parameters are saved; spare replay {run_dir} --step {step} computes it again")
     for culprit in history.culprits:
         say(f"step {culprit.step}: group {culprit.group} (incarnation {culprit.incarnation}) fenced: {culprit.reason}")
+    for undone in history.undone:
+        say(text_of_undone(undone))
     if history.spoiled is not None:
         say(text_of_spoiled(history.spoiled), way_back(history.spoiled, run_dir))
     if history.halted:

@@ -26,7 +26,7 @@ from spare_megatron.journal.event_texts import (
     text_of_loss,
     text_of_pause,
 )
-from spare_megatron.journal.proofs.audit_history import text_of_spoiled
+from spare_megatron.journal.proofs.audit_history import text_of_spoiled, text_of_undone
 from spare_megatron.journal.records import CulpritRecord, RestartRecord
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.overview import UNPROVEN, overview_of
@@ -227,6 +227,8 @@ def print_summary(summary: Summary, run_dir: Path, console: RunConsole) -> None:
     if summary.recoveries:
         tables.append(_recovery_table(summary.recoveries))
     console.tables(*tables)
+    for undone in summary.undone:
+        console.line(text_of_undone(undone))
     if summary.spoiled is not None:
         console.line(text_of_spoiled(summary.spoiled))
         console.line(way_back(summary.spoiled, run_dir))

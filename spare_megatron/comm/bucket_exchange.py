@@ -126,6 +126,11 @@ class BucketExchange:
 
     # ------------------------------------------------------------------------------------------ checks of gradients
 
+    def on_restart(self, step: int) -> None:
+        """As `GradientGuard.on_restart`."""
+        for guard in self._guards:
+            guard.on_restart(step)
+
     def measure_all(self, num_computed: int) -> None:
         """Has the device judge the local sums of `num_computed` microbatches."""
         self._num_computed = num_computed

@@ -46,6 +46,10 @@ class SlabExchanges:
         """The first over which sums have ended early; else that of the last slab."""
         return next((one for one in self._exchanges if one.has_given_up), self._exchanges[0]).communicator
 
+    def on_restart(self, step: int) -> None:
+        for one in self._exchanges:
+            one.on_restart(step)
+
     @property
     def evidence(self) -> str:
         """Why sums have ended early; empty if all are complete."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.formats.output import real_paths
-from spare_megatron.journal.records import CulpritRecord, ExaminationRecord
+from spare_megatron.journal.records import CulpritRecord, ExaminationRecord, RestartRecord
 from spare_megatron.process.reports import GroupLost, GroupRejoined, MachineQuarantined, Message, RunEvent
 
 _MOST_WAITING = 1000
@@ -43,11 +43,16 @@ class EventCommand:
         self._process: subprocess.Popen[str] | None = None
         self._is_over = False
         self._num_dropped = 0
+        self._num_restarts = 0  # and undos, each of which all groups report
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="event-command", daemon=True)
         self._thread.start()
 
     def on_event(self, event: RunEvent) -> None:
+        if isinstance(event, RestartRecord):
+            is_known, self._num_restarts = event.num_restarts <= self._num_restarts, event.num_restarts
+            if is_known:
+                return
         for fields in fields_of(event):
             self.put(fields)
 
@@ -108,6 +113,8 @@ def fields_of(event: RunEvent) -> Iterator[dict[str, Any]]:
             yield {"event": "group_lost"} | {n: getattr(record, n) for n in ("group", "rank", "cause", "is_given_up")}
         case GroupRejoined(member=member, step=step):
             yield {"event": "group_rejoined", "group": member.group, "step": step}
+        case RestartRecord(is_undo=True, step=step, rework_steps=num_steps):
+            yield {"event": "undo", "step": step, "num_steps": num_steps}
         case MachineQuarantined(machine=machine, cause=cause, reason=reason):
             yield {"event": "quarantine", "machine": machine, "cause": cause, "reason": reason}
         case ExaminationRecord() as record:

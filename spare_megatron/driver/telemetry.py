@@ -62,7 +62,6 @@ class LiveGoodput:
 
     def on_restart(self, num_thrown_away: int) -> None:
         """Reclassifies discarded steps as rework. Some of them may precede this run."""
-        self._met.add("restart")
         for _ in range(min(num_thrown_away, len(self._cause))):
             useful_s, lost_s = self._useful_s.pop(), self._lost_s.pop()
             self._sum_s -= useful_s
@@ -161,6 +160,8 @@ class Telemetry:
         self._absent: set[GroupId] = set()
         self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
+        self._num_restarts = 0  # and undos
+        self._attempt = self._void = -1  # of the last step written; the last one that an undo has made void
         self._store: dict[str, Value] = {}
         self._next_step = 0
         self._evaluated_by = -1  # attempt
@@ -185,10 +186,13 @@ class Telemetry:
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
                 self._goodput.on_rejoin()
-            case RestartRecord(group=group, step=step, num_restarts=num_restarts):
+            case RestartRecord(group=group, step=step, num_restarts=num_restarts, is_undo=is_undo):
                 self._absent.discard(GroupId(group))
-                if num_restarts > self._counts["fault/restarts"]:  # the first report of this restart
-                    self._counts["fault/restarts"] = num_restarts
+                if num_restarts > self._num_restarts:  # the first report of this restart or undo
+                    self._num_restarts = num_restarts
+                    self._counts["fault/restarts"] += not is_undo
+                    self._goodput.on_entry("fence" if is_undo else "restart")
+                    self._void = self._attempt if is_undo else self._void
                     self._goodput.on_restart(self._next_step - step)
                     self._next_step = step
             case reports.RunPaused(shards=shards) if shards:
@@ -205,8 +209,8 @@ class Telemetry:
                 self._keep_recoveries(event.recoveries)
                 of_group = {key: value for key, value in event.update.values.items() if key in MEMORY}
                 self._memory[GroupId(event.update.group)] = of_group
-                if step >= self._next_step:
-                    self._next_step = step + 1
+                if step >= self._next_step and event.update.attempt > self._void:  # else a report comes late
+                    self._next_step, self._attempt = step + 1, event.update.attempt
                     self._goodput.on_commit(self._clock(), event.update.step_s, self._num_ranks(event))
                     self._write({"step": step, **self._of_step(event)})
 

@@ -10,8 +10,8 @@ from spare_megatron.journal import records
 from spare_megatron.stacking.layout import GroupId
 
 EventKind = Literal[
-    "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "checkpoint", "failed save",
-    "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
+    "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "undo", "checkpoint",
+    "failed save", "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
 ]  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def text_of_end(record: records.EndRecord, halted_by: str) -> str:
     return f"the run ended: {record.outcome}" + (f": {record.reason}" if record.reason != halted_by else "")
 
 
-KINDS: Mapping[str, EventKind] = {"evaluated": "evaluation", "restart": "restart", "halt": "halt"}
+KINDS: Mapping[str, EventKind] = {"evaluated": "evaluation", "restart": "restart", "undo": "undo", "halt": "halt"}
 """Kinds of the events of log entries; the others admit groups, or remove some."""
 
 
@@ -237,6 +237,9 @@ def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
             source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
             where = f"{source} after {format_steps(step)}" if step else "the beginning"
             return f"training starts again from {where}"
+        case {"entry": "undo", "step": step}:
+            where = f"the snapshot after {format_steps(step)}, which are audited"
+            return f"training goes back to {where}: what was committed since is computed again"
         case {"entry": "halt", "reason": reason}:
             return f"halted: {reason}"
     return ""

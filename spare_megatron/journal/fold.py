@@ -1,4 +1,4 @@
-"""Folds the journaled decision log: who took part when, what was committed, and what restarts undid."""
+"""Folds the journaled decision log: who took part when, what was committed, and what restarts and undos made void."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ class Known:
     attempt: float
     """Attempt under way; infinite if the run is over."""
     position: tuple[float, float]
-    """(restarts, committed steps): earlier comparisons are settled. Infinite if the run is over."""
+    """(restarts and undos, committed steps): earlier comparisons are settled. Infinite if the run is over."""
 
 
 def placement_of(run: RunRecord) -> Placement:
@@ -113,7 +113,7 @@ class Fold(Membership):
         self.resumed: set[tuple[int, int]] = set()
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
         """Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies."""
-        self.restarts: dict[int, tuple[int, log.Restart]] = {}  # index -> the attempt that it begins, and the entry
+        self.restarts: dict[int, tuple[int, log.Restart | log.Undo]] = {}  # index -> attempt that it begins, entry
         self.errors: list[str] = []
         self.known = self._known(0)
         """State before the first gap; later entries may contradict records only because of the gap."""
@@ -130,7 +130,7 @@ class Fold(Membership):
 
     @property
     def kept_commits(self) -> list[Committed]:
-        """Commits that no restart undid, in log order."""
+        """Commits that no restart and no undo made void, in log order."""
         return [commit for commit in self.commits if commit.index not in self.undone]
 
     def add(self, index: int, fields: Mapping[str, Any]) -> Change:
@@ -169,7 +169,7 @@ class Fold(Membership):
             case log.Resume():
                 self.attempts.clear()
                 self.resumed.add(key)
-            case log.Restart():
+            case log.Restart() | log.Undo():
                 self._add_restart(index, entry)
         if not isinstance(entry, log.Finish | log.GiveUp | log.Halt):
             self.opened[self.attempt] = self.incarnations
@@ -212,14 +212,14 @@ class Fold(Membership):
         self.attempts.clear()
         self.began_with = self.groups
 
-    def _add_restart(self, index: int, restart: log.Restart) -> None:
+    def _add_restart(self, index: int, restart: log.Restart | log.Undo) -> None:
         kept = self.kept_commits
         saved = {self.run.first_step} | {commit.step + 1 for commit in kept if commit.saved}
         step, snapshot = restart.step, restart.snapshot
         if snapshot is not None:
             if (step, snapshot) not in {(commit.step + 1, commit.attempt) for commit in kept}:
                 what = f"a snapshot after {step} steps"
-                self.errors.append(f"a restart loads {what}, which attempt {snapshot} did not commit")
+                self.errors.append(f"training goes back to {what}, which attempt {snapshot} did not commit")
         elif step not in saved:
             self.errors.append(f"a restart loads a checkpoint after {step} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= step}

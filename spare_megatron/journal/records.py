@@ -213,7 +213,7 @@ class RecoveryRecord(OfStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRecord(OfStep):
-    """A group takes part again after a wipe-out."""
+    """A group takes part again after a wipe-out or, with `is_undo`, has gone back in place."""
 
     incarnation: int
     rework_steps: int
@@ -225,9 +225,10 @@ class RestartRecord(OfStep):
     load_s: float = 0.0
     """The part of `restart_s` spent loading."""
     num_restarts: int = 0
-    """Restarts so far, this one included; 0 if unknown."""
+    """Restarts and undos so far, this one included; 0 if unknown."""
     stages: int | None = None
     """Of the group's pipeline, if fewer than usual."""
+    is_undo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -450,6 +450,11 @@ class GroupTrainer:
         """
         return IncomingState(description, self._chunks_of(slab), self._optimizer)
 
+    def forget_moments(self) -> None:
+        """Frees what a load is about to replace: memory may not have room for both."""
+        if not isinstance(self._optimizer, FragmentAdam):
+            self._optimizer.megatron.optimizer.state.clear()
+
     def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
         """This rank's part of a checkpoint, between two updates: `partitions` and, if `has_rest`, everything else."""
         return GroupState(

@@ -5,7 +5,8 @@ an abstract name instead of a file, so nothing is left behind; the key authentic
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.stacking.layout import PartitionId
 
 PartKey = PartitionId | None  # a state partition, or all other state
@@ -33,26 +34,26 @@ class SnapshotServerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
-    """Asks for memory for these parts of an attempt's snapshot; of earlier ones only `previous` must stay. Answered by
-    a refusal, or an empty text and a memory descriptor for each part; after the rank's `COPIED`, by the SHA-256 of
+    """Asks for memory for these parts of an attempt's snapshot; of earlier ones only those `kept` must stay. Answered
+    by a refusal, or an empty text and a memory descriptor for each part; after the rank's `COPIED`, by the SHA-256 of
     each.
     """
 
     position: int
     attempt: int
-    previous: int
+    kept: tuple[int, ...]
     num_bytes: dict[Part, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOver:
-    """The snapshot of an attempt is kept on other nodes; of earlier ones of the position only `previous` must stay. The
-    answer, an empty text, says that the others are gone.
+    """The snapshot of an attempt is kept on other nodes; of earlier ones of the position only those `kept` must stay.
+    The answer, an empty text, says that the others are gone.
     """
 
     position: int
     attempt: int
-    previous: int
+    kept: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Saves and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
+import sys
 from dataclasses import asdict, replace
 
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
@@ -73,6 +74,10 @@ class GroupSaves:
         self._saver.await_copy()
         if self._snapshotter is not None:
             self._snapshotter.await_copy(step)
+
+    def settle(self) -> None:
+        """Waits until no copy of the state is made any more."""
+        self.await_copies(sys.maxsize)
 
     def finish(self) -> None:
         """Waits until nothing is written or copied any more, within the time limits of both. Saves alone what cannot be

@@ -105,7 +105,7 @@ class Rejoin:
                     return deque(list(actions)[number:])
                 case LoadCheckpoint() if self._ctx.agreement.member in self._ctx.controller.voters:
                     return deque(list(actions)[number:])
-                case LoadCheckpoint():
+                case LoadCheckpoint(holders=()):
                     self._restart_loader.on_left_out()
                 case _ if isinstance(action, Stop):
                     return action

@@ -1,4 +1,4 @@
-"""Finds and loads the state with which a rank begins, or starts again after a wipe-out."""
+"""Finds and loads the state with which a rank begins, starts again after a wipe-out, or goes back to in an undo."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from spare_megatron.config.training.terms import differences, phases_after, sequences_before, step_of
 from spare_megatron.core.log.actions import CheckpointCandidate, LoadCheckpoint, RefuseCheckpoint
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord
@@ -131,6 +132,7 @@ class RestartLoader:
         self._load(action)
         progress = self._ctx.progress
         progress.step, progress.num_steps = None, action.step
+        progress.num_restarts = self._ctx.controller.num_restarts
         digests.check(action.step)
         record = self._record(action)
         self._ctx.write_if_leader(record)
@@ -139,12 +141,15 @@ class RestartLoader:
     def _load(self, action: LoadCheckpoint) -> None:
         self.reader.stop()
         began_s = time.monotonic()
+        if action.holders:
+            self._wiped_out_at_s = began_s
+            self._ctx.trainer.forget_moments()
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
                 self._load_checkpoint(action)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, action.hosts, action.members)
+                self._snapshots.load(action.snapshot, action.hosts, action.members, action.holders)
         self._load_s = time.monotonic() - began_s
 
     def _load_checkpoint(self, action: LoadCheckpoint) -> None:
@@ -186,4 +191,5 @@ class RestartLoader:
             load_s=round(self._load_s, 6),
             num_restarts=self._ctx.controller.num_restarts,
             stages=self._ctx.spec.stages,
+            is_undo=bool(action.holders),
         )

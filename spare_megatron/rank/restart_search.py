@@ -4,7 +4,8 @@ import time
 from dataclasses import replace
 
 from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, ReadFiles, WithdrawCandidates
-from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
+from spare_megatron.core.log.events import HeldPartition, RestartState, WaitingRead
+from spare_megatron.core.log.votes import Held
 from spare_megatron.formats.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import Member

@@ -17,7 +17,7 @@ from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.config.training.audit_schedule import audit_policy
 from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log import actions
-from spare_megatron.core.log.entries import Fence, Resume, entry_fields
+from spare_megatron.core.log.entries import Fence, Resume, Undo, entry_fields
 from spare_megatron.core.log.events import EndRequested, EntryRead, Event, HostsRead
 from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Digests
@@ -124,6 +124,12 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
         case actions.AttemptFinish():
             digests = parts.digests.for_vote()
             return ctx.voting.cast(action, plain_vote(action, digests, lacks_params=ctx.progress.lacks_params))
+        case actions.AttemptUndo():
+            parts.saves.settle()
+            with ctx.probe.during(Operation.SAVE):
+                held, _ = parts.loader.find_snapshots()
+            vote = plain_vote(action, Digests(), lacks_params=False)
+            return ctx.voting.cast(action, replace(vote, is_complete=False, held=held))
         case actions.ChangePaces():
             parts.reports.write_paces(action)
         case actions.DrainGroups():
@@ -131,7 +137,7 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
         case actions.AdmitGroups():
             admit(ctx, parts.transfer, parts.digests, action)
         case actions.LoadCheckpoint():
-            parts.loader.restart(action, parts.digests)
+            _go_back(parts, action)
         case actions.SaveCheckpoint():
             parts.saves.save(action)
         case actions.RefuseCheckpoint():
@@ -148,6 +154,14 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
         case _:
             raise AssertionError(f"this rank cannot execute {action}")
     return ()
+
+
+def _go_back(parts: Components, action: actions.LoadCheckpoint) -> None:
+    """Goes on from earlier state. No copy of the state may be under way. Collective over: all ranks of the group."""
+    with parts.source.changing(action.step):
+        parts.loader.restart(action, parts.digests)
+    parts.loss_watch.on_restart(action.step)
+    parts.sums.on_restart(action.step)
 
 
 # ----------------------------------------------------------------------------------------------------------- computing
@@ -416,9 +430,10 @@ def read_entry(ctx: RankContext, parts: Components, index: int) -> Sequence[Even
             raise Fenced(f"group {group} is fenced by log entry {index}: {entry.reason}")
         clock.on_group_lost(progress.num_steps if progress.step is None else progress.step.step, entry.group)
         parts.digests.is_wanted = True
-    elif isinstance(entry, Resume):
+    elif isinstance(entry, Resume | Undo):
         clock.on_pause()
-        parts.reports.send_pause(entry.step)
+        if isinstance(entry, Resume):
+            parts.reports.send_pause(entry.step)
     else:
         clock.on_decided()
     return [EntryRead(index=index, entry=entry)]

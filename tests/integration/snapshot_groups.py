@@ -9,7 +9,8 @@ from typing import Any, cast
 from spare_megatron.comm.bucket_sums import Staging
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import TakeSnapshot
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.snapshot_wire import HeldSnapshots
@@ -38,7 +39,7 @@ class KeptHere:
     def copy(
         self,
         attempt: int,
-        previous: int,
+        kept: tuple[int, ...],
         num_bytes: Mapping[PartitionId | None, int],
         write: Callable[[Sequence[MappedFile]], None],
     ) -> None:
@@ -113,7 +114,7 @@ def take_late(
     action = TakeSnapshot(
         step=step + 1,
         attempt=ATTEMPT,
-        previous=-1,
+        kept=(),
         settled_by=step + 2,
         holders=((GroupId(0),),),
         partition_holders=tuple((owner,) for owner in owners(config)),

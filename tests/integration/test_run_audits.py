@@ -15,10 +15,21 @@ from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema_saving import SnapshotConfig
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import AuditRecord, ContributionRecord, DisputeRecord, FaultRecord
+from spare_megatron.journal.proofs.audit_history import UndoneSteps
+from spare_megatron.journal.records import (
+    AuditRecord,
+    ContributionRecord,
+    DisputeRecord,
+    FaultRecord,
+    RestartRecord,
+    UpdateRecord,
+)
 from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
+from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.start_checkpoint import resumed
+from spare_megatron.state.checkpoint.verification import read_manifest, refusal_of
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
 
@@ -103,6 +114,39 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     assert run.summary.params_sha256 == calm.summary.params_sha256
     found = replay_names_the_culprit(run, tmp_path / "run", {tuple(one["microbatch"]) for one in asked["disputes"]})
     machines_of_a_group_replay_the_same(tmp_path / "run", found)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2], ids=["one lane", "state divided over lanes"])
+def test_steps_that_a_group_has_spoiled_are_undone_and_computed_again(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, num_lanes: int
+) -> None:
+    """In place, from memory: the snapshot of audited steps is older than the newest one, which holds a wrong step."""
+    begins, found_in = AUDITED + 1, 2 * AUDITED + 1
+    layout = LayoutConfig(num_groups=3 + (num_lanes == 1), data_parallel=num_lanes)
+    config = audited(tiny_config(text_corpus, layout, steps=8, mode="reproducible", num_microbatches=2 * num_lanes))
+    checkpoint = replace(config.checkpoint, folder=str(tmp_path / "kept"), interval_steps=1, keep_last=1)
+    config = replace(config, checkpoint=checkpoint, snapshot=SnapshotConfig(every_steps=2))
+    fault = FaultConfig(phase=FaultPoint.FORWARD, step=begins, group=2, kind="drift")
+    run = complete_run(replace(config, faults=replace(config.faults, trace=(fault,))), tmp_path / "run")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["drift"]
+    [undo] = [entry for entry in entries_of(run.journal) if entry["entry"] == "undo"]
+    assert undo["step"] == AUDITED
+    assert run.summary.undone == (UndoneSteps(first=AUDITED, end=found_in, groups=[2]),)
+    assert (run.summary.spoiled, run.summary.steps_lost, run.summary.restarts) == (None, found_in - AUDITED, 0)
+    went_back = {(record.group, record.is_undo) for record in run.journal.of(RestartRecord)}
+    assert went_back == {(group, True) for group in range(layout.num_groups) if group != 2}
+    calm = fault_free(config)
+    assert run.summary.params_sha256 == calm.summary.params_sha256
+    updates = sorted(run.journal.of(UpdateRecord), key=lambda record: record.attempt)
+    last = {record.step: {(record.loss, record.grad_norm)} for record in updates}
+    assert last == losses_of(calm.journal)
+    manifests = [read_manifest(one) for one in all_checkpoints(tmp_path / "kept") if not refusal_of(one)]
+    assert max(manifest.step for manifest in manifests) == config.train.steps
+    assert all(manifest.epoch for manifest in manifests if manifest.step > AUDITED), "saved since the fence"
+    text = f"steps {AUDITED} to {found_in - 1} were undone and computed again without group 2"
+    assert text in CliRunner().invoke(app, ["audit", str(tmp_path / "run")]).output
+    assert "goes back to the snapshot" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
 
 
 def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_nothing_had_been_wrong(

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from spare_megatron.core.log.actions import TakeSnapshot
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.formats.frames import Address, NotOffered
 from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, Piece
 from spare_megatron.mcore.gradients.host_copies import HostCopies, TensorBytes
@@ -80,7 +81,7 @@ def await_server(snapshot_server: NodeSnapshotServer) -> None:
     while True:
         snapshot_server.ensure_running()
         try:
-            SnapshotClient(snapshot_server.address, 99).pass_over(1, 0)
+            SnapshotClient(snapshot_server.address, 99).pass_over(1, (0,))
             return
         except SnapshotServerGone:
             assert time.monotonic() < end_s
@@ -96,7 +97,7 @@ def fill(contents: Iterable[bytes]) -> Callable[[Sequence[MappedFile]], None]:
 
 
 def copy(client: SnapshotClient, attempt: int, previous: int, content: bytes) -> str:
-    (digest,) = client.copy(attempt, previous, {None: len(content)}, fill([content]))
+    (digest,) = client.copy(attempt, (previous,), {None: len(content)}, fill([content]))
     return digest
 
 
@@ -146,12 +147,12 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(snapshot_server
     client = SnapshotClient(snapshot_server.address, 0)
     for attempt in (1, 2):
         copy(client, attempt, attempt - 1, bytes(9000))
-    client.pass_over(2, 1)  # of a group beside this one, and late
+    client.pass_over(2, (1,))  # of a group beside this one, and late
     assert [one.attempt for one in client.list_intact(HOST).held] == [1, 2]
-    client.pass_over(3, 2)
+    client.pass_over(3, (2,))
     assert [one.attempt for one in client.list_intact(HOST).held] == [2]
     assert num_kept() == 2, "a lot of memory for the next one, which may be taken here"
-    client.pass_over(4, 3)
+    client.pass_over(4, (3,))
     assert client.list_intact(HOST).held == ()
     assert num_kept() == 0
 
@@ -167,7 +168,7 @@ def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapsh
     for attempt in (1, 2, 3):
         for client, contents in zip(groups, kept, strict=True):
             sizes = {number: len(content) for number, content in contents.items()}
-            digests = client.copy(attempt, attempt - 1, sizes, fill(contents.values()))
+            digests = client.copy(attempt, (attempt - 1,), sizes, fill(contents.values()))
             assert digests == [sha256(content) for content in contents.values()]
     listed = groups[0].list_intact(HOST)
     assert listed == groups[1].list_intact(HOST)
@@ -180,8 +181,8 @@ def test_partitions_are_kept_beside_the_rest_and_go_when_others_keep_them(snapsh
     assert SnapshotClient(snapshot_server.address, 1).list_intact(HOST).partitions == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
-        groups[0].pass_over(attempt, attempt - 1)
-        groups[1].copy(attempt, attempt - 1, {zero: 50}, fill([bytes(50)]))
+        groups[0].pass_over(attempt, (attempt - 1,))
+        groups[1].copy(attempt, (attempt - 1,), {zero: 50}, fill([bytes(50)]))
     assert {(held.attempt, held.partition) for held in groups[0].list_intact(HOST).partitions} == {(5, zero), (6, zero)}
     assert num_kept() == 2
 
@@ -199,7 +200,7 @@ def test_snapshots_may_change_their_size(snapshot_server: NodeSnapshotServer) ->
 def dying_rank(address: SnapshotServerAddress, report: Connection) -> None:
     """Is killed when half of its copy is made."""
     with Client(address.name, "AF_UNIX", authkey=address.key) as connection:
-        connection.send(CopyWanted(position=0, attempt=2, previous=1, num_bytes={Part(0): 4000}))
+        connection.send(CopyWanted(position=0, attempt=2, kept=(1,), num_bytes={Part(0): 4000}))
         assert connection.recv() == ""
         memory = mmap.mmap(recv_handle(connection), 4000)
         memory[:2000] = bytes([255]) * 2000
@@ -235,7 +236,7 @@ def test_a_killed_server_loses_its_snapshots_and_the_next_has_its_address(
         os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(SnapshotServerGone):
-        client.copy(2, 1, {None: 4000}, strike)
+        client.copy(2, (1,), {None: 4000}, strike)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     with pytest.raises(SnapshotServerGone):
@@ -260,13 +261,13 @@ def test_a_rank_registers_the_two_files_in_turn_once_although_sizes_differ(
             fill([content])(files)
             found.append(files[0].range_bytes)
 
-        (digest,) = client.copy(attempt, attempt - 1, {None: len(content)}, write)
+        (digest,) = client.copy(attempt, (attempt - 1,), {None: len(content)}, write)
         assert digest == sha256(content)
         assert client.memory(attempt, None)[: len(content)] == content
     # The third snapshot fills its room, and the fourth needs more: the files are replaced once.
     assert found == [None, None, mapped_files.RANGE_BYTES, None, None, mapped_files.RANGE_BYTES]
     assert client.mapped.registered_bytes == sum(cudart.registered.values()) == 2 * 2 * 2**20
-    client.pass_over(7, 6)
+    client.pass_over(7, (6,))
     assert cudart.registered == {}
 
 
@@ -315,7 +316,7 @@ def test_records_say_what_is_registered_and_nothing_is_at_the_end_of_training(
     for step in range(1, 5):
         state.fill_(step)
         snapshotter.start_copy(
-            TakeSnapshot(step=step, attempt=step, previous=step - 1, settled_by=step + 1, holders=((GroupId(0),),))
+            TakeSnapshot(step=step, attempt=step, kept=(step - 1,), settled_by=step + 1, holders=((GroupId(0),),))
         )
         snapshotter.await_copy(step + 1)
         [record] = snapshotter.take_finished()
@@ -341,7 +342,7 @@ def test_a_flipped_bit_in_the_server_s_memory_is_found_by_the_checksum(snapshot_
     client, content = SnapshotClient(snapshot_server.address, 0), os.urandom(4000)
     kept: list[mmap.mmap] = []
     for attempt in (1, 2):
-        client.copy(attempt, attempt - 1, {None: 4000}, partial(flip_bit, kept, content))
+        client.copy(attempt, (attempt - 1,), {None: 4000}, partial(flip_bit, kept, content))
     kept[1][1234] = kept[1][1234] ^ 16
     listed = client.list_intact(HOST)
     assert listed.held == (Held(1, 0, sha256(content)),)

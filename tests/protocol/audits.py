@@ -27,6 +27,8 @@ class AuditDigests:
     def __init__(self, name: str, suspect_every: int) -> None:
         self._name = name
         self._way = ""
+        self.is_lasting = False
+        """Whether all that it has computed in the step is wrong."""
         self.losses = CountedLosses(suspect_every)
         self._errors: dict[Microbatch, str] = {}  # of what it has computed beside its work
         self._num_wrong = self._num_before = 0
@@ -35,6 +37,10 @@ class AuditDigests:
     def spoil(self, random: Random) -> None:
         """It computes wrongly from now on, or the next time."""
         self._way = random.choice(WAYS)
+
+    def drift(self, random: Random) -> None:
+        """It computes wrongly from now on."""
+        self._way = self._way or random.choice(WAYS[1:])
 
     @property
     def is_wrong(self) -> bool:
@@ -50,6 +56,7 @@ class AuditDigests:
         self._num_before = self._num_wrong
         self._digests.clear()
         self._errors.clear()
+        self.is_lasting = self._way in WAYS[1:]
         self.losses.begin()
 
     def counted(self, work: Iterable[Microbatch], plan: StepPlan, group: int) -> list[Microbatch]:

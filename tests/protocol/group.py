@@ -17,6 +17,7 @@ from spare_megatron.core.log.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AttemptUndo,
     AwaitHosts,
     BuildCommunicator,
     ChangePaces,
@@ -37,6 +38,7 @@ from spare_megatron.core.log.actions import (
     StartRepairs,
     StopHalted,
     StopWipeOut,
+    TakeSnapshot,
     UpdateModel,
 )
 from spare_megatron.core.log.entries import Fence
@@ -182,7 +184,7 @@ class Group:
             case BuildCommunicator(key=key, members=members):
                 communicator = self._world.communicators.named(key, members)
                 self._links.begin(communicator)
-            case AttemptReduce() | AttemptEvaluation() | AttemptFinish():
+            case AttemptReduce() | AttemptEvaluation() | AttemptFinish() | AttemptUndo():
                 return (yield from self._attempt(action))
             case ReportEvaluation(step=step, sums=sums):
                 self._world.invariants.evaluated(self.name, self._generation, step, sums)
@@ -218,12 +220,21 @@ class Group:
                 self._save_dispute(step)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
-            case LoadCheckpoint(step=step, hosts=hosts):
+            case _:
                 yield None
+                self._take_or_load(action)
+        return ()
+
+    def _take_or_load(self, action: Action) -> None:
+        match action:
+            case TakeSnapshot():
+                self._world.memory.take(self.group, action, self._content)
+            case LoadCheckpoint(holders=(_, *_)):
+                self._go_back(action)
+            case LoadCheckpoint(step=step, hosts=hosts):
                 self._load(step, [index for index, row in enumerate(hosts) if self.member in row])
             case _:
                 raise AssertionError(f"nothing asks for {action}")
-        return ()
 
     def _compute_audits(self, action: ComputeAudits) -> None:
         asked = () if self._lacks_params else action.asked_of(self.group)
@@ -289,6 +300,14 @@ class Group:
             self.held.load(step, self._world.invariants.partitions.saved(self._generation, step, hosted))
         self._lacks_params = False
         self._has_params(step)
+
+    def _go_back(self, action: LoadCheckpoint) -> None:
+        """Takes its state from the memory of its node, else of another one that has it."""
+        copies = [self._world.memory.of[group] for group in (self.group, *(holder.group for holder in action.holders))]
+        self._params, self._spoiled = next(held[action.snapshot] for held in copies if action.snapshot in held)
+        self._digested, self._computed = None, []
+        self._state_reports.is_due = True
+        self._has_params(action.step)
 
     def _compute(self, plan: StepPlan, *, is_patch: bool) -> Steps:
         yield None
@@ -476,7 +495,7 @@ class Group:
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptFinish) -> Steps:
+    def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptFinish | AttemptUndo) -> Steps:
         self._world.invariants.attempted(self.name, action, self._controller.epoch, self._controller.stages)
         yield None
         num_complete: tuple[int, ...] = ()
@@ -490,8 +509,9 @@ class Group:
         has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._gradients.has_wrong_sum
         self._world.invariants.counts["wrong sum"] += has_wrong_sum
         is_reduced = not isinstance(action, AttemptReduce) or (self._gradients.sums() is not None and not has_wrong_sum)
-        is_complete = not self._lacks_params and is_reduced
-        is_compared = not self._lacks_params and self._state_reports.is_due
+        is_undoing = isinstance(action, AttemptUndo)
+        is_complete = not self._lacks_params and is_reduced and not is_undoing
+        is_compared = not self._lacks_params and self._state_reports.is_due and not is_undoing
         params, spoiled = self._content if self._digested is None or self.held is not None else self._digested
         is_audited = isinstance(action, AttemptReduce) and not self._lacks_params
         vote = Vote(
@@ -512,11 +532,12 @@ class Group:
             audits=self.audits.digests() if is_audited else (),
             losses=self.audits.losses.digests() if is_audited else (),
             wrong_numbers=FOUND if is_audited and self._world.checks_itself and self.audits.finds_itself_wrong else "",
+            held=self._world.memory.held(self.group) if is_undoing else (),
         )
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)
         yield None
-        self._world.invariants.voted(self.name, action.attempt, vote, is_wrong=self.audits.is_wrong)
+        self._world.invariants.voted(self.name, action.attempt, vote, self.audits)
         last_votes = yield from self._relaying.vote(action, vote)
         return [] if last_votes is None else [(yield from self._links.with_waiting(last_votes))]
 

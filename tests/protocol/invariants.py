@@ -26,9 +26,11 @@
     the run up as often as they may.
 11. A group that votes twice in a step that it lacks a resource is fenced, and no other one for that; if all members do,
     the run halts (`shortages`).
-12. No log entry is written twice; no communicator's name is used twice (`communicators`).
-13. All take a member to have the stages that it has in this incarnation.
-14. A group whose own checks have found its numbers wrong is fenced with `discard`, once, and no sum stays of an attempt
+12. Steps are undone only after a group was found wrong, to a state that none of its wrong numbers is in; they are if a
+    member has such a snapshot. What was saved of them is not used (`undoing`).
+13. No log entry is written twice; no communicator's name is used twice (`communicators`).
+14. All take a member to have the stages that it has in this incarnation.
+15. A group whose own checks have found its numbers wrong is fenced with `discard`, once, and no sum stays of an attempt
     in which it has voted so. The run halts if two state it, in one attempt or in one step (`own_findings`).
 """
 
@@ -40,6 +42,7 @@ from spare_megatron.core.log.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AttemptUndo,
     FinishRun,
     StopHalted,
     StopWipeOut,
@@ -55,13 +58,14 @@ from spare_megatron.core.log.entries import (
     Restart,
     Resume,
     Retry,
+    Undo,
     decode_entry,
 )
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, SetSum
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import Microbatch
-from tests.protocol.audits import AuditObserver
+from tests.protocol.audits import AuditDigests, AuditObserver
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.evaluations import SET, loss_of
@@ -71,6 +75,7 @@ from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.saved import Saved
 from tests.protocol.shortages import LACKING, ShortageObserver
 from tests.protocol.suspects import SuspectObserver
+from tests.protocol.undoing import UndoObserver
 from tests.protocol.violation import Violation
 
 MAX_RESUMES = 4
@@ -89,8 +94,10 @@ class Invariants:
         partitions: PartitionObserver,
         evaluation: EvaluationPolicy | None = None,
         *,
+        undos: UndoObserver,
         pauses: bool = False,
     ) -> None:
+        self.undos = undos
         self._pauses = pauses
         self._num_resumes = 0  # of the step or evaluation
         self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
@@ -151,6 +158,8 @@ class Invariants:
         self.counts[type(entry).__name__] += 1
         match entry:
             case Fence(group=group, incarnation=incarnation, discard=discard):
+                if discard:
+                    self.undos.found_wrong(group, self.step)
                 if is_own_finding(entry):
                     self._is_halted |= self._findings.fenced(entry, writer, self._stated(), self.members)
                     self.counts["fence for own wrong numbers"] += 1
@@ -170,6 +179,8 @@ class Invariants:
                 self._resumed(entry, writer)
             case Restart():
                 self._restarted(entry, writer)
+            case Undo():
+                self._undone(entry, writer)
             case GiveUp(reason=reason):
                 self._given_up(reason, writer)
             case Halt(reason=reason):
@@ -227,6 +238,25 @@ class Invariants:
         self._generation += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
         self.partitions.restarted(self.step, self.members)
+
+    def _undone(self, entry: Undo, writer: str) -> None:
+        silent = [incarnation for incarnation, vote in self._votes_now().items() if vote is None]
+        if silent or incarnation_of(writer) not in self.members:
+            raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
+        if entry.attempt != self.attempt or entry.step >= self.step:
+            raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
+        self.undos.undone(writer, entry, self.members)
+        self.saves.undone(len(self.entries) - 1, entry.step)
+        right = max(key for key in self._params if key[1] == entry.step)
+        self._generation += 1
+        self._params[self._generation, entry.step] = self._params[right]
+        self.step, self._began_with = entry.step, self.members
+        self._shortages.begin()
+        self._num_resumes = 0
+        self._is_evaluation_due = self._is_discarded = False
+        self.suspects.begin()
+        self.attempt += 1
+        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
     def _given_up(self, reason: str, writer: str) -> None:
         if not self._is_wiped_out():
@@ -368,6 +398,7 @@ class Invariants:
         self._findings.decided(entry, writer, stated, self.members)
         self.counts["sum of a group lost since it found itself wrong"] += bool(stated) and not self._is_discarded
         is_anew = self._compared(entry, writer) or bool(found_wrong) or bool(stated)
+        is_anew |= self.attempt in self.undos.attempts
         if isinstance(entry, Retry) and entry.recompute:
             is_anew |= bool(self._stated(is_late=True))  # which may have been seen, or not
         if isinstance(entry, Commit | Evaluated) and self._is_discarded:
@@ -430,6 +461,7 @@ class Invariants:
         # Also of those lost since they voted: their gradients are in the sum.
         in_time = {voter: vote for voter, vote in of_attempt.items() if (voter, entry.attempt) not in self._too_late}
         self.audits.committed(writer, in_time)
+        self.undos.committed(writer, self.step, self.attempt, cast)
         self.counts["commit with agreed suspects"] += self.suspects.committed(writer, cast)
         self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
         self.partitions.compared(cast)
@@ -494,7 +526,7 @@ class Invariants:
     def attempted(
         self,
         process: str,
-        action: AttemptReduce | AttemptEvaluation | AttemptFinish,
+        action: AttemptReduce | AttemptEvaluation | AttemptFinish | AttemptUndo,
         epoch: int,
         stages: Mapping[int, int],
     ) -> None:
@@ -503,14 +535,18 @@ class Invariants:
         if fewer != stages:
             raise Violation(f"{process} takes the stages of groups to be {stages}, not {fewer}")
         self.counts["attempt with fewer stages"] += bool(fewer)
+        if isinstance(action, AttemptUndo):
+            self.undos.attempts.add(action.attempt)
         opening = self._opened.get(action.attempt)
         if opening != Opening(action.step, frozenset(action.voters), epoch):
             raise Violation(f"{process} starts {action}, but the log says {opening}")
         if incarnation_of(process) not in action.voters:
             raise Violation(f"{process} reduces among {action.voters}")
 
-    def voted(self, process: str, attempt: int, vote: Vote, *, is_wrong: bool) -> None:
-        """A process sends its vote; `is_wrong`: it has computed audited microbatches wrongly."""
+    def voted(self, process: str, attempt: int, vote: Vote, audits: AuditDigests) -> None:
+        """A process sends its vote, with what it has computed to compare."""
+        is_wrong = audits.is_wrong
+        self.undos.voted(incarnation_of(process), attempt, is_lasting=audits.is_lasting)
         is_late = attempt != self.attempt
         params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
@@ -563,7 +599,7 @@ class Invariants:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
         may_be_any_group = self.partitions.exist or self._is_halted or self._was_lost_uncompared(member, step)
-        self.saves.refused(process, step, member, None if may_be_any_group else self._corrupted)
+        self.saves.refused(process, step, member, None if may_be_any_group else self._corrupted | self.audits.wrong)
 
     def _was_lost_uncompared(self, member: Member, step: int) -> bool:
         """Whether it was lost before a commit has compared what there is after so many steps."""

@@ -41,15 +41,25 @@ class Saved:
         self._is_right_at_end = False
         self._num_dropped = 0
         self._drained: dict[Member, int] = {}  # after so many committed steps
+        self._heads: dict[tuple[int, Member], int] = {}  # entries of the log when a save began
+        self._undos: list[tuple[int, int]] = []  # entry, and the steps that are left
 
     @property
     def visible(self) -> Collection[int]:
         """Committed steps of what can be seen, and is not refused."""
         return tuple(self._visible)
 
-    def begun(self, member: Member, step: int, content: Content) -> None:
+    def undone(self, index: int, step: int) -> None:
+        """By this entry what is saved of later steps is void."""
+        self._undos.append((index, step))
+
+    def _is_undone(self, step: int, member: Member) -> bool:
+        return any(index >= self._heads.get((step, member), index + 1) and left < step for index, left in self._undos)
+
+    def begun(self, member: Member, step: int, content: Content, head: int) -> None:
         """A member writes what it holds after so many steps, where no other process sees it."""
         self._aside[step, member] = content
+        self._heads[step, member] = head
         self.drained((), step)
 
     def drained(self, members: Iterable[tuple[int, int]], step: int) -> None:
@@ -88,11 +98,14 @@ class Saved:
         saved_by, content = self._visible.get(step, (None, None))
         if saved_by == member:
             del self._visible[step]
+            if self._is_undone(step, member):
+                return
             if self._num_dropped and not self._visible:
                 raise Violation(f"{process} refuses all that is left, and what was right before has been removed")
         else:
             content = self._aside.pop((step, member), None)
         is_suspect = suspect is None or f"{member.group}.{member.incarnation}" in suspect
+        is_suspect |= self._is_undone(step, member)
         if content is not None and not is_suspect and not content.is_wrong:
             raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
 
@@ -110,6 +123,8 @@ class Saved:
         for step, (member, content) in self._visible.items():
             if content.is_wrong and f"{member.group}.{member.incarnation}" in fenced:
                 raise Violation(f"what {member} saved after {step} steps before it was fenced is wrong, and is used")
+            if self._is_undone(step, member):
+                raise Violation(f"what {member} saved after {step} steps is undone, and is used")
         member, content = self._visible.get(num_steps, (None, Content("", "")))
         if content.is_wrong and self._is_right_at_end:
             raise Violation(f"what {member} has saved after the last step is wrong, and is not reported")

@@ -39,7 +39,7 @@ class Saving:
         for _ in range(_MOVES_TO_COPY):
             yield None
         if self._world.is_there(self._member):
-            saves.begun(self._member, action.step, content)
+            saves.begun(self._member, action.step, content, head)
             yield None
             reason = yield from self._refusal(action, head)
             yield None

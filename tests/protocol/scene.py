@@ -62,6 +62,8 @@ class Scene:
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     audit_every_steps: int = 0
     """Steps between audits; 0: none."""
+    snapshot_every: int = 0
+    """Steps between snapshots in the memory of nodes; 0: none."""
     suspect_every: int = 0
     """Of so many microbatches one has data with a suspect loss; 0: none, and no loss is suspect."""
     checks_itself: bool = False

@@ -19,6 +19,7 @@ from tests.protocol.post import Post
 from tests.protocol.saved import Content
 from tests.protocol.slabs import Gradients
 from tests.protocol.store import Request
+from tests.protocol.undoing import NodeMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Surroundings(Protocol):
     superseded: Callable[..., frozenset[int]]
     lanes: Lanes
     states: dict[int, dict[Member, Content]]
+    memory: NodeMemory
     num_waiting: int
     num_announced: int
     is_patience_over: bool

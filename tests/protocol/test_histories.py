@@ -12,6 +12,7 @@ from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
 from tests.protocol.slabs import draw_shapes
+from tests.protocol.undoing import draw_undos
 from tests.protocol.world import World
 
 NUM_HISTORIES = 550
@@ -32,6 +33,7 @@ NUM_SHAPE_HISTORIES = 150
 NUM_AUDIT_HISTORIES = 120
 NUM_SUSPECT_HISTORIES = 120
 NUM_OWN_FINDING_HISTORIES = 150
+NUM_UNDO_HISTORIES = 160
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -218,6 +220,13 @@ def test_no_history_of_groups_that_find_themselves_wrong_violates_an_invariant()
     assert sample.violations == {}
     least = {"fence for own wrong numbers": 50, "halt for own wrong numbers": 2, "StopHalted": 5, "FinishRun": 100}
     least |= {"sum of a group lost since it found itself wrong": 1, "retry that keeps buckets": 5}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_with_undos_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_UNDO_HISTORIES), draw=draw_undos)
+    assert sample.violations == {}
+    least = {"Undo": 30, "drift": 120, "outvoted": 60, "refused checkpoint": 10, "FinishRun": 300}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

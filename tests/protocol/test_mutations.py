@@ -34,10 +34,12 @@ from tests.protocol.mutations_of_membership import (
     MUTATIONS_OF_THE_FOLD,
 )
 from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
+from tests.protocol.mutations_of_undos import MUTATIONS_OF_UNDOS
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
 from tests.protocol.slabs import draw_shapes, draw_unsound_shapes
 from tests.protocol.test_histories import scenes
+from tests.protocol.undoing import draw_undos
 from tests.protocol.violation import Violation
 from tests.protocol.world import World
 
@@ -129,6 +131,11 @@ FOUND_AS = {
     "counts the paces that it has read itself": "groups have different plans",
     "deals the step under way by new paces": "named twice|which counts|different plans",
     "deals work to a group drained as slow": "which counts|takes no part",
+    "undoes twice": "no group was found wrong since",
+    "undoes past a save": "is undone, and is used",
+    "undoes while a newcomer copies": "without the votes of groups",
+    "goes back to a state that is not audited": "steps, which hold",
+    "goes on without going back": "goes on without going back",
 }
 
 
@@ -267,6 +274,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
         (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
         (MUTATIONS_OF_THE_FOLD, Scene.draw),
+        (MUTATIONS_OF_UNDOS, draw_undos),
         (MUTATIONS_OF_UNSOUND_SHAPES, draw_unsound_shapes),
     )
     for mutation, protocol in mutations.items()

@@ -17,7 +17,8 @@ from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.entries import Fence, encode_entry
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
+from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
@@ -36,6 +37,7 @@ from tests.protocol.scene import Scene
 from tests.protocol.slabs import Gradients
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
+from tests.protocol.undoing import NodeMemory, UndoObserver
 from tests.protocol.violation import Violation
 
 MAX_MOVES_AFTER_FAULTS = 5_000
@@ -85,6 +87,7 @@ class World:
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
         self.suspect_every, self.checks_itself = scene.suspect_every, scene.checks_itself
+        self.memory = NodeMemory()
         self.communicators = Communicators()
         r_o = scene.partition_redundancy
         observer = PartitionObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
@@ -93,8 +96,9 @@ class World:
         hosts = self._placement.hosts if scene.fetch is None else None
         sizes = [size * scene.row_size for size in scene.sizes]
         self.lanes = protocol.lanes_type(scene)
+        undos = UndoObserver(self.memory)
         self.invariants = Invariants(
-            hosts, scene.num_groups, sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses
+            hosts, scene.num_groups, sizes, scene.num_steps, observer, evaluation, pauses=scene.pauses, undos=undos
         )
         self.invariants.stages_of = self.stages_of
         self.num_moves = 0
@@ -144,7 +148,13 @@ class World:
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
             pause_s=1.0 if scene.pauses else None,
             audits=self._audit_policy(scene),
+            snapshots=self._snapshot_policy(scene),
         )
+
+    def _snapshot_policy(self, scene: Scene) -> SnapshotPolicy | None:
+        layout = Layout(num_groups=scene.num_groups, num_nodes=scene.num_groups)
+        every = scene.snapshot_every
+        return SnapshotPolicy(every_steps=every, redundancy=1, layout=layout) if every else None
 
     def _rounds(self, scene: Scene) -> Rounds | None:
         if len(scene.lengths) > 1:
@@ -382,6 +392,8 @@ class World:
                     self._groups[process.name].lack(num_failures)
             case "miscompute" if alive:
                 self._groups[self.random.choice(alive).name].audits.spoil(self.random)
+            case "drift" if alive:
+                self._groups[self.random.choice(alive).name].audits.drift(self.random)
             case "unsound" if alive:
                 if not self._groups[self.random.choice(alive).name].spoil(self.random):
                     return

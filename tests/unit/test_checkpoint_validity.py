@@ -1,13 +1,13 @@
 """Which checkpoints hold wrong state, or may, by what the log says after they were begun."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from spare_megatron.core.audits.audits import Dispute
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Restart, Retry
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Restart, Retry, Undo
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity, why_refused
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
@@ -18,7 +18,7 @@ SAVE = SaveCheckpoint(step=8, member=MEMBERS[0], voters=MEMBERS, epoch=3)
 OWNERSHIP = first_ownership(PartitionSetup(num_groups=4, redundancy=2), MEMBERS)
 SAVE_OF_PARTITIONS = replace(SAVE, hosts=OWNERSHIP.hosts, owners=OWNERSHIP.owners)
 COMMIT = Commit(step=8, attempt=8)
-ANEW = Retry(step=8, attempt=8, recompute=True)
+ANEW = Retry(step=8, attempt=8, recompute=True, gather=True)
 
 
 def wrong(group: int, incarnation: int = 0) -> Fence:
@@ -96,9 +96,20 @@ def test_two_checkpoints_may_be_compared_at_a_time() -> None:
     assert [refused.step for refused in validity.fold(wrong(0))] == [8]
 
 
-def test_no_more_of_the_log_is_read_than_may_say_something() -> None:
-    def entries() -> Iterator[Entry]:
-        yield from (COMMIT, COMMIT)
-        raise AssertionError("it is read on")
-
-    assert why_refused(SAVE, entries()) == ""
+def test_an_undo_refuses_what_was_compared_long_ago() -> None:
+    """And nothing that it does not make void, nor what is saved again of as many steps."""
+    validity = CheckpointValidity()
+    validity.on_save(replace(SAVE, step=6))
+    validity.on_save(SAVE)
+    for entry in (COMMIT, COMMIT, COMMIT, wrong(2)):
+        assert validity.fold(entry) == ()
+    validity.on_save(replace(SAVE, step=11))
+    found = validity.fold(Undo(step=7, attempt=12, snapshot=6))
+    assert [(one.step, one.member) for one in found] == [(8, SAVE.member), (11, SAVE.member)]
+    assert not validity.unsettled
+    validity.on_save(SAVE)
+    assert validity.fold(Undo(step=8, attempt=20, snapshot=18)) == ()
+    assert [one.step for one in validity.fold(Undo(step=5, attempt=22, snapshot=18))] == [6, 8]
+    entries = [COMMIT, COMMIT, wrong(2), Undo(step=7, attempt=12, snapshot=6)]
+    assert why_refused(SAVE, iter(entries)).startswith("steps after the first 7 hold wrong numbers")
+    assert why_refused(replace(SAVE, step=7), iter(entries)) == ""

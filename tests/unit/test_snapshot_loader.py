@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import ReduceConfig, RunConfig
-from spare_megatron.core.log.events import Held, RestartState
+from spare_megatron.core.log.events import RestartState
+from spare_megatron.core.log.votes import Held
 from spare_megatron.formats.frames import Address, NotOffered, TurnedAway
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes

@@ -9,8 +9,9 @@ import pytest
 
 from spare_megatron.core.controller.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.log.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
-from spare_megatron.core.log.events import Held, HeldPartition, RestartState, WaitingRead
+from spare_megatron.core.log.events import HeldPartition, RestartState, WaitingRead
 from spare_megatron.core.log.membership import LogTerms
+from spare_megatron.core.log.votes import Held
 from spare_megatron.core.saves.snapshot_policy import (
     SnapshotPolicy,
     Snapshots,
@@ -146,8 +147,8 @@ def run_ranks(num_ranks: int, num_steps: int, every: int, random: Random, *, set
     while any(rank.steps < num_steps for rank in ranks):
         rank = random.choice(ranks)
         match rank.stage, rank.action:
-            case "taken", TakeSnapshot(previous=previous) if random.random() < 0.5:
-                rank.held, rank.stage = {previous} & rank.held, "copying"
+            case "taken", TakeSnapshot(kept=kept) if random.random() < 0.5:
+                rank.held, rank.stage = {*kept} & rank.held, "copying"
             case "copying", TakeSnapshot() if random.random() < 0.5:
                 rank.stage = "copied"
             case "copied", TakeSnapshot(attempt=attempt) if random.random() < 0.2:
@@ -261,7 +262,7 @@ def test_a_snapshot_of_what_a_restart_has_undone_is_none() -> None:
     snapshots.on_restart(4)
     assert snapshots.newest_whole([Held(18, 0, "c")]) is None
     (taken,) = snapshots.after(6, 30, ids(0, 1, 2, 3))
-    assert (taken.previous, taken.settled_by) == (14, 7)
+    assert (taken.kept, taken.settled_by) == ((14,), 7)
     assert snapshots.newest_whole([Held(18, 0, "c"), Held(30, 0, "e")]) == WholeSnapshot(step=6, attempt=30)
 
 

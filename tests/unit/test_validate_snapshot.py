@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spare_megatron.config.checks.validate import problems, warnings
-from spare_megatron.config.schema import ClusterConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
 from tests.unit.configured import CPU, configured
 
@@ -15,7 +15,10 @@ REFUSED = {
     "negative redundancy": (replace(GOOD, snapshot=SnapshotConfig(redundancy=-1)), "snapshot.redundancy=-1"),
     "every step": (replace(GOOD, snapshot=SnapshotConfig(every_steps=1)), "snapshot.every_steps=1"),
     "negative steps": (replace(GOOD, snapshot=SnapshotConfig(every_steps=-5)), "snapshot.every_steps=-5"),
-    "no restarts": (replace(GOOD, checkpoint=CheckpointConfig(max_restarts=0)), "checkpoint.max_restarts=0"),
+    "nothing to go back for": (
+        replace(GOOD, checkpoint=CheckpointConfig(max_restarts=0), audit=AuditConfig(every_steps=0)),
+        "checkpoint.max_restarts=0",
+    ),
 }
 
 

@@ -356,9 +356,9 @@ CHECKPOINTS: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.snapshot.every_steps < 0 or c.snapshot.every_steps == 1,
          "[snapshot.every_steps] must be at least 2, so that each is complete before the next begins, or 0 to take "
          "none; change it"),
-    Rule(lambda c: c.snapshot.every_steps and not c.checkpoint.max_restarts,
-         "[snapshot.every_steps] has no effect with [checkpoint.max_restarts], which allows no restart; raise the "
-         "second, or set the first to 0"),
+    Rule(lambda c: c.snapshot.every_steps and not c.checkpoint.max_restarts and c.audit.every_steps == 0,
+         "[snapshot.every_steps] has no effect with [checkpoint.max_restarts], which allows no restart, and without "
+         "audits, whose findings undo steps; raise the second, or set the first to 0"),
 )
 
 STORE: tuple[Rule[RunConfig], ...] = (

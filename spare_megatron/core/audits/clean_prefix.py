@@ -15,7 +15,7 @@ Computed = tuple[GroupId, Microbatch]
 
 
 class AuditedSteps:
-    """Folds commits, verdicts and restarts of a run in the order of its log.
+    """Folds commits, verdicts, restarts and undos of a run in the order of its log.
 
     The run begins with `first_step` committed steps, which count as audited. What a group that is lost has computed
     since its last audit is known once it is back and has been audited; until then it holds nothing up.
@@ -52,7 +52,7 @@ class AuditedSteps:
             self._spoiled_after[group] = min(last, self._spoiled_after.get(group, last))
 
     def on_restart(self, step: int) -> None:
-        """Training restarts from the state after this many committed steps."""
+        """Training goes on from the state after this many committed steps, by a restart or an undo."""
         self._num_committed = step
         self._of_group = {group: min(last, step) for group, last in self._of_group.items()}
         self._spoiled_after = {group: last for group, last in self._spoiled_after.items() if last < step}

@@ -81,6 +81,10 @@ class LossWatch:
                 del self._losses[next(iter(self._losses))]
         return suspects
 
+    def on_restart(self, step: int) -> None:
+        """Training goes on after so many committed steps: forgets those that are computed again."""
+        self._losses = {other: losses for other, losses in self._losses.items() if other < step}
+
 
 class QuestionBudget:
     """Attempts that suspects may still cost, so that noisy losses hold no run up: at most

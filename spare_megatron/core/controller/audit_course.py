@@ -36,6 +36,11 @@ class AuditCourse:
         return None if self._policy is None else self._audited.num_steps
 
     @property
+    def is_spoiled(self) -> bool:
+        """Whether what a group that was found wrong has computed is in committed steps."""
+        return self._policy is not None and bool(self._audited.spoiled_by)
+
+    @property
     def may_question(self) -> bool:
         """Whether an attempt may compute suspects again."""
         return self._policy is not None and self._budget.is_left
@@ -92,7 +97,7 @@ class AuditCourse:
         self._due |= changed & frozenset(members)
 
     def on_restart(self, step: int, members: Collection[GroupId]) -> None:
-        """Training restarts after so many committed steps; all groups are due."""
+        """Training goes on after so many committed steps; all groups are due."""
         self._due = frozenset(members)
         self._audited.on_restart(step)
         self._end_step()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.core.audits.audits import AuditPolicy, Dispute
 from spare_megatron.core.controller.audit_course import AuditCourse
-from spare_megatron.core.controller.decision import decide, departures
+from spare_megatron.core.controller.decision import decide, decide_undo, departures
 from spare_megatron.core.controller.restart import MAX_RESUMES_WITHOUT_COMMIT, RestartLimits, Restarts, decide_pause
 from spare_megatron.core.log import actions, entries, events
 from spare_megatron.core.log.actions import Action
@@ -16,7 +16,7 @@ from spare_megatron.core.log.membership import Change, LogTerms, Membership
 from spare_megatron.core.log.votes import Attempted
 from spare_megatron.core.saves.checkpoint_policy import LogClock, SavePolicy, Saves
 from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
-from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
+from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, WholeSnapshot
 from spare_megatron.machine.gpus.device_errors import is_ambiguous
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -92,6 +92,8 @@ class Controller(Membership):
         self.pause: actions.AwaitHosts | None = None
         """While shards have no host and groups wait for one."""
         self._num_resumes = 0  # of this step or evaluation
+        self._is_undo_due = False  # a group was found wrong since the last commit
+        self._is_undoing = False  # the attempt is about an undo
 
     def handle(self, event: events.Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event; raises ValueError if the log is damaged."""
@@ -161,6 +163,8 @@ class Controller(Membership):
                 return self._resume(change)
             case entries.Restart():
                 return self._restart(entry, change, now_s)
+            case entries.Undo():
+                return self._undo(entry, change)
             case entries.GiveUp(step=step, reason=reason):
                 shards = self.pause.shards if self.pause else ()
                 stop = self.restarts.wipe_out or actions.StopWipeOut(step=step, shards=shards)
@@ -174,6 +178,7 @@ class Controller(Membership):
         self.restarts.snapshots.on_loss(group, self.step if fence.discard else None)
         if fence.discard:
             self._audits.on_wrong(group)
+            self._is_undo_due = True
         if not change.lost:
             # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_decision()
@@ -209,8 +214,7 @@ class Controller(Membership):
         dealt = dict(self._paces.dealt)
         has_changed = self._paces.fold(commit.paces, members, self._idle(members))
         self._audits.on_paces(dealt, self._paces.dealt, members)
-        self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
-        self._retries_without_loss = self._num_resumes = 0
+        self._begin_anew()
         owned = self.ownership and self.ownership.with_copies(commit.restored, commit.released, commit.leaving)
         found += self._own(owned)
         lacks_copies = bool(owned and owned.repairs)
@@ -227,7 +231,7 @@ class Controller(Membership):
             staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
         whole = [group for group in groups if group not in self.stages]
-        found += self.restarts.snapshots.after(self.step, commit.attempt, whole, owned)
+        found += self.restarts.snapshots.after(self.step, commit.attempt, whole, owned, self.audited_steps)
         if has_changed:
             found.append(actions.ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
         return (*found, *self._admit(change), *self._begin())
@@ -262,21 +266,39 @@ class Controller(Membership):
         self._paces.start_over()  # other machines may have taken the places
         self.restarts.on_restart(step, self._clock.at_s)
         self.pause = None
-        self._last_error = ""
         partitions = self._setup.partitions
         ownership = first_ownership(partitions, self.voters) if partitions and self.voters else None
         hosts = ownership.hosts if ownership else ()
         load = actions.LoadCheckpoint(
             step=step, rework_steps=len(change.undone), hosts=hosts, snapshot=restart.snapshot, members=self.voters
         )
-        self._wrong_sums, self._failed = (), frozenset()
+        self._begin_anew()
         self._audits.on_restart(step, self.members)
-        self._retries_without_loss = self._num_resumes = 0
         self._saves.on_restart(step, self._clock.read_s(now_s))
         self._step_dealing.start_over()
         if self._evaluation_dealing is not None:
             self._evaluation_dealing.start_over()
         return (load, self._build_communicator(), *self._own(ownership), *self._begin())
+
+    def _undo(self, undo: entries.Undo, change: Change) -> tuple[Action, ...]:
+        """All members go back in place; they have voted, so that no newcomer is copying state any more."""
+        step, members, snapshots = undo.step, self.voters, self.restarts.snapshots
+        rework, holders = len(change.undone), snapshots.holders(undo.snapshot, members)
+        load = actions.LoadCheckpoint(
+            step=step, rework_steps=rework, snapshot=undo.snapshot, members=members, holders=holders
+        )
+        self._begin_anew()
+        snapshots.on_restart(step)
+        self._audits.on_restart(step, self.members)
+        self._saves.on_undo(step)
+        build = () if self._is_communicator_unused else (self._build_communicator(),)
+        return (load, *build, *self._begin())
+
+    def _begin_anew(self) -> None:
+        """What has gone wrong in the step is over: it is committed, or training goes back."""
+        self._wrong_sums, self._failed, self._last_error = (), frozenset(), ""
+        self._retries_without_loss = self._num_resumes = 0
+        self._is_undo_due = self._is_undoing = False
 
     def _resume(self, change: Change) -> tuple[Action, ...]:
         self.pause = None
@@ -300,6 +322,12 @@ class Controller(Membership):
                 reason += f"; in the last one sums contradicted their checksums on groups {groups}"
             reason += "".join(f"; group {group}: {cause}" for group, cause in retry.failures[:1])
             return (actions.StopHalted(step=self.step, reason=reason),)
+        self._is_undoing = retry.recompute and self._is_undo_due and bool(self._undoable)
+        self._is_undo_due &= not retry.recompute
+        if self._is_undoing:
+            self._attempted_by, digest = self.voters, self._plans[-1].digest
+            asked = actions.AttemptUndo(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=digest)
+            return (*build, asked, actions.ReadEntry(index=self.head))
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         state = (*state, *(self._save_dispute(retry.disputes) if self.is_discarded else ()))
         if self.is_trained and self._saves.lacks_last(self.step):
@@ -347,12 +375,21 @@ class Controller(Membership):
         hosts = self.state_hosts
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, hosts, is_last=is_last, is_asked=saves)
         entry = decide(attempted, event, save=is_due, at_s=at_s, is_last=is_last, is_asked=is_asked)
+        if self._is_undoing and isinstance(entry, entries.Retry):
+            held = (one for group in self.members for one in event.votes[group].held)
+            entry = decide_undo(entry, self.restarts.snapshots.newest_whole(held, among=self._undoable))
         if isinstance(entry, entries.Commit):
             entry = self._let_leave(entry) if entry.drain else entry
             paces = self._exceptions(event) if self.deals_by_pace else ()
             if paces or event.stages:
                 entry = replace(entry, paces=paces, stages=self.terms.stages_of(entry.admit, event.stages))
         return () if entry is None else (actions.AppendEntry(index=self.head, entry=entry),)
+
+    @property
+    def _undoable(self) -> tuple[WholeSnapshot, ...]:
+        """Those to which spoiled steps can be undone. Shorter groups can load none; no group has partitioned state."""
+        can_load = self._audits.is_spoiled and self.ownership is None and not self.stages
+        return self.restarts.snapshots.clean(self.audited_steps) if can_load else ()
 
     def _exceptions(self, event: events.VotesRead) -> tuple[PaceException, ...]:
         """By the paces in the votes, each over the one that the group's stages explain."""

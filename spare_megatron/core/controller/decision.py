@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from spare_megatron.core.audits import audits
 from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.controller.comparison import by_value, objection
-from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry
+from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry, Undo
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.loss_sums import added
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Attempted, Vote, host_digests
+from spare_megatron.core.saves.snapshot_policy import WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy
@@ -85,6 +86,15 @@ def decide(
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
         drain=tuple(Member(group, incarnations[group]) for group in _voting("leaves", attempted, votes, different)),
     )
+
+
+def decide_undo(retry: Retry, found: WholeSnapshot | None) -> Undo | Retry:
+    """The entry of an attempt about an undo, to the newest snapshot that is whole; without one the step is computed
+    with what is spoiled.
+    """
+    if found is None:
+        return replace(retry, recompute=True, kept=())
+    return Undo(step=found.step, attempt=retry.attempt, snapshot=found.attempt)
 
 
 def fence_silent_voters(

@@ -86,8 +86,8 @@ class TakeSnapshot:
 
     step: int
     attempt: int
-    previous: int
-    """Attempt of the only earlier snapshot to keep; -1 if none."""
+    kept: tuple[int, ...]
+    """Attempts of the earlier snapshots to keep."""
     settled_by: int
     """The copy is made before the update that makes this many committed steps."""
     holders: tuple[tuple[GroupId, ...], ...]
@@ -178,6 +178,16 @@ class AttemptFinish:
     plan_digest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptUndo:
+    """Vote with the snapshots that the group's nodes have intact: steps after some of them are to be undone."""
+
+    step: int
+    attempt: int
+    voters: tuple[Member, ...]
+    plan_digest: str
+
+
 class CheckpointCandidate(NamedTuple):
     """A checkpoint with a valid manifest and files of the right sizes, numbered in the order of their names."""
 
@@ -225,6 +235,8 @@ class LoadCheckpoint:
     """Attempt of the snapshot to load from node memory instead of a checkpoint."""
     members: tuple[Member, ...] = ()
     """The groups that take part from here on; all of them load."""
+    holders: tuple[Member, ...] = ()
+    """Those that may have copies of the snapshot. Only in an undo, in which groups that have state go back in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +422,7 @@ Action = (
     | AttemptReduce
     | AttemptEvaluation
     | AttemptFinish
+    | AttemptUndo
     | ReportEvaluation
     | BuildCommunicator
     | ReadVotes

@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 6
+VERSION = 7
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -168,6 +168,20 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undo:
+    """The members go back in place to a snapshot, as later steps hold wrong numbers of a group that is fenced. What was
+    committed since is void, and computed again; members and all else stay as they are.
+    """
+
+    step: int
+    """Committed steps that the snapshot holds."""
+    attempt: int
+    """Whose votes say that the snapshot is whole."""
+    snapshot: int
+    """As in `Restart`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     """The run cannot go on correctly: every group stops before it changes anything."""
 
@@ -179,7 +193,7 @@ class Halt:
 
 Decision = Commit | Retry | Evaluated | Finish | Resume
 """Of one attempt."""
-Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | GiveUp | Halt
+Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | Undo | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
 
@@ -200,7 +214,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"entry":"commit","version":6,"step":3,"attempt":4}'
+    '{"entry":"commit","version":7,"step":3,"attempt":4}'
     """
     return encode({"entry": type(entry).__name__.lower(), "version": VERSION} | set_fields(entry))
 

@@ -6,17 +6,8 @@ from typing import NamedTuple
 
 from spare_megatron.core.log.actions import CheckpointCandidate, Reading
 from spare_megatron.core.log.entries import Entry
-from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.log.votes import Held, Vote
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
-
-
-class Held(NamedTuple):
-    """A complete copy of a rank position (rank inside its group) in some node's memory."""
-
-    attempt: int
-    """Of the commit whose state it is; names the snapshot uniquely."""
-    position: int
-    sha256: str
 
 
 class HeldPartition(NamedTuple):

@@ -74,6 +74,10 @@ class GradientGuard:
                 del self._norms[next(iter(self._norms))]
         return GradientFinding.SOUND
 
+    def on_restart(self, step: int) -> None:
+        """Training goes on after so many committed steps: forgets those that are computed again."""
+        self._norms = {other: norm for other, norm in self._norms.items() if other < step}
+
     def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
         """What a rank raises if its group has this finding; the rank's own figures come first."""
         own = f"norm per microbatch in a bucket of this rank {self._last:g}, median before {self._median:g}"

@@ -52,7 +52,7 @@ class Change:
     admitted: tuple[Member, ...] = ()
     """New voters."""
     undone: range = range(0)
-    """Committed steps that a restart has undone."""
+    """Committed steps that a restart or an undo has made void."""
     contradictions: tuple[str, ...] = ()
     """Why no correct run writes the entry here. It is folded all the same, as its own numbers say."""
 
@@ -67,7 +67,7 @@ class Membership:
         self.attempt = 0  # under way, counted over the whole run
         self.epoch = 0  # number of changes of the members
         self.num_steps = terms.num_steps  # lowered by a commit that is the last
-        self.num_restarts = 0
+        self.num_restarts = 0  # undos included: how often the step has gone back
         self.members: tuple[GroupId, ...] = tuple(map(GroupId, range(terms.placement.num_groups)))
         self.voters: tuple[Member, ...] = tuple(map(Member, self.members))  # the same with their incarnations
         self.last_fenced: dict[GroupId, int] = {}  # highest incarnation that may not take part again
@@ -112,7 +112,7 @@ class Membership:
             lost=() if has_drained else gone,
             left=gone if has_drained else (),
             admitted=admitted,
-            undone=range(self.step, step if isinstance(entry, entries.Restart) else self.step),
+            undone=range(self.step, step if isinstance(entry, entries.Restart | entries.Undo) else self.step),
             contradictions=contradictions,
         )
 
@@ -137,6 +137,8 @@ class Membership:
                 yield from self._on_resume(entry)
             case entries.Restart():
                 yield from self._on_restart(entry)
+            case entries.Undo():
+                yield from self._on_undo(entry)
             case entries.Finish():
                 yield from self._misplaced(entry, "ends the run")
                 self.is_over = True
@@ -222,6 +224,15 @@ class Membership:
         self.num_restarts += 1
         self.votes_on_end = True  # the state saved after the last step has yet to be compared
         self.is_evaluating = self._is_evaluation_due()
+        self._open(self.attempt + 1)
+
+    def _on_undo(self, undo: entries.Undo) -> Iterator[str]:
+        if undo.attempt != self.attempt or not self.terms.first_step < undo.step < self.step:
+            where = f"in attempt {self.attempt} of step {self.step}"
+            yield f"attempt {undo.attempt} goes back to the state after {undo.step} steps {where}"
+        self.step = undo.step
+        self.num_restarts += 1
+        self.is_evaluating = self.votes_on_end = False  # what was due after so many steps is done
         self._open(self.attempt + 1)
 
     def _change(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> None:

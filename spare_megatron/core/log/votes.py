@@ -20,6 +20,15 @@ class PartitionDigest(NamedTuple):
     is_proven: bool = True
 
 
+class Held(NamedTuple):
+    """A complete copy of a rank position (rank inside its group) in some node's memory."""
+
+    attempt: int
+    """Of the commit whose state it is; names the snapshot uniquely."""
+    position: int
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
     """Digests of the state before a step, where it is compared; otherwise empty."""
@@ -78,6 +87,8 @@ class Vote:
     """As in `Fence`: those whose ranks have found numbers of their own wrong since the step began."""
     wrong_numbers: str = ""
     """What the first of these ranks has found; empty if none has."""
+    held: tuple[Held, ...] = ()
+    """Where the attempt is about an undo, the snapshots that the nodes of the group have intact."""
 
 
 HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]

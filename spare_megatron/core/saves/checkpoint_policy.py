@@ -318,10 +318,17 @@ class Saves:
     def on_admission(self, members: Iterable[Member]) -> None:
         self._experience.on_admission(member.group for member in members)
 
-    def on_restart(self, step: int, at_s: float) -> None:
-        """Training restarts after this many committed steps: later saves are undone."""
+    def on_undo(self, step: int) -> None:
+        """Training goes back to the state after this many committed steps: later saves are undone."""
         self.void |= {saved for saved in self._taken if saved > step}
         self._taken = {saved for saved in self._taken if saved <= step}
+        self._under_way = {saved: member for saved, member in self._under_way.items() if saved <= step}
+        self._newest = self._newest if self._newest in self._under_way else None
+        self._last_step = min(self._last_step, step)
+
+    def on_restart(self, step: int, at_s: float) -> None:
+        """As `on_undo`, after a wipe-out."""
+        self.on_undo(step)
         self._restart_interval(step, at_s)
         self._under_way, self._newest = {}, None
         self._experience.on_restart()

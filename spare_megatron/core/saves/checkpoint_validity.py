@@ -3,14 +3,15 @@
 State is compared in the step after the save, and again after the next update, which brings errors in optimizer moments
 into the parameters: a checkpoint followed by two commits is right. Until then it is refused if a writer is fenced for
 wrong state or raised an error, if groups differ and it is unknown which is wrong, or if a writer is lost before the
-first of these two commits and wrong state is found in the same step.
+first of these two commits and wrong state is found in the same step. An undo refuses all checkpoints of the steps that
+it makes void, compared or not.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Restart, Retry
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Restart, Retry, Undo
 from spare_megatron.stacking.layout import Member
 
 _COMMITS = 2
@@ -31,6 +32,7 @@ class CheckpointValidity:
 
     def __init__(self) -> None:
         self._saves: list[_Save] = []
+        self._compared: list[SaveCheckpoint] = []
         self._fences: list[Fence] = []  # since the last commit
         self._wrong = ""  # wrong state found since then
         self._is_explained = False  # a fence explains why the attempt is discarded
@@ -58,10 +60,10 @@ class CheckpointValidity:
                     self._is_explained = True
                     self._wrong = self._wrong or _wrong_with(entry)
                 return self._refuse((save, self._doubt_by_loss(save)) for save in self._saves)
-            case Retry(recompute=recompute, wrong_sums=wrong, disputes=disputes):
+            case Retry(recompute=recompute, gather=gather, wrong_sums=wrong, disputes=disputes):
                 # A wrong sum, or a disputed microbatch, says nothing against the parameters.
                 is_explained, self._is_explained = self._is_explained or bool(wrong), bool(disputes)
-                if recompute and not is_explained:
+                if recompute and gather and not is_explained:  # else no snapshot was there to go back to
                     # All hosts of each partition agree, so saves that were compared before and updated since are right.
                     reason = "groups hold different parameters, and it is unknown which are right"
                     return self._refuse((save, reason) for save in self._saves if not save.num_commits)
@@ -71,8 +73,15 @@ class CheckpointValidity:
                 self._committed()
             case Restart():
                 # Later saves are undone, and all groups have loaded what earlier ones hold.
-                self._saves.clear()
-                self._forget()
+                self._go_back(entry.step)
+            case Undo():
+                reason = f"steps after the first {entry.step} hold wrong numbers of a group, and are undone"
+                actions = [*self._compared, *(save.action for save in self._saves)]
+                void = [(_Save(action, frozenset()), reason) for action in actions if action.step > entry.step]
+                refused = self._refuse(void)
+                # All groups have voted in the second step after earlier ones: those are compared.
+                self._go_back(entry.step)
+                return refused
         return ()
 
     def _doubt_by_loss(self, save: _Save) -> str:
@@ -97,11 +106,18 @@ class CheckpointValidity:
             for action, reason in refused.values()
         )
 
+    def _go_back(self, step: int) -> None:
+        actions = (*self._compared, *(save.action for save in self._saves))
+        self._compared = [action for action in actions if action.step <= step]
+        self._saves.clear()
+        self._forget()
+
     def _committed(self) -> None:
         for save in self._saves:
             save.num_commits += 1
             # A later incarnation of a fenced writer is another writer.
             save.writers -= {writer for writer in save.writers if any(fence.hits(writer) for fence in self._fences)}
+        self._compared += [save.action for save in self._saves if save.num_commits >= _COMMITS]
         self._saves = [save for save in self._saves if save.num_commits < _COMMITS]
         self._forget()
 
@@ -123,6 +139,4 @@ def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     for entry in entries:
         for refusal in validity.fold(entry):
             return refusal.reason
-        if not validity.unsettled:
-            break
     return ""

@@ -2,8 +2,9 @@
 
 Rank j of every group with the whole pipeline holds the same state, so a holder copies its own; groups with fewer stages
 neither copy nor load any. A few groups on different nodes copy each rank position; as many hosts copy each state
-partition, on all of their ranks. A node keeps the newest snapshot that all holders have and the one being copied. A
-rank has made its copy before it votes on the step before the next snapshot, so older ones can go then.
+partition, on all of their ranks. A node keeps the newest snapshot that all holders have and the one being copied; with
+audits also the newest of audited steps, to which an undo can go back. A rank has made its copy before it votes on the
+step before the next snapshot, so older ones can go then.
 """
 
 import hashlib
@@ -14,12 +15,13 @@ from itertools import cycle, islice
 from typing import NamedTuple
 
 from spare_megatron.core.log.actions import TakeSnapshot
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Hosts, Ownership
 
 _NUM_REMEMBERED = 3
-"""Snapshots that a restart may use: nodes have two, or three if one reaches the third before another."""
+"""Newest snapshots that a restart may use: nodes have two, or three if one reaches the third before another."""
 
 
 class WholeSnapshot(NamedTuple):
@@ -52,7 +54,12 @@ class Snapshots:
         self._holders: dict[int, frozenset[GroupId]] = {}  # of each of these, by its attempt
 
     def after(
-        self, step: int, attempt: int, groups: Sequence[GroupId], ownership: Ownership | None = None
+        self,
+        step: int,
+        attempt: int,
+        groups: Sequence[GroupId],
+        ownership: Ownership | None = None,
+        audited_steps: int | None = None,
     ) -> tuple[()] | tuple[TakeSnapshot]:
         """The snapshot to take after the commit of this attempt, if one is due. `groups`: those with the whole
         pipeline, whose ranks alone have the state of rank positions.
@@ -60,12 +67,14 @@ class Snapshots:
         policy = self._policy
         if policy is None or step % policy.every_steps or not groups:
             return ()
-        previous = self._taken[-1].attempt if self._taken else -1
-        self._taken = (*self._taken[1 - _NUM_REMEMBERED :], WholeSnapshot(step, attempt))
+        clean = self.clean(audited_steps)[-1:]
+        kept = tuple(sorted({one.attempt for one in (*clean, *self._taken[-1:])}))
+        last = self._taken[1 - _NUM_REMEMBERED :]
+        self._taken = (*(one for one in clean if one not in last), *last, WholeSnapshot(step, attempt))
         action = TakeSnapshot(
             step=step,
             attempt=attempt,
-            previous=previous,
+            kept=kept,
             settled_by=step + policy.every_steps - 1,
             holders=holders_of_snapshot(policy, groups),
             partition_holders=() if ownership is None else holders_of_partitions(policy, ownership.hosts),
@@ -83,14 +92,27 @@ class Snapshots:
     def on_restart(self, step: int) -> None:
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
-    def newest_whole(self, held: Iterable[Held], partitions: Iterable[HeldPartition] = ()) -> WholeSnapshot | None:
-        """The newest with copies of every rank position and partition, all copies of one being equal."""
+    def clean(self, audited_steps: int | None) -> tuple[WholeSnapshot, ...]:
+        """Those of audited steps, the newest last."""
+        return () if audited_steps is None else tuple(one for one in self._taken if one.step <= audited_steps)
+
+    def holders(self, attempt: int, members: Iterable[Member]) -> tuple[Member, ...]:
+        """The members that were to copy some of the snapshot."""
+        return tuple(member for member in members if member.group in self._holders.get(attempt, ()))
+
+    def newest_whole(
+        self,
+        held: Iterable[Held],
+        partitions: Iterable[HeldPartition] = (),
+        among: Sequence[WholeSnapshot] | None = None,
+    ) -> WholeSnapshot | None:
+        """The newest with copies of every rank position and partition, all copies of one being equal; `among` these."""
         if self._policy is None:
             return None
         positions = set(range(self._policy.layout.ranks_per_group))
         numbers = set(range(self._policy.num_partitions))
         whole = _alike(held), _alike(partitions)
-        for taken in reversed(self._taken):
+        for taken in reversed(self._taken if among is None else among):
             if positions <= whole[0].get(taken.attempt, set()) and numbers <= whole[1].get(taken.attempt, set()):
                 return taken
         return None

@@ -74,6 +74,15 @@ class Spoiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndoneSteps:
+    """Committed steps that were computed again, as groups that were found wrong had spoiled them."""
+
+    first: int
+    end: int
+    groups: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditHistory:
     """Audits of a run."""
 
@@ -87,6 +96,7 @@ class AuditHistory:
     """As `AuditedSteps.num_steps` at the end of the journal."""
     spoiled: Spoiled | None
     """What groups that were found wrong have left in the parameters; None if nothing, or without audits."""
+    undone: list[UndoneSteps]
     suspects: list[SuspectAudit]
     mismatches: list[Mismatch]
     culprits: list[FencedGroup]
@@ -122,6 +132,33 @@ def text_of_spoiled(spoiled: Spoiled) -> str:
     """
     audited = text_of_audited(spoiled.audited_steps, spoiled.num_steps)
     return f"{audited}; what {groups_named(spoiled.groups)} computed since is in the parameters"
+
+
+def find_undone(fold: Fold) -> list[UndoneSteps]:
+    undone: list[UndoneSteps] = []
+    step, wrong = fold.run.first_step, set[int]()
+    for index in sorted(fold.entries):
+        match fold.entries[index]:
+            case {"entry": "commit", "step": committed}:
+                step, wrong = committed + 1, set()
+            case {"entry": "fence", "group": group, "discard": True}:
+                wrong.add(group)
+            case {"entry": "restart", "step": first}:
+                step = first
+            case {"entry": "undo", "step": first}:
+                undone.append(UndoneSteps(first=first, end=step, groups=sorted(wrong)))
+                step, wrong = first, set()
+    return undone
+
+
+def text_of_undone(undone: UndoneSteps) -> str:
+    """What was computed again, and without which groups.
+
+    >>> text_of_undone(UndoneSteps(first=6, end=9, groups=[2]))
+    'steps 6 to 8 were undone and computed again without group 2'
+    """
+    steps = f"steps {undone.first} to {undone.end - 1}"
+    return f"{steps} were undone and computed again without {groups_named(undone.groups)}"
 
 
 class SpoiledSteps:
@@ -177,7 +214,7 @@ def _fold_entry(
             audited.on_commit(step, planned_audits(records), frozenset(map(GroupId, members)))
         case {"entry": "fence", "group": group, "discard": True}:
             audited.on_wrong(GroupId(group))
-        case {"entry": "restart", "step": step}:
+        case {"entry": "restart" | "undo", "step": step}:
             audited.on_restart(step)
 
 
@@ -208,6 +245,7 @@ def audit_history(view: JournalView, run: RunRecord, fold: Fold) -> AuditHistory
         compared=num_compared,
         audited_steps=audited.num_steps,
         spoiled=_spoiled(audited, fold.step) if run.audit_every_steps else None,
+        undone=find_undone(fold),
         suspects=_suspects(fold, agreed, samples),
         mismatches=mismatches,
         culprits=culprits,
@@ -249,7 +287,7 @@ def _found(fold: Fold) -> tuple[list[Mismatch], list[FencedGroup], str]:
         match entry["entry"]:
             case "commit":
                 step = entry["step"] + 1
-            case "restart":
+            case "restart" | "undo":
                 step = entry["step"]
             case "retry":
                 for dispute in filter(differs, entry.get("disputes", ())):

@@ -53,7 +53,7 @@ def _incarnations_in_sums(fold: Fold) -> list[tuple[int, int]]:
 def check_reports(view: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
-    ordered = {(entry.step, member) for _, entry in fold.restarts.values() for member in entry.members}
+    ordered = {(entry.step, member) for first, entry in fold.restarts.values() for member in fold.opened[first].items()}
     for line in view.rare:
         match line.record:
             case LossRecord() as loss:

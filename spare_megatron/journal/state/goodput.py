@@ -36,11 +36,11 @@ class Goodput:
     goodput: float
     longest_pause_s: float
     lost_s: Mapping[str, float]
-    """The rest, by cause. `rework`: up to the last step that a restart undid. `end`: after the last commit. The others
-    count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the rework to the next
-    commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first steps with admitted groups.
-    `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other steps without all
-    ranks. `scatter`: quiet steps."""
+    """The rest, by cause. `rework`: up to the last step that a restart or an undo made void. `end`: after the last
+    commit. The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of the
+    rework to the next commit. `pause`: steps with a pause. `recovery`: others with a loss. `admission`: first steps
+    with admitted groups. `evaluation`: steps after one. `fault`: with a fault that cost no group. `fewer_groups`: other
+    steps without all ranks. `scatter`: quiet steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Stretches:
     def add_entry(self, index: int, entry: Mapping[str, Any], members: Members, num_ranks: int) -> None:
         """Adds an entry, before which the members took part, with so many ranks."""
         kind = entry["entry"]
-        if kind == "restart":
+        if kind in ("restart", "undo"):
             while self._kept and self._kept[-1].step >= entry["step"]:
                 self._undone.append(self._kept.pop().index)
         if kind != "commit":

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.core.log.entries import Restart
 from spare_megatron.journal import event_texts, records
 from spare_megatron.journal.fold import Fold, LastLosses, losses_of_entry
 from spare_megatron.journal.lines import Line
@@ -357,6 +358,8 @@ class RunState:
                 self._rejected.clear()
                 self._paces_of_step = entry["step"]
                 self._deal_by({}, entry["step"])
+            if entry["entry"] == "undo":
+                self._paces_of_step = min(self._paces_of_step, entry["step"])
             if entry["entry"] == "evaluated":
                 self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
@@ -525,7 +528,8 @@ class RunState:
         yield "outcome_reason", "" if self.end is None else self.end.reason
         yield "steps_committed", self.num_committed
         yield "steps_lost", len(self.folding.undone) if self.folding else 0
-        yield "restarts", self.folding.num_restarts if self.folding else 0
+        went_back = [entry for _, entry in self.folding.restarts.values()] if self.folding else []
+        yield "restarts", sum(isinstance(entry, Restart) for entry in went_back)
         yield "final_loss", self.loss
         yield "eval", self.evaluated
         yield "groups_lost", len(self._fenced)

@@ -18,7 +18,7 @@ from spare_megatron.journal.fold import LastLosses, last_losses
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
-from spare_megatron.journal.proofs.audit_history import Spoiled, find_spoiled
+from spare_megatron.journal.proofs.audit_history import Spoiled, UndoneSteps, find_spoiled, find_undone
 from spare_megatron.journal.proofs.proof import check, fold_view
 from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
@@ -43,7 +43,7 @@ class Summary:
     outcome_reason: str
     steps_committed: int
     steps_lost: int | None = None
-    """Commits that restarts undid (rework)."""
+    """Commits that restarts and undos made void (rework)."""
     restarts: int | None = None
     """Restarts after a wipe-out."""
     groups_lost: int | None = None
@@ -59,6 +59,8 @@ class Summary:
     """Of the parameters at the end; None also if no group was left to record it."""
     spoiled: Spoiled | None = None
     """What groups that were found wrong have left in the parameters."""
+    undone: tuple[UndoneSteps, ...] = ()
+    """What was computed again for what they had left there."""
     recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
     """Copies of state partitions that replaced lost ones."""
@@ -79,6 +81,7 @@ def sum_up(view: JournalView) -> Summary:
     left = [run.num_steps - run.first_step - verdict.steps_committed for run in runs]
     ends, entries = rare.of(EndRecord), view.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
+    fold = fold_view(view, runs[0]) if runs else None
     summary = Summary(
         verdict=verdict.verdict,
         reasons=verdict.reasons,
@@ -93,7 +96,8 @@ def sum_up(view: JournalView) -> Summary:
         final_loss=None if counts.update is None else counts.update.loss,
         eval=last_losses(view.entries),
         params_sha256=None if counts.params is None else counts.params.sha256 or None,
-        spoiled=find_spoiled(view, runs[0], fold_view(view, runs[0])) if runs else None,
+        spoiled=find_spoiled(view, runs[0], fold) if fold else None,
+        undone=tuple(find_undone(fold)) if fold else (),
         recoveries=recoveries.found(),
         slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
         slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),

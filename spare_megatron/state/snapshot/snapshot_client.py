@@ -32,16 +32,16 @@ class SnapshotClient:
     def copy(
         self,
         attempt: int,
-        previous: int,
+        kept: tuple[int, ...],
         num_bytes: Mapping[wire.PartKey, int],
         write: Callable[[Sequence[MappedFile]], None],
     ) -> list[str]:
-        """Stores a snapshot and keeps the previous one. `num_bytes`: of each state partition, and under None of all
+        """Stores a snapshot and keeps these earlier ones. `num_bytes`: of each state partition, and under None of all
         other state; `write` fills a file for each, which has some room more. Returns the SHA-256 of each, as the
         server has read it; meanwhile new files are registered.
         """
         parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
-        wanted = wire.CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
+        wanted = wire.CopyWanted(position=self._position, attempt=attempt, kept=kept, num_bytes=parts)
 
         def converse(connection: Connection) -> list[str]:
             connection.send(wanted)
@@ -58,11 +58,11 @@ class SnapshotClient:
             self.close()
             raise
 
-    def pass_over(self, attempt: int, previous: int) -> None:
-        """Frees the position's earlier snapshots but the previous one: other nodes store this one."""
+    def pass_over(self, attempt: int, kept: tuple[int, ...]) -> None:
+        """Frees the position's earlier snapshots but those `kept`: other nodes store this one."""
 
         def converse(connection: Connection) -> None:
-            connection.send(wire.PassOver(position=self._position, attempt=attempt, previous=previous))
+            connection.send(wire.PassOver(position=self._position, attempt=attempt, kept=kept))
             connection.recv()
 
         self.close()

@@ -1,4 +1,4 @@
-"""One rank's part in a restart from a snapshot in the memory of nodes."""
+"""One rank's part in a restart from, or an undo to, a snapshot in the memory of nodes."""
 
 import contextlib
 import hashlib
@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import NamedTuple
 
-from spare_megatron.core.log.events import Held, HeldPartition, RestartState
+from spare_megatron.core.log.events import HeldPartition, RestartState
+from spare_megatron.core.log.votes import Held
 from spare_megatron.core.saves.snapshot_policy import held_by_group, in_order_to_ask
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.frames import Address, ConnectionBroken, NotOffered, TurnedAway, WrongStep
@@ -71,6 +72,7 @@ class SnapshotLoader:
         held: tuple[Held, ...] = ()
         partitions: tuple[HeldPartition, ...] = ()
         rejected: tuple[str, ...] = ()
+        self._own, server = {}, ""
         asking = ThreadPoolExecutor(max_workers=1)
         try:
             answer = asking.submit(self._snapshot_server.list_intact, self._ctx.store.local_host()).result(
@@ -86,10 +88,11 @@ class SnapshotLoader:
             )
             self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
             self._own |= {_Copy(one.attempt, one.partition): one.sha256 for one in partitions}
-            copies = encode([answer.server, list(self._own.items())])
-            self._ctx.store.put(keys.snapshot_server(self._ctx.member, self._ctx.spec.rank), copies)
+            server = answer.server
         finally:
             asking.shutdown(wait=False)
+        copies = encode([server, list(self._own.items())])
+        self._ctx.store.put(keys.snapshot_server(self._ctx.member, self._ctx.spec.rank), copies)
         gathered = self._ctx.agreement.gathered((held, partitions, rejected))
         return (
             tuple(one for some, _, _ in gathered for one in some),
@@ -97,9 +100,10 @@ class SnapshotLoader:
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, hosts: Hosts, members: Collection[Member]) -> None:
-        """Loads the snapshot of this attempt with what the group hosts, from the rank's own node where it is there.
-        Raises JoinFailed if no server has it any more, or none has answered in time.
+    def load(self, attempt: int, hosts: Hosts, members: Collection[Member], holders: Collection[Member] = ()) -> None:
+        """Loads the snapshot of this attempt with what the group hosts, from the rank's own node where it is there,
+        else from `holders`; without these from groups that have announced for a restart that they have it. Raises
+        JoinFailed if no server has it any more, or none has answered in time.
         """
 
         @cache
@@ -110,7 +114,8 @@ class SnapshotLoader:
             copy = _Copy(attempt, number)
             failure = self._load_own(copy, prepare)
             if failure:
-                self._load_from(self._servers(copy, waiting(), members), copy, prepare, failure)
+                among = holders or _announcing(copy, waiting(), self._ctx.spec.rank)
+                self._load_from(self._servers(copy, among, members), copy, prepare, failure)
 
         incoming: list[IncomingState] = []
 
@@ -175,14 +180,8 @@ class SnapshotLoader:
         self._lost.add(holder)
         return True
 
-    def _servers(self, copy: _Copy, waiting: Sequence[RestartState], members: Collection[Member]) -> dict[str, _Holder]:
+    def _servers(self, copy: _Copy, holders: Collection[Member], members: Collection[Member]) -> dict[str, _Holder]:
         """The servers that should have the copy, in the order in which to ask, broken ones last."""
-        holders = []
-        for one in waiting:
-            of_rank = {(held.attempt, held.position) for held in one.held}
-            of_partitions = {(held.attempt, held.partition) for held in one.partitions}
-            if (copy.attempt, self._ctx.spec.rank) in of_rank if copy.partition is None else copy in of_partitions:
-                holders.append(one.member)
         found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._ctx.member.group):
             text = self._ctx.store.wait(keys.snapshot_server(holder, self._ctx.spec.rank), self._timeout_s)
@@ -211,6 +210,17 @@ class SnapshotLoader:
                 writer.write(piece)
         if digest.hexdigest() != sha256:
             raise _Unusable("it is not what was copied, by its SHA-256")
+
+
+def _announcing(copy: _Copy, waiting: Sequence[RestartState], rank: int) -> list[Member]:
+    """The groups that have announced the copy of this rank."""
+    holders = []
+    for one in waiting:
+        of_rank = {(held.attempt, held.position) for held in one.held}
+        of_partitions = {(held.attempt, held.partition) for held in one.partitions}
+        if (copy.attempt, rank) in of_rank if copy.partition is None else copy in of_partitions:
+            holders.append(one.member)
+    return holders
 
 
 def _pieces_of(memory: mmap.mmap) -> _Read:

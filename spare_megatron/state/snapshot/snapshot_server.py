@@ -8,13 +8,15 @@ import os
 import secrets
 import signal
 import threading
+from collections.abc import Collection
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from spare_megatron.core.log.events import Held, HeldPartition
+from spare_megatron.core.log.events import HeldPartition
+from spare_megatron.core.log.votes import Held
 from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.process import snapshot_wire as wire
@@ -113,8 +115,8 @@ class SnapshotServer:
             match connection.recv():
                 case wire.CopyWanted() as wanted:
                     self._store(connection, wanted)
-                case wire.PassOver(position=position, attempt=attempt, previous=previous):
-                    self._free_earlier(position, attempt, previous)
+                case wire.PassOver(position=position, attempt=attempt, kept=kept):
+                    self._free_earlier(position, attempt, kept)
                     connection.send("")
                 case wire.MemoryWanted(part=part, attempt=attempt):
                     self._send_memory(connection, part, attempt)
@@ -122,7 +124,7 @@ class SnapshotServer:
                     connection.send(self._list_intact(position, host))
 
     def _store(self, connection: Connection, wanted: wire.CopyWanted) -> None:
-        self._free_earlier(wanted.position, wanted.attempt, wanted.previous)
+        self._free_earlier(wanted.position, wanted.attempt, wanted.kept)
         memories: dict[wire.Part, _Memory] = {}
         try:
             for part, num_bytes in wanted.num_bytes.items():
@@ -172,15 +174,15 @@ class SnapshotServer:
         for memory in former:
             memory.close()
 
-    def _free_earlier(self, position: int, attempt: int, previous: int) -> None:
-        """Frees snapshots of the position before an attempt, except the previous one; a part that is still held here
-        keeps one memory for its next snapshot.
+    def _free_earlier(self, position: int, attempt: int, kept: Collection[int]) -> None:
+        """Frees snapshots of the position before an attempt, except those `kept`; a part that is still held here keeps
+        one memory for its next snapshot.
         """
         freed: list[_Memory] = []
         with self._lock:
             for part in [part for part in {**self._held, **self._idle} if part.position == position]:
                 held = self._held.pop(part, {})
-                dropped = [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
+                dropped = [held.pop(other)[0] for other in list(held) if other < attempt and other not in kept]
                 if held:
                     self._held[part] = held
                     if dropped and part not in self._idle:

@@ -133,7 +133,7 @@ class Snapshotter:
         action = copy.action
         num_bytes = {number: part.num_bytes for number, part in copy.parts.items()}
         try:
-            self._snapshot_server.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
+            self._snapshot_server.copy(action.attempt, action.kept, num_bytes, partial(self._write, copy))
             copy.failure = ""
             mapped = self._snapshot_server.mapped
             copy.registered_bytes, copy.register_s = mapped.registered_bytes, mapped.last_register_s
@@ -154,7 +154,7 @@ class Snapshotter:
 
     def _pass_over(self, action: TakeSnapshot) -> None:
         with contextlib.suppress(SnapshotServerGone):  # with all its snapshots
-            self._snapshot_server.pass_over(action.attempt, action.previous)
+            self._snapshot_server.pass_over(action.attempt, action.kept)
 
 
 class _GivenUp(Exception):

@@ -107,7 +107,7 @@ def read_steps(journal: Journal) -> tuple[MeasuredStep, ...]:
                     admitted_after.add(step)
                 if entry.get("stages"):
                     end_step = min(end_step, step)
-            case records.EntryRecord(entry={"entry": "restart" | "resume", "step": step}):
+            case records.EntryRecord(entry={"entry": "restart" | "resume" | "undo", "step": step}):
                 end_step = min(end_step, step - 1)
             case records.UpdateRecord(step=step):
                 updates[step].append((line.at_s, line.record))

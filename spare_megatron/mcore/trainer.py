@@ -336,7 +336,7 @@ class GroupTrainer:
         sum_inside_group(self.chunks, self.process_groups)
         figures = self._figures(squares, loss.divisor) if has_figures else None
         if self.stacked is not None and squares is not None:
-            grad_norm, learning_rate = self.stacked.step(sum(squares.values()) / loss.divisor**2)
+            grad_norm, learning_rate = self.stacked.step(math.fsum(squares.values()) / loss.divisor**2)
         else:
             norm = self._norm_over_slabs() if self._has_other_lengths else None
             grad_norm, learning_rate = self._optimizer.step(norm)
@@ -358,14 +358,14 @@ class GroupTrainer:
         assert not isinstance(self._optimizer, StackedOptimizer), "stacked state has a norm over its partitions"
         chunks = [(slab.position, chunk) for slab in self.slabs for chunk in slab.chunks]
         positions = {one: position for position, chunk in chunks for one in chunk.module.parameters()}
-        total = 0.0
+        found: list[float] = []
         for gradients, ranks in self._optimizer.for_norm():
             squares = torch.zeros(self.num_positions, dtype=torch.float64, device=self._device)
             for parameter, gradient in gradients:
                 squares[positions[parameter]] += squares_in_fp64(gradient)
             torch.distributed.all_reduce(squares, group=ranks)
-            total += sum(squares.tolist())  # in order, with zeros at the positions of other lanes
-        return math.sqrt(total)
+            found += squares.tolist()
+        return math.sqrt(math.fsum(found))  # `sum` rounds otherwise from Python 3.12 on
 
     def _figures(self, scattered: Mapping[str, float] | None, divisor: float) -> dict[str, Sequence[float]]:
         """Squares of gradients and parameters before an update, and tokens of experts, each on one rank that has it.

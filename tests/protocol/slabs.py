@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from math import fsum
+from operator import add
 from random import Random
 from zlib import crc32
 
@@ -71,8 +74,8 @@ class Gradients:
         return None if None in found else [sums for slab in found for sums in slab or ()]
 
     def norm(self) -> float:
-        """Added slab by slab, in order: by that all groups clip."""
-        return sum(map(self._square, range(len(self.slabs))))
+        """By that all groups clip. All slabs are rounded once, as `sum` rounds otherwise from Python 3.12 on."""
+        return fsum(map(self._square, range(len(self.slabs))))
 
     def _square(self, position: int) -> float:
         return crc32(repr([sorted(sums.items()) for sums in self.slabs[position].sums() or ()]).encode()) / 3
@@ -95,7 +98,7 @@ class AddsTheNormByRank(Gradients):
     """Adds the squares of each rank first, and then those of all ranks."""
 
     def norm(self) -> float:
-        return sum(sum(map(self._square, rank)) for rank in self.ranks)
+        return reduce(add, (reduce(add, map(self._square, rank)) for rank in self.ranks))
 
 
 class PostsFirstSlabsFirst(Gradients):

@@ -136,6 +136,8 @@ class BucketExchange:
         """The finding about the first unsound local sum that this attempt has measured. Waits for the device, once."""
         for bucket, norm in self._sums.norms().items():
             finding = self._guards[bucket].on_norm(self._step, norm, self._num_computed)
+            if finding is not GradientFinding.SOUND and not self.is_early:
+                self._sums.check_local(bucket)  # it will not be staged
             if self.finding is GradientFinding.SOUND:
                 self.finding, self._finder = finding, self._guards[bucket]
         return self.finding
@@ -144,6 +146,10 @@ class BucketExchange:
         """The first bucket whose sum contradicts its checksum in this attempt. Waits for the device, once."""
         self._wrong = self._wrong or self._sums.wrong_sums()
         return min(self._wrong, default=None)
+
+    def wrong_numbers(self) -> str:
+        """As `GradientSums.wrong_numbers`."""
+        return self._sums.wrong_numbers()
 
     def error(self, finding: GradientFinding) -> UnsoundGradient:
         """The error for a finding of any rank of the group."""
@@ -216,6 +222,7 @@ class BucketExchange:
         self._staged[bucket] = staging = self._staging.acquire()
         staged = self._sums.stage(bucket, staging, self._limit(bucket) if self.is_early else None)
         self._show(bucket, staged, FaultPoint.STAGED)
+        self._sums.check_staged(bucket, staged)
         return self._bucket_sums.post(bucket, staged)
 
     def _show(self, bucket: int, staged: torch.Tensor, phase: FaultPoint) -> None:

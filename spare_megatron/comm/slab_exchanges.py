@@ -98,6 +98,9 @@ class SlabExchanges:
         found = {position: one.first_wrong_sum() for position, one in self._by_position.items()}
         return {position: bucket for position, bucket in found.items() if bucket is not None}
 
+    def wrong_numbers(self) -> str:
+        return next(filter(None, (one.wrong_numbers() for one in self._exchanges)), "")
+
     def begin_early(self, num_computed: int) -> None:
         for one in self._exchanges:
             one.begin_early(num_computed)

@@ -73,7 +73,7 @@ def compare_digests(device: str) -> int:
 
 def compare(device: str) -> int:
     """Returns the number of comparisons; raises AssertionError at the first difference."""
-    from spare_megatron.mcore.gradients import fixed_point, kernels
+    from spare_megatron.mcore.gradients import checksums, fixed_point, kernels
 
     generator = torch.Generator().manual_seed(7)
     num_compared = 0
@@ -81,13 +81,16 @@ def compare(device: str) -> int:
         for scale in SCALES:
             before = torch.randint(-(2**60), 2**60, values.shape, generator=generator)
             largest = torch.tensor(3.0)
-            added, expected = before.to(device), before.clone()
+            summed, expected = before.to(device), before.clone()
             found, expected_largest = largest.to(device), largest.clone()
-            kernels.add_rounded(added, values.to(device), scale, found)
-            fixed_point.add_rounded(expected, values, scale, expected_largest)
+            added, expected_added = largest.to(device).long(), largest.long()
+            place = 1027 * num_compared + (checksums.ROWS - 9) * checksums.COLUMNS
+            kernels.add_rounded(summed, values.to(device), scale, found, added, place)
+            fixed_point.add_rounded(expected, values, scale, expected_largest, expected_added, place)
             fits = values.float().abs() * scale <= 2.0**62  # what does not is flagged, and its sum void
-            assert torch.equal(added.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)
+            assert torch.equal(summed.cpu()[fits], expected[fits]), (values.dtype, values.shape, scale)
             assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected_largest.nan_to_num(nan=-1.0))
+            assert not bool(fits.all()) or torch.equal(added.cpu(), expected_added), (values.shape, scale, place)
             num_compared += 1
     return num_compared
 
@@ -165,7 +168,7 @@ def compare_steps(device: str) -> int:
         for sums, place in both:
             sums.reset()
             for gradient in microbatches:
-                sums._add(sums._sums, gradient.to(place))
+                sums._add_gradients(0, gradient.to(place))
                 sums.add_count(1)
             staged.append([sums.stage(bucket, sums.new_staging(), limit) for bucket in range(len(sums.buckets))])
             norms.append(sums.norms())
@@ -177,7 +180,8 @@ def compare_steps(device: str) -> int:
                 continue  # what it holds is void
             assert torch.equal(expected, found.cpu())
             found_sums.check(bucket, found)
-            assert found_sums.wrong_sums() == ()
+            found_sums.check_staged(bucket, found)
+            assert (found_sums.wrong_sums(), found_sums.wrong_numbers()) == ((), "")
             found[1] ^= 1
             found_sums.check(bucket, found)
             assert found_sums.wrong_sums() == (bucket,)

@@ -49,6 +49,8 @@ class Sums:
         self.stagings: list[torch.Tensor] = []
         self.wrong: dict[int, int] = {}  # bucket -> attempts in which its sum is still to come wrong
         self.checked: list[int] = []
+        self.compared: list[int] = []  # before anything is sent
+        self.found = ""
         self.kept: list[int] = []
         self.put_back: list[int] = []
 
@@ -80,6 +82,16 @@ class Sums:
 
     def check(self, bucket: int, _staging: torch.Tensor, _places: Sequence[slice]) -> None:
         self.checked.append(bucket)
+
+    def check_local(self, bucket: int) -> None:
+        self.compared.append(bucket)
+
+    def check_staged(self, bucket: int, staging: torch.Tensor) -> None:
+        assert float(staging[1]) == 1.0, "before anything is sent"
+        self.compared.append(bucket)
+
+    def wrong_numbers(self) -> str:
+        return self.found
 
     def wrong_sums(self) -> tuple[int, ...]:
         checked, self.checked = self.checked, []

@@ -107,6 +107,23 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     assert rank.sums.stagings == []
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_bucket_is_compared_with_its_checksum_before_it_is_sent(overlaps: bool) -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=overlaps)
+    rank.sums.found = "the local sum of bucket 3 is not what was added to it"
+    assert rank.attempt(0).is_complete
+    assert rank.sums.compared == list(range(NUM_BUCKETS))
+    assert rank.buckets.wrong_numbers() == rank.sums.found
+
+
+def test_a_bucket_that_is_not_sent_as_it_is_unsound_is_compared_with_what_was_added_to_it() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+    rank.sums.of(5)[3] = math.nan
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
+    assert rank.sums.compared == [5]
+
+
 def test_a_contribution_is_journaled_before_the_ranks_of_its_group_go_on() -> None:
     rank = Rank(num_sums=NUM_BUCKETS)
 

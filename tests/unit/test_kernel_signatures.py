@@ -98,10 +98,12 @@ def test_nothing_is_compiled_for_the_gradients_of_a_patch(compiled: set[Signatur
         values = torch.zeros(5003, dtype=dtype)
         for first in (*range(64), 1023, 1024, 4987, 5002):
             for size in (5003 - first, 1, 16, 1024):
-                kernels.add_rounded(sums[first:][:size], values[first:][:size], 2.0**31, largest[first % 3])
+                place = sums[first:][:size], values[first:][:size], 2.0**31, largest[first % 3]
+                kernels.add_rounded(*place, sums[first % 2], size - first)
     for size in (2**31 - 1, 2**31, 2**33):  # of embeddings, on a device that computes nothing
         huge = torch.empty(size, device="meta")
-        kernels.add_rounded(torch.empty(size, dtype=torch.int64, device="meta"), huge, 1.0, largest[0])
+        into = torch.empty(size, dtype=torch.int64, device="meta")
+        kernels.add_rounded(into, huge, 1.0, largest[0], sums[0], size)
     assert compiled == at_start
 
 
@@ -195,7 +197,19 @@ def test_the_variants_are_told_apart_as_triton_does() -> None:
     for first in range(5):
         for dtype in (torch.float32, torch.bfloat16):
             for size in (1, 16, 17, 2**31):
-                given = (sums[first:], values.to(dtype)[first:], torch.zeros(9, dtype=torch.int32)[first:], 2.0, size)
+                largest = torch.zeros(9, dtype=torch.int32)[first:]
+                given = (
+                    sums[first:],
+                    values.to(dtype)[first:],
+                    largest,
+                    sums[first],
+                    sums,
+                    sums,
+                    sums,
+                    2.0,
+                    first,
+                    size,
+                )
                 theirs = tuple(map(str, bind(*given, 1024)[1]))
                 pairs.add((theirs, tuple(map(str, map(ours.variant, ours._parameters, (*given, 1024))))))
     theirs_of, ours_of = (len({pair[side] for pair in pairs}) for side in range(2))
@@ -210,7 +224,7 @@ def test_the_check_of_a_machine_compiles_every_variant_or_says_why_not(
 
     launched: list[Tensor] = []
 
-    def add_rounded(_sums: Tensor, values: Tensor, _scale: float, _largest: Tensor) -> None:
+    def add_rounded(_sums: Tensor, values: Tensor, *_: object) -> None:
         launched.append(values)
         if values.dtype == torch.bfloat16:
             raise RuntimeError("Failed to find C compiler")

@@ -64,7 +64,7 @@ def add(sums: Any, element: int, value: float) -> None:
     else:
         gradient = torch.zeros(NUM_ELEMENTS)
         gradient[element] = value
-        sums._add(sums._sums, gradient)
+        sums._add_gradients(0, gradient)
     sums.add_count(1)
 
 

@@ -5,6 +5,7 @@ An element is weighted by its row and column in rows of `COLUMNS`. Two sums of t
 numbers, the first sum in two digits, so that those of up to 2^12 terms can be added as integers.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
@@ -121,6 +122,14 @@ def _rotated(values: Tensor, num_bits: int) -> Tensor:
     return ((values << num_bits) & PRIME) | (values >> (61 - num_bits))
 
 
+def wrapping_weights(first: int, num: int, device: torch.device) -> Tensor:
+    """Weights of elements from place `first` of a section on, in the last number of its checksum."""
+    weights, places = weights_on(device), torch.arange(first, first + num, device=device)
+    rows = places // COLUMNS
+    of_rows = weights.rows[rows % ROWS] * weights.wrapping_blocks[rows // ROWS]
+    return of_rows * weights.wrapping_columns[places % COLUMNS]
+
+
 @cache
 def weights_on(device: torch.device) -> Weights:
     """Fixed pseudo-random weights; those of rows are odd, differ, and have 20 bits."""
@@ -146,6 +155,12 @@ def pseudo_random(first: int, num: int) -> npt.NDArray[np.uint64]:
 def elements_at_once(device: torch.device) -> int:
     """Elements to convert at a time: on CPUs copies stay in the cache, on GPUs launches cost more."""
     return 1 << (20 if device.type == "cpu" else 24)
+
+
+def squares_in_fp64(values: Tensor) -> Tensor:
+    """Sum of squares, bitwise deterministic."""
+    pieces = values.view(-1).split(elements_at_once(values.device))
+    return torch.stack([piece.double().square_().sum() for piece in pieces]).sum()
 
 
 class SectionSums:
@@ -197,11 +212,27 @@ class SumChecks:
         for number, section in enumerate(sections):
             digits[NUM_DIGITS * number :][:NUM_DIGITS].copy_(section.checksum(counted))
 
+    def contradict(self, bucket: int, digits: Tensor, counted: Tensor, added: Tensor) -> Tensor:
+        """Whether checksums of local sums are not those of what was `added` to them; a flag on the device."""
+        ends = [-(-(of.stop - of.start) // COLUMNS) * COLUMNS for of in self._sections[bucket]]  # of their rows
+        beside = [(counted * wrapping_weights(end, len(counted), counted.device)).sum() for end in ends]
+        return (digits.view(-1, NUM_DIGITS)[: len(ends), -1] - torch.stack(beside) != added).any()
+
+    def staged_differ(self, bucket: int, staged: Tensor, counted: Tensor, digits: Tensor) -> Tensor:
+        """Whether a staged bucket contradicts its own checksums; a flag on the device."""
+        pairs = self._pairs(bucket, staged, counted, digits, [slice(None)])
+        return differ(*(torch.stack(side, 1) for side in zip(*pairs, strict=True))).any()
+
     def compare(self, bucket: int, summed: Tensor, counted: Tensor, digits: Tensor, places: Sequence[slice]) -> None:
         """Takes the checksums of a complete sum's sections within `places`, to be compared with the sums of theirs."""
-        received = [place.indices(len(summed)) for place in places]
-        self._compared[bucket] = [
-            (digits[NUM_DIGITS * number :][:NUM_DIGITS].clone(), self._read(summed[section]).checksum(counted))
+        self._compared[bucket] = self._pairs(bucket, summed, counted, digits, places)
+
+    def _pairs(
+        self, bucket: int, values: Tensor, counted: Tensor, digits: Tensor, places: Sequence[slice]
+    ) -> list[tuple[Tensor, Tensor]]:
+        received = [place.indices(len(values)) for place in places]
+        return [
+            (digits[NUM_DIGITS * number :][:NUM_DIGITS].clone(), self._read(values[section]).checksum(counted))
             for number, section in enumerate(self._sections[bucket])
             if any(start <= section.start and section.stop <= stop for start, stop, _ in received)
         ]
@@ -218,3 +249,28 @@ class SumChecks:
 
     def forget(self) -> None:
         self._compared.clear()
+
+
+class AddedSums:
+    """What is added to each section of a flat space since a step began, as the last number of its checksum."""
+
+    def __init__(self, sections: Sequence[Sequence[range]], device: torch.device) -> None:
+        """The sections of each range of the space, ascending."""
+        self.of_ranges = [torch.zeros(len(of), dtype=torch.int64, device=device) for of in sections]
+        self._sections = list(chain(*sections))
+        self._starts = [section.start for section in self._sections]
+        self._sums = [one for of in self.of_ranges for one in of.unbind()]
+
+    def reset(self) -> None:
+        for sums in self.of_ranges:
+            sums.zero_()
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[slice, Tensor, int]]:
+        """The parts of a range of the space in one section each, with the sum of that and the place where it begins."""
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        while number < len(self._sections) and self._starts[number] < stop:
+            section = self._sections[number]
+            first, end = max(start, section.start), min(stop, section.stop)
+            if first < end:
+                yield slice(first - start, end - start), self._sums[number], first - section.start
+            number += 1

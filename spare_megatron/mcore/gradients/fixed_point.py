@@ -4,14 +4,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spare_megatron.devices import gpu
-from spare_megatron.mcore.gradients.checksums import SectionSums
+from spare_megatron.mcore.gradients.checksums import COLUMNS, ROWS, SectionSums, weights_on
 
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds a mean gradient per token of up to 2^12 in every element of a microbatch, and such a loss."""
+
+_PIECE_ROWS = 64
+"""Rows of a section that are added at a time: 1 MiB stays in the cache of a core. They divide a block."""
+
+AddRounded = Callable[[Tensor, Tensor, float, Tensor, Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +43,36 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
     return FixedPoint(scale=largest / (tokens_power * 2.0**_LARGEST_PER_TOKEN_BITS), largest=largest)
 
 
-def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
+@np.errstate(all="ignore")  # what does not fit raises `largest`
+def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor, added: Tensor, place: int) -> None:
     """Adds values, times `scale` and rounded half to even, to integer sums; raises `largest` to their magnitude, or
-    NaN.
+    NaN. `added` grows by what they, from a place of a section on, add to the last number of its checksum.
+
+    By NumPy, which starts an operation in a fraction of the time that torch takes.
     """
-    scaled = values.detach().float() * scale
-    # One pass for both extremes, which both propagate NaN; an infinity norm would take twenty times as long.
-    lowest, highest = torch.aminmax(scaled)
-    torch.maximum(largest, torch.maximum(-lowest, highest), out=largest)
-    sums += scaled.round_().to(torch.int64)
+    weights = weights_on(sums.device)
+    rows, blocks = weights.rows.numpy(), weights.wrapping_blocks.numpy()
+    values_, sums_, largest_, added_ = values.detach().float().numpy(), sums.numpy(), largest.numpy(), added.numpy()
+    start, size = 0, _PIECE_ROWS * COLUMNS
+    while start < len(values_):
+        row, column = divmod(place + start, COLUMNS)
+        end = min(start + size - (place + start) % size, len(values_))
+        scaled = values_[start:end] * np.float32(scale)
+        for extreme in (np.maximum.reduce(scaled), -np.minimum.reduce(scaled)):  # which propagate NaN
+            np.maximum(largest_, extreme, out=largest_)
+        # The piece with zeros around it, as whole rows.
+        whole = torch.empty(-(-(column + end - start) // COLUMNS), COLUMNS, dtype=torch.int64)
+        flat = whole.numpy().reshape(-1)
+        rounded = flat[column : column + end - start]
+        flat[:column], flat[column + end - start :] = 0, 0
+        rounded[:] = np.rint(scaled, out=scaled)
+        sums_[start:end] += rounded
+        of_rows = torch.mv(whole, weights.wrapping_columns).numpy()
+        added_ += np.dot(of_rows, rows[row % ROWS :][: len(whole)]) * blocks[row // ROWS]
+        start = end
 
 
-def choose_kernels(device: torch.device) -> tuple[Callable[[Tensor, Tensor, float, Tensor], None], type[SectionSums]]:
+def choose_kernels(device: torch.device) -> tuple[AddRounded, type[SectionSums]]:
     """What adds to integer sums on this device, and what reads them."""
     if device.type != gpu.TYPE:
         return add_rounded, SectionSums

@@ -20,7 +20,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.devices import gpu
-from spare_megatron.mcore.gradients.checksums import SectionSums, SumChecks, elements_at_once
+from spare_megatron.mcore.gradients import checksums
 from spare_megatron.mcore.gradients.fixed_point import FixedPoint, choose_kernels, fixed_point
 from spare_megatron.mcore.gradients.flat_gradients import (
     FlatParameter,
@@ -40,6 +40,12 @@ NUM_EXTRAS = 3
 """Elements at the end of a staged bucket that are no gradients and no checksums; two more where tokens are counted."""
 _TOKENS_HIGH, _TOKENS_LOW, _UNSOUND, _COUNT, _LOSS = -5, -4, -3, -2, -1
 _WHOLE = (slice(None),)
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+_WRONG = (
+    "the local sum of bucket {} is not what was added to it",
+    "the staged copy of bucket {} differs from its checksum",
+)
 
 _PER_TERM = 3
 """Elements of a further term: its sum, and its count in two digits."""
@@ -73,7 +79,7 @@ class GradientSums(ABC):
     _term_sums: Tensor
     _num_digits = 0
     """Elements of checksums, before the extras."""
-    _checks: SumChecks | None = None
+    _checks: checksums.SumChecks | None = None
     """Sums of floating-point numbers have no checksums."""
 
     def __init__(
@@ -105,19 +111,19 @@ class GradientSums(ABC):
         self._extras_dtype = torch.float32 if dtype is torch.bfloat16 else dtype
         self._per_extra = self._extras_dtype.itemsize // dtype.itemsize  # elements
         self._scale = scale
-        self._piece = elements_at_once(device)
         self._extras_of = [[0] * self._num_extras for _ in self.buckets]  # of the sums over groups
         self._copies = HostCopies(device, buffer_bytes=self._num_extras * self._extras_dtype.itemsize)
         self._staged_at: dict[int, gpu.Event | None] = {}
         self._norms: dict[int, Tensor] = {}
         self._is_unsound: dict[int, Tensor] = {}
+        self._is_wrong = torch.zeros(len(_WRONG), len(self.buckets), dtype=torch.bool, device=device)
 
     # ----------------------------------------------------------------------------------------------------- adding
 
     def reset(self) -> None:
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
-        for sums in self._counted:
+        for sums in (*self._counted, self._is_wrong):
             sums.zero_()
         self._lanes.reset()
         self.mark_kept(0)
@@ -215,6 +221,18 @@ class GradientSums(ABC):
         it to be summed over groups.
         """
 
+    def check_local(self, bucket: int) -> None:  # noqa: B027  (of other sums that is not known)
+        """Has the device compare integer local sums with what was added to them, as staging does."""
+
+    @abstractmethod
+    def check_staged(self, bucket: int, staging: Tensor) -> None:
+        """Has the device compare what is about to be summed over groups with what was staged."""
+
+    def wrong_numbers(self) -> str:
+        """The first that these checks have found wrong since the step began; empty if nothing. Waits for the device."""
+        found = self._is_wrong.nonzero().tolist()
+        return _WRONG[found[0][0]].format(found[0][1]) if found else ""
+
     def _finish_staging(self, bucket: int, staged: Tensor) -> None:
         extras = self._beside_gradients(staged)
         if self._all_count is None:
@@ -245,6 +263,12 @@ class GradientSums(ABC):
 
     def _beside_gradients(self, staged: Tensor) -> Tensor:
         return self.extras(staged)[self._num_digits :]
+
+    def _in_staged(self, bucket: int, staging: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients, what is counted beside them, and checksums."""
+        staged = self._part(bucket, staging)
+        digits = self.extras(staged)[: self._num_digits]
+        return staged[: len(self.buckets[bucket])], self._beside_gradients(staged), digits
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
         return staging[: self._staged_length(bucket)]
@@ -281,9 +305,7 @@ class GradientSums(ABC):
     def check(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         """Has the device compare a sum over groups, of sound local sums, at these places with its checksums."""
         if self._checks is not None:
-            staged = self._part(bucket, staging)
-            summed, digits = staged[: len(self.buckets[bucket])], self.extras(staged)[: self._num_digits]
-            self._checks.compare(bucket, summed, self._beside_gradients(staged), digits, places)
+            self._checks.compare(bucket, *self._in_staged(bucket, staging), places)
 
     def wrong_sums(self) -> tuple[int, ...]:
         """Buckets whose checks since the last call have failed in this attempt. Waits for the device if any are due."""
@@ -295,7 +317,7 @@ class GradientSums(ABC):
 
     def squares(self, values: Tensor) -> Tensor:
         """Sum of squares of some gradients of a staged bucket, in fp64 and bitwise deterministic."""
-        return squares_in_fp64(values) / self._scale**2
+        return checksums.squares_in_fp64(values) / self._scale**2
 
     def totals(self) -> Totals:
         """Counts and loss of the sums over groups that have arrived."""
@@ -330,12 +352,6 @@ class GradientSums(ABC):
         """Writes the sums of a segment, times a factor, to Megatron's buffer."""
 
 
-def squares_in_fp64(values: Tensor) -> Tensor:
-    """Sum of squares, bitwise deterministic."""
-    squares = [piece.double().square_().sum() for piece in values.view(-1).split(elements_at_once(values.device))]
-    return torch.stack(squares).sum()
-
-
 def _number(high: float, low: float) -> int:
     """The number that two digits stand for."""
     return round(high) * _TOKENS_BASE + round(low)
@@ -357,6 +373,7 @@ class FloatSums(GradientSums):
         super().__init__(chunks, groups, bucket_bytes, staged_dtype, device, all_count, num_terms)
         self._parameters = list(flat_parameters(chunks))
         self._pieces = [_pieces(self.space.segments, bucket) for bucket in self.buckets]
+        self._beside: dict[int, Tensor] = {}  # gradients, in staged buckets
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._term_sums = torch.zeros(num_terms, dtype=torch.float64, device=device)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
@@ -382,7 +399,15 @@ class FloatSums(GradientSums):
         if self._is_last(bucket):
             extras[_LOSS].copy_(self._loss)
         self._finish_staging(bucket, staged)
+        self._beside[bucket] = extras.clone()
         return staged
+
+    def check_staged(self, bucket: int, staging: Tensor) -> None:
+        staged = self._part(bucket, staging)
+        pairs = [(staged[place], gradients.to(self._dtype)) for gradients, place in self._pieces[bucket]]
+        for pair in (*pairs, (self.extras(staged), self._beside.pop(bucket))):
+            one, other = (side.view(_INTEGERS[side.itemsize]) for side in pair)  # NaN is not equal to itself
+            self._is_wrong[1, bucket].logical_or_((one != other).any())
 
     def norm(self, bucket: int) -> Tensor:
         # One pass without a copy, at memory bandwidth. A norm beyond fp32 counts as not finite.
@@ -435,11 +460,16 @@ class FixedPointSums(GradientSums):
         self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
         self._loss, self._count = self._extras[_LOSS], self._extras[_COUNT]
         self._term_sums = torch.zeros(num_terms, dtype=torch.int64, device=device)
-        self._sum_lanes([Segment(gradients=self._sums, start=0, stop=num_elements)], [self._extras])
+        strips = [[of.strip(lane) for lane in range(of.num_lanes)] for of in self.space.ranges]
+        self._added = checksums.AddedSums(strips, device)
+        self._added_beside = torch.zeros((), dtype=torch.int64, device=device)  # loss, then further terms
+        local = Segment(gradients=self._sums, start=0, stop=num_elements)
+        self._sum_lanes([local], [self._extras, self._added_beside])
+        self._lanes.added = self._added.of_ranges
         # Over single microbatches. Kept on the device, where the overflow check takes place.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         self._add_rounded, read = choose_kernels(device)
-        self._checks: SumChecks = SumChecks([len(bucket) for bucket in self.buckets], read)
+        self._checks: checksums.SumChecks = checksums.SumChecks([len(bucket) for bucket in self.buckets], read)
         self._num_digits = self._checks.num_digits
         self._parameters = [flat.parameter for flat in flat_parameters(chunks)]
         for flat in flat_parameters(chunks):
@@ -451,7 +481,13 @@ class FixedPointSums(GradientSums):
             # As if a kernel had added it, which leaves zeros where an embedding is tied. `zero_grad_buffer` undoes it.
             parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = True, False  # type: ignore[attr-defined]
         self._sums.zero_()
+        self._added.reset()
         self._largest.zero_()
+
+    def divide(self, sections: Sequence[Sequence[slice]]) -> None:
+        super().divide(sections)
+        places = zip(self.buckets, sections, strict=True)  # of the one lane that there is
+        self._added = checksums.AddedSums([[bucket[of] for of in each] for bucket, each in places], self._device)
 
     def sum_over_lanes(self, num_ready: int) -> Iterator[int]:
         for bucket in super().sum_over_lanes(num_ready):
@@ -469,13 +505,32 @@ class FixedPointSums(GradientSums):
         if not self._is_last(bucket):
             staged[_LOSS].fill_(0)
         self._finish_staging(bucket, staged)
-        self._checks.write(sections, self._beside_gradients(staged), self.extras(staged)[: self._num_digits])
+        _, counted, digits = self._in_staged(bucket, staging)
+        self._write(bucket, sections, counted, digits)
         return staged
+
+    def check_local(self, bucket: int) -> None:
+        sections = self._checks.read(bucket, self._local(bucket))
+        self._write(bucket, sections, self._extras, self._sums.new_empty(self._num_digits))
+
+    def _write(self, bucket: int, sections: Sequence[checksums.SectionSums], counted: Tensor, digits: Tensor) -> None:
+        """Writes the checksums of local sums, and compares them with those of what was added."""
+        self._checks.write(sections, counted, digits)
+        of, added = self.space.ranges[bucket], self._added.of_ranges[bucket]
+        added = added[of.lane : of.lane + 1] if of.num_lanes > 1 else added
+        self._is_wrong[0, bucket].logical_or_(self._checks.contradict(bucket, digits, counted, added))
+        if self._is_last(bucket):
+            beside = torch.cat([self._loss.view(1), self._term_sums])
+            beside = (beside * checksums.wrapping_weights(0, len(beside), self._device)).sum()
+            self._is_wrong[0, bucket].logical_or_(beside != self._added_beside)
+
+    def check_staged(self, bucket: int, staging: Tensor) -> None:
+        self._is_wrong[1, bucket].logical_or_(self._checks.staged_differ(bucket, *self._in_staged(bucket, staging)))
 
     def norm(self, bucket: int) -> Tensor:
         return self._norm(self._checks.read(bucket, self._local(bucket)))
 
-    def _norm(self, sections: Sequence[SectionSums]) -> Tensor:
+    def _norm(self, sections: Sequence[checksums.SectionSums]) -> Tensor:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for section in sections:
             squares += section.squares()
@@ -498,23 +553,26 @@ class FixedPointSums(GradientSums):
         return self._sums[self.buckets[bucket].start : self.buckets[bucket].stop]
 
     def poison(self) -> None:
-        self._add(self.local_sums()[0][:1], torch.full((1,), math.nan, device=self._sums.device))
+        self._add_gradients(self.buckets[self._next].start, torch.full((1,), math.nan, device=self._sums.device))
 
     def _watch(self, flat: FlatParameter) -> None:
-        sums = self._sums[flat.start : flat.stop]
-
         def add(gradient: Tensor) -> None:
-            if not self.is_counting:
-                return
-            first = min(max(self._kept_end - flat.start, 0), len(sums))
-            if first < len(sums):
-                self._add(sums[first:], gradient.reshape(-1)[first:])
+            start = max(self._kept_end, flat.start)
+            if self.is_counting and start < flat.stop:
+                self._add_gradients(start, gradient.reshape(-1)[start - flat.start :])
 
         # A hook on a leaf runs once per backward pass, with the sum over all uses of the parameter.
         flat.parameter.register_hook(add)
 
+    def _add_gradients(self, start: int, values: Tensor) -> None:
+        """Adds to local sums from this place of the flat space on, and to what is known of what was added to them."""
+        sums = self._sums[start : start + len(values)]
+        for part, added, place in self._added.parts(start, start + len(values)):
+            self._add_rounded(sums[part], values[part], self._fixed.scale, self._largest, added, place)
+
     def _add(self, sums: Tensor, values: Tensor) -> None:
-        self._add_rounded(sums, values, self._fixed.scale, self._largest)
+        into, place = (sums.view(-1), values.reshape(-1)), int(sums is not self._loss)
+        self._add_rounded(*into, self._fixed.scale, self._largest, self._added_beside, place)
 
 
 def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:

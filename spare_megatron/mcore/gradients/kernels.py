@@ -3,7 +3,7 @@ over memory, bitwise as on CPUs.
 
 Import only with a GPU: Triton comes with torch's CUDA builds alone.
 """
-# ruff: noqa: ANN001, ANN202  (Triton reads annotations of kernels as its own types)
+# ruff: noqa: ANN001, ANN202, N803  (Triton reads annotations of kernels as its own types, and `constexpr` are constants)
 
 import subprocess
 from collections.abc import Sequence
@@ -37,10 +37,11 @@ _NOT_COMPILED = (OSError, RuntimeError, subprocess.SubprocessError)
 """What Triton raises without a C compiler or Python's headers."""
 
 
-def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor) -> None:
+def add_rounded(sums: Tensor, values: Tensor, scale: float, largest: Tensor, added: Tensor, place: int) -> None:
     """`fixed_point.add_rounded` for contiguous tensors of equal size; never waits for the device."""
-    num_blocks = triton.cdiv(values.numel(), _BLOCK)
-    _add_rounded[(num_blocks,)](sums, values.detach(), largest.view(torch.int32), scale, values.numel(), BLOCK=_BLOCK)
+    of, size = checksums.weights_on(sums.device), values.numel()
+    given = sums, values.detach(), largest.view(torch.int32), added, of.rows, of.wrapping_columns, of.wrapping_blocks
+    _add_rounded[(triton.cdiv(size, _BLOCK),)](*given, scale, place, size, BLOCK=_BLOCK)
 
 
 def check_fixed_point(device: torch.device) -> None:
@@ -49,7 +50,7 @@ def check_fixed_point(device: torch.device) -> None:
         sums, largest = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((), device=device)
         for dtype, first, other in product((torch.float32, torch.bfloat16), _OFFSETS, _OFFSETS):
             values = torch.zeros(2, dtype=dtype, device=device)
-            add_rounded(sums[first : first + 1], values[other : other + 1], 1.0, largest)
+            add_rounded(sums[first : first + 1], values[other : other + 1], 1.0, largest, sums[first], 0)
         TritonSectionSums(sums[:1], sums[1:]).checksum(sums)
     except _NOT_COMPILED as error:
         raise ValueError(
@@ -60,24 +61,32 @@ def check_fixed_point(device: torch.device) -> None:
 
 # The number of elements differs between patches: without these marks Triton would compile variants for 1, for multiples
 # of 16, and for 2^31 and more.
-@triton.jit(do_not_specialize=["num_elements"], do_not_specialize_on_alignment=["largest_bits"])
-def _add_rounded(sums, values, largest_bits, scale, num_elements: tl.int64, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["place", "size"], do_not_specialize_on_alignment=["largest", "added"])
+def _add_rounded(  # type: ignore[no-untyped-def]
+    sums, values, largest, added, rows, columns, blocks, scale, place: tl.int64, size: tl.int64, BLOCK: tl.constexpr
+):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = places < num_elements
+    is_inside = places < size
     scaled = tl.load(values + places, mask=is_inside, other=0.0).to(tl.float32) * scale
 
     # Magnitudes of floats are in the order of their bits, and NaN comes after infinity.
     bits = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest_here = tl.max(bits, axis=0)
     # It only grows: a value that another block has raised meanwhile costs a needless attempt.
-    tl.atomic_max(largest_bits, largest_here, mask=largest_here > tl.load(largest_bits))
+    tl.atomic_max(largest, largest_here, mask=largest_here > tl.load(largest))
 
     # From 2^23 on floats are whole. Below, this addition leaves no bits for the fraction and rounds half to even; fused
     # with the product, too, as scaling by a power of two is exact.
-    whole = tl.where(scaled < 0.0, -8388608.0, 8388608.0)
-    rounded = tl.where(tl.abs(scaled) < 8388608.0, (scaled + whole) - whole, scaled)
+    shift = tl.where(scaled < 0.0, -8388608.0, 8388608.0)
+    rounded = tl.where(tl.abs(scaled) < 8388608.0, (scaled + shift) - shift, scaled)
     before = tl.load(sums + places, mask=is_inside, other=0)
-    tl.store(sums + places, before + rounded.to(tl.int64), mask=is_inside)
+    whole = rounded.to(tl.int64)
+    tl.store(sums + places, before + whole, mask=is_inside)
+
+    # What is added, by its weights in the section; zeros beyond the end.
+    row = (place + places) // _COLUMNS
+    weights = tl.load(rows + row % _BLOCK_ROWS) * tl.load(blocks + row // _BLOCK_ROWS)
+    tl.atomic_add(added, tl.sum(whole * weights * tl.load(columns + (place + places) % _COLUMNS), axis=0))
 
 
 class TritonSectionSums(checksums.SectionSums):
@@ -112,7 +121,7 @@ class TritonSectionSums(checksums.SectionSums):
 
 # A program takes a slice of the columns in a strip of rows. Integers are added in any order, squares by program.
 @triton.jit(do_not_specialize=["size", "first_row"], do_not_specialize_on_alignment=["values", "copies"])
-def _add_rows(values, copies, weights, sums, squares, size: tl.int64, first_row: tl.int64, COPIES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _add_rows(values, copies, weights, sums, squares, size: tl.int64, first_row: tl.int64, COPIES: tl.constexpr):  # type: ignore[no-untyped-def]
     program, num_slices = tl.program_id(0), _COLUMNS // _WIDTH
     columns = program % num_slices * _WIDTH + tl.arange(0, _WIDTH)
     start = (first_row // _STRIP + program // num_slices) * _STRIP
@@ -212,7 +221,7 @@ def can_sum_blocks(device: torch.device, block_words: int) -> bool:
 # A program takes some blocks of one tensor: an entry of the table has their address, the words from there to the end of
 # the tensor, and the row of its first sums. Multipliers are read once for all of its blocks.
 @triton.jit
-def _sum_blocks(table, multipliers, sums, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _sum_blocks(table, multipliers, sums, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
     entry = table + 3 * tl.program_id(0)
     words = tl.load(entry).to(tl.pointer_type(tl.int32))
     num_words = tl.load(entry + 1)

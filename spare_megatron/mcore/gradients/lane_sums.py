@@ -3,6 +3,7 @@ a further computation of the step everything else is zeroed, so that what was th
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRang
 
 class LaneSums:
     """Sums the gradients of `local` over lanes, range by range, and the small tensors `counted` at once, in the type of
-    the first.
+    the first. `added`, if not empty, has a number for each strip of each range, which is summed as the strip is.
     """
+
+    added: Sequence[Tensor] = ()
 
     def __init__(
         self, space: FlatSpace, lanes: dist.ProcessGroup, local: Sequence[Segment], counted: Sequence[Tensor]
@@ -25,7 +28,7 @@ class LaneSums:
         self._is_summed = False  # in this step
         self._kept: dict[int, list[Tensor]] = {}
         self._next = len(space.ranges)
-        self._pending: tuple[int, _StripSum | None] | None = None
+        self._pending: tuple[int, list[_StripSum]] | None = None
 
     def reset(self) -> None:
         self._is_summed = False
@@ -67,13 +70,17 @@ class LaneSums:
             last, self._pending = self._pending, None
             yield self._end(*last)
 
-    def _begin(self, index: int) -> tuple[int, "_StripSum | None"]:
+    def _begin(self, index: int) -> tuple[int, "list[_StripSum]"]:
         of, lanes = self._space.ranges[index], self._space.lanes[index]
-        return index, _StripSum(whole_range(self._local, of), of, lanes) if lanes.size() > 1 else None
+        if lanes.size() == 1:
+            return index, []
+        numbers = replace(of, start=0, stop=of.num_lanes)
+        beside = [_StripSum(self.added[index], numbers, lanes)] if self.added else []
+        return index, [_StripSum(whole_range(self._local, of), of, lanes), *beside]
 
-    def _end(self, index: int, pending: "_StripSum | None") -> int:
-        if pending is not None:
-            pending.wait()
+    def _end(self, index: int, pending: "list[_StripSum]") -> int:
+        for one in pending:
+            one.wait()
         if index in self._kept:
             for part, kept in zip(self._own(index), self._kept.pop(index), strict=True):
                 part.copy_(kept)
@@ -81,11 +88,14 @@ class LaneSums:
 
     def _clear_others(self, first: int) -> None:
         """Leaves each sum on one lane: of ranges from `first` on those in own strips, and what is counted on lane 0."""
-        for of in self._space.ranges[first:]:
+        for index, of in enumerate(self._space.ranges[first:], first):
             if of.num_lanes > 1:
                 local = whole_range(self._local, of)
                 local[: of.own.start - of.start].zero_()
                 local[of.own.stop - of.start :].zero_()
+                if self.added:
+                    self.added[index][: of.lane].zero_()
+                    self.added[index][of.lane + 1 :].zero_()
         for one in self._counted if self._lanes.rank() else ():
             one.zero_()
 

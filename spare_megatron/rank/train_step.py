@@ -310,8 +310,8 @@ def _contribute(ctx: RankContext, parts: Components, action: actions.AttemptRedu
     ctx.probe(FaultPoint.BEFORE_REDUCE)
     parts.sums.measure_all(len(computed))
     finding = parts.sums.judge()
-    if finding and parts.sums.wrong_numbers():
-        finding = GradientFinding.SOUND  # the vote says what is wrong, and that voids the sum
+    if finding is not GradientFinding.SOUND and parts.sums.wrong_numbers():
+        finding = GradientFinding.SOUND  # the sum carries what is unsound, and the vote what own checks have found
     _judge_losses(ctx, parts, action)  # before an unsound gradient ends this attempt
     _agree_on(ctx, parts, finding)  # before the record: a group that raises here contributes nothing
     _write_contribution(ctx, action, computed)

@@ -192,7 +192,9 @@ def _sums_of(
         trainer.begin_step(step)
         for work in calls:
             trainer.compute(work)
-        yield staged(trainer), trainer
+        packed = staged(trainer)
+        assert trainer.slabs[0].gradients.wrong_numbers() == ""
+        yield packed, trainer
 
 
 def staged(trainer: GroupTrainer, slab: int = 0) -> torch.Tensor:
@@ -251,10 +253,13 @@ def kept_sums(
     sums.mark_kept(num_kept, min(kept_on))
     trainer.compute(after)
     kept = staged(trainer).numpy()
+    assert not bool(sums._is_wrong[:, num_kept:].any()), "of what is not kept"
     trainer.begin_step(0)
     trainer.compute(before)
     trainer.compute(after)
-    return list(sums.buckets), first, kept, staged(trainer).numpy()
+    all_of_it = staged(trainer).numpy()
+    assert sums.wrong_numbers() == ""
+    return list(sums.buckets), first, kept, all_of_it
 
 
 def with_and_without_megatron(

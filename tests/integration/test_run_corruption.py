@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
 ONE_RANK = LayoutConfig(num_groups=4)
 JUDGED = LEAST_STEPS + 1
+LOCAL = "the local sum of bucket 0 is not what was added to it"
 
 
 def wrong(kind: Any, phase: FaultPoint, step: int, group: int, rank: int = 0, bit: int | None = None) -> FaultConfig:
@@ -221,11 +222,39 @@ def test_whatever_is_found_leaves_the_bits_of_the_run_without_faults(text_corpus
         wrong("sum_flip", FaultPoint.SUMMED, 3, 4, bit=0),
     ]
     run = finished(text_corpus, tmp_path / "run", faults, layout, steps=steps, mode="reproducible")
-    assert fences_of(run).keys() == {0, 1, 2}
+    fences = fences_of(run)
+    assert fences.keys() == {0, 1, 2, 3}
+    for group, found in ((2, LOCAL), (3, "the staged copy of bucket 0 differs from its checksum")):
+        assert fences[group]["reason"] == f"its own checks found wrong numbers: rank 0: {found}"
     retries = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
     found_by = [(entry["step"], entry["recompute"], list(entry["wrong_sums"])) for entry in retries]
-    assert found_by == [(2, True, [1, 2, 3, 4]), (3, True, [4])], "one was sent to all, the other came to one wrong"
-    evidence = {vote.evidence for vote in run.journal.of(VoteRecord) if vote.step in (2, 3) and vote.evidence}
+    assert found_by == [(2, True, [1, 2, 4]), (3, True, [4])], "one was sent to all, the other came to one wrong"
+    evidence = {vote.evidence for vote in run.journal.of(VoteRecord) if vote.step == 3 and vote.evidence}
     assert evidence == {"rank 0: the sum of bucket 0 contradicts its checksum"}
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_bit_of_a_local_sum_costs_its_group_and_no_bit_of_the_run(
+    text_corpus: Path, tmp_path: Path, overlap: bool
+) -> None:
+    """The lowest before the sum, of a rank of the second stage, and the highest, whose norm is an outlier, too."""
+    expected = finished(text_corpus, tmp_path / "none", [], STAGES, mode="reproducible")
+    faults = [
+        wrong("bit_flip", FaultPoint.BEFORE_REDUCE, 1, 2, 1, bit=0),
+        wrong("bit_flip", FaultPoint.FORWARD, 2, 0, 0, bit=62),
+    ]
+    config = tiny_config(text_corpus, STAGES, faults=faults, mode="reproducible")
+    config = replace(config, reduce=replace(config.reduce, overlap=overlap))
+    run = complete_run(config, tmp_path / "run")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert len(run.journal.of(FaultRecord)) == 2
+    fences = fences_of(run)
+    assert {group: fence["reason"] for group, fence in fences.items()} == {
+        2: f"its own checks found wrong numbers: rank 1: {LOCAL}",
+        0: f"its own checks found wrong numbers: rank 0: {LOCAL}",
+    }
+    assert all(fence["discard"] for fence in fences.values())
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -37,10 +37,13 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     expected = scattered(text_corpus, tmp_path / "expected", [])
     flip = FaultConfig(phase=FaultPoint.STAGED, step=2, group=2, rank=0, kind="sum_flip", bit=5)
     faults = [kill("in_reduce", 1, 1, 1), flip, kill("after_commit", 3, 3)]
-    run = scattered(text_corpus, tmp_path / "faults", faults)
-    found = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
-    assert [(entry["step"], entry["recompute"], entry["gather"]) for entry in found] == [(2, True, True)]
-    assert found[0]["wrong_sums"], "those to whom that part of the bucket has come"
+    run = scattered(text_corpus, tmp_path / "faults", faults, 2)
+    reasons = [entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence" and entry["discard"]]
+    found = "the staged copy of bucket 0 differs from its checksum"
+    assert reasons == [f"its own checks found wrong numbers: rank 0: {found}"]
+    retries = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry" and entry["wrong_sums"]]
+    assert [(entry["step"], entry["recompute"], entry["gather"]) for entry in retries] == [(2, True, True)]
+    assert retries[0]["wrong_sums"], "those to whom that part of the bucket has come"
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert params_of(run) == params_of(expected)
     assert norms_of(run) == norms_of(expected)
@@ -54,7 +57,8 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
 
 
 def test_sums_in_bf16_go_only_where_they_are_needed(text_corpus: Path, tmp_path: Path) -> None:
-    run = scattered(text_corpus, tmp_path / "run", [kill("in_reduce", 1, 1, 1)], "fast_bf16", "bf16")
+    faults = [kill("in_reduce", 1, 1, 1)]
+    run = scattered(text_corpus, tmp_path / "run", faults, mode="fast_bf16", precision="bf16")
     assert norms_of(run).keys() == set(range(STEPS)), "groups agree"
 
 
@@ -75,14 +79,19 @@ def test_the_squares_of_state_partitions_make_up_the_norm_that_megatron_takes_of
 
 
 def scattered(
-    corpus: Path, run_dir: Path, faults: list[FaultConfig], mode: str = "reproducible", precision: str = "fp32"
+    corpus: Path,
+    run_dir: Path,
+    faults: list[FaultConfig],
+    *found: int,
+    mode: str = "reproducible",
+    precision: str = "fp32",
 ) -> Run:
     optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
     settings = {"mode": mode, "precision": precision, "optimizer": optimizer}
     config = tiny_config(corpus, STAGES, steps=STEPS, faults=faults, **settings)
     config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
     run = complete_run(config, run_dir, Watch(scatters=True, whole_copies=frozenset({3})), holds_back=False)
-    assert_masked(run)
+    assert_masked(run, *found)
     return run
 
 

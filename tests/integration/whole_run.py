@@ -162,8 +162,10 @@ def read_run(config: RunConfig, run_dir: Path, events: Sequence[RunEvent]) -> Ru
 # ----------------------------------------------------------------------------------------------- what a journal says
 
 
-def assert_masked(run: Run) -> None:
-    """The run finished, its journal is valid, and every fault of the trace struck and cost what it had to."""
+def assert_masked(run: Run, *found: int) -> None:
+    """The run finished, its journal is valid, and every fault of the trace struck and cost what it had to, and the
+    groups that were `found` to be wrong.
+    """
     assert run.summary.outcome == "finished", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
     assert run.summary.steps_committed == run.config.train.steps
@@ -172,7 +174,7 @@ def assert_masked(run: Run) -> None:
     assert struck == sorted((f.step, f.group, f.rank, str(f.phase)) for f in run.config.faults.trace)
     hit = [groups_hit(run.config, fault) for fault in resolve_trace(run.config)]
     causes = [(loss.group, loss.cause) for loss in run.journal.of(LossRecord)]
-    assert fenced_groups(run.journal) == set().union(*hit), causes
+    assert fenced_groups(run.journal) == set().union(*hit, found), causes
 
 
 def entries_of(journal: Journal) -> list[dict[str, Any]]:

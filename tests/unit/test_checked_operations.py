@@ -333,7 +333,7 @@ def test_findings_are_forgotten_with_the_step() -> None:
 def test_layers_whose_operations_are_not_torchs_are_refused_above_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_checks, "uses_transformer_engine", lambda *_: True)
     config = RunConfig(audit=AuditConfig(products=0.5))
-    with pytest.raises(ValueError, match="products=0.5, but the layers are those of transformer-engine"):
+    with pytest.raises(ValueError, match=r"products=0\.5, but the layers are those of transformer-engine"):
         pass_checks.PassChecks(config, torch.device("cpu"))
     checks = pass_checks.PassChecks(RunConfig(), torch.device("cpu"))
     items = [Item(Numbered(Microbatch(ShardId(0), 0), number)) for number in range(2000)]

@@ -7,7 +7,7 @@ what no check sees.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,8 +22,9 @@ from spare_megatron.devices import gpu
 ACCUMULATION = 6.0
 """Bound of the error of a row's sum, in roundings of the norm of the row of A times that of B. Rounding errors act as
 independent random numbers (Higham and Mary, SIAM Journal on Scientific Computing 41, 2019); the factor is measured."""
-GROWTH = 16.0
-"""The same in roundings of the norm of the row of Y, as which partial sums grow if the terms have one sign."""
+GROWTH = 8.0
+"""The same, plus the root of the number of terms, in roundings of the norm of the row of Y: as that root partial sums
+err whose terms have one sign."""
 OUTPUT = 4.0
 """The same for the rounding of Y to its format. An error is at most u |y|, and as a uniform one it has the variance of
 (u y)^2 / 3; so with random signs their sum is larger with probability 2 exp(-24) at most (Hoeffding)."""
@@ -106,11 +107,12 @@ class CheckedOperations(TorchDispatchMode):
         return self._found
 
     @contextmanager
-    def checking(self, where: str, below: AbstractContextManager[object] | None) -> Iterator[None]:
-        """Checks the operations in this context, a pass that `where` names, as they are `below`."""
-        with below or nullcontext(), self:
+    def checking(self, where: str) -> Iterator[None]:
+        """Checks the operations in this context, a pass that `where` names."""
+        with self:
             yield
-        self._settle(where)
+        with _UnseenByModes():
+            self._settle(where)
         for key in [key for key, record in self._records.items() if record.reference.expired()]:
             del self._records[key]
 
@@ -123,19 +125,19 @@ class CheckedOperations(TorchDispatchMode):
             self._settle(where)
 
     def _settle(self, where: str) -> None:
-        """Makes one tensor of the comparisons of a pass."""
-        checks, self._checks = self._checks, []
-        if not checks:
-            return
-        excesses = torch.zeros(len(checks), dtype=torch.float64, device=checks[0][3].device)
-        if products := [(index, one) for index, (*_, one, other) in enumerate(checks) if other is None]:
-            indices, found = zip(*products, strict=True)
-            excesses[[*indices]] = torch.stack(found)
-        if pairs := [(index, one, other) for index, (*_, one, other) in enumerate(checks) if other is not None]:
-            indices, ours, theirs = zip(*pairs, strict=True)
-            excesses[[*indices]] = (torch.stack(ours) != torch.stack(theirs)).double() * 2
-        self._settled.append((where, checks, excesses))
-        if excesses.device.type == "cpu":
+        """Makes one tensor of the comparisons of a pass on each device."""
+        all_checks, self._checks = self._checks, []
+        for device in {check[3].device for check in all_checks}:
+            checks = [check for check in all_checks if check[3].device == device]
+            excesses = torch.zeros(len(checks), dtype=torch.float64, device=device)
+            if products := [(index, one) for index, (*_, one, other) in enumerate(checks) if other is None]:
+                indices, found = zip(*products, strict=True)
+                excesses[[*indices]] = torch.stack(found)
+            if pairs := [(index, one, other) for index, (*_, one, other) in enumerate(checks) if other is not None]:
+                indices, ours, theirs = zip(*pairs, strict=True)
+                excesses[[*indices]] = (torch.stack(ours) != torch.stack(theirs)).double() * 2
+            self._settled.append((where, checks, excesses))
+        if all(excesses.device.type == "cpu" for *_, excesses in self._settled):
             self.found()  # there is nothing to wait for
 
     # --------------------------------------------------------------------------------------------------- operations
@@ -146,7 +148,8 @@ class CheckedOperations(TorchDispatchMode):
         if types or traits.is_passed:
             return func(*args, **options)
         taken = _tensors((*args, *options.values()))
-        if traits.is_foreign:
+        crosses = traits.may_cross and (options.get("device") or len({one.device for one in taken}) > 1)
+        if traits.is_foreign or crosses:
             for tensor in taken:
                 self._records.pop(_key(tensor), None)
             return func(*args, **options)
@@ -161,9 +164,9 @@ class CheckedOperations(TorchDispatchMode):
             for tensor in taken:  # after it was read
                 self._verify(traits, tensor)
             if factors is not None and made[0].numel() and taken[-1].numel():
-                self._check_product(
-                    traits, factors, {**dict(zip(traits.names, args, strict=False)), **options}, made[0]
-                )
+                given = {**dict(zip(traits.names, args, strict=False)), **options}
+                shapes = [given[name].shape for name in factors]
+                self._checks.append(("", traits.name, shapes, _excess_of(made[0], factors, given), None))
             sums = [checksum(tensor) for tensor in made]
             for tensor, known, other in zip(made[: traits.num_checked], sums, again, strict=False):
                 self._checks.append((_TWICE, traits.name, (tensor.shape,), known, checksum(other)))
@@ -172,14 +175,6 @@ class CheckedOperations(TorchDispatchMode):
                 if _is_whole(tensor) and _key(tensor) not in keys:
                     self._record(tensor, known, tensor._version)
         return output
-
-    def _check_product(
-        self, traits: "_Traits", factors: tuple[str, str], given: Mapping[str, Any], product: Tensor
-    ) -> None:
-        left, right = (given[name] for name in factors)
-        added = None if "self" in factors else given["self"]
-        excess = _excess_of(product, left, right, added, given.get("alpha", 1), given.get("beta", 1))
-        self._checks.append(("", traits.name, (left.shape, right.shape), excess, None))
 
     def _write(self, func: Any, args: Sequence[Any], options: Mapping[str, Any], taken: Sequence[Tensor]) -> Any:
         """An operation that writes into some of what it takes. It is repeated on copies of whole tensors, unless it
@@ -235,6 +230,8 @@ class _Traits:
     is_foreign: bool = False
     is_random: bool = False
     is_reproducible: bool = True
+    may_cross: bool = False
+    """Whether it may copy to another device, which need not have ended when it returns."""
 
     @property
     def num_checked(self) -> int | None:
@@ -272,6 +269,7 @@ def _traits_of(func: Any) -> _Traits:
         is_foreign=is_foreign or not any("Tensor" in str(one.type) for one in func._schema.returns),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_reproducible=torch.Tag.nondeterministic_bitwise not in tags,
+        may_cross="non_blocking" in names,
     )
 
 
@@ -319,26 +317,27 @@ def _checksum_of_storage(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def _excess_of(product: Tensor, left: Tensor, right: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """The largest quotient of the error of a row's sum and its bound: more than 1, or no number, is wrong. The product
-    is beta times `added`, if that is not None, plus alpha times `left` times `right`.
+def _excess_of(product: Tensor, factors: Sequence[str], given: Mapping[str, Any]) -> Tensor:
+    """The largest quotient of the error of a row's sum and its bound: more than 1, or no number, is wrong. Both factors
+    are among the arguments `given`.
     """
+    left, right = (given[name] for name in factors)
     num_terms, num_columns = right.shape[-2:]
     signs = _signs(num_columns, product.device)
     expected = _times(left, _times(right, signs).unsqueeze(-1))
     of_right = _squares(right).sum(-1, keepdim=True).sqrt() + _LEAST * (num_terms * num_columns) ** 0.5
     size = (_squares(left).sqrt() + _LEAST * num_terms**0.5) * of_right
-    if added is not None:
+    if "self" not in factors:  # beta self + alpha A B
+        alpha, beta, added = given.get("alpha", 1), given.get("beta", 1), given["self"].expand(product.shape)
         expected, size = alpha * expected, abs(alpha) * size
         if beta:
-            added = added.expand(product.shape)
             expected, size = expected + beta * _times(added, signs), size + abs(beta) * _squares(added).sqrt()
     formats, unit = torch.finfo(product.dtype), _unit(product)
     of_rows = torch.fmin(_squares(product).sqrt(), size)  # a wrong element does not raise the bound
     rounding = OUTPUT * formats.eps / 2 if formats.bits < 32 else 0.0
     least = num_columns * (num_terms * 2.0**-126 + formats.smallest_normal * formats.eps)
-    bound = ACCUMULATION * unit * size + (GROWTH * unit + rounding) * of_rows + least
-    excesses = (_times(product, signs.float()) - expected).abs() / bound
+    bound = ACCUMULATION * unit * size + ((GROWTH + num_terms**0.5) * unit + rounding) * of_rows + least
+    excesses = (_times(product, signs if formats.bits == 32 else signs.float()) - expected).abs() / bound
     # Where the factors are not finite, or the product may overflow, no result is wrong.
     return torch.where(size < formats.max, excesses, 0.0).amax()
 
@@ -354,9 +353,8 @@ def _unit(product: Tensor) -> float:
 
 @cache
 def _signs(number: int, device: torch.device) -> Tensor:
-    """A column of random signs, the same in every process."""
-    generator = torch.Generator().manual_seed(number)
-    signs = torch.randint(0, 2, (number, 1), generator=generator) * 2 - 1
+    """A column of random signs, the same in every process; as many of each, so that what columns share cancels out."""
+    signs = torch.randperm(number, generator=torch.Generator().manual_seed(number)).unsqueeze(-1) % 2 * 2 - 1
     return signs.to(device, torch.float64)
 
 

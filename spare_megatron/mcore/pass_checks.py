@@ -6,11 +6,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import AuditConfig, RunConfig
 from spare_megatron.core.audits.audits import is_checked
 from spare_megatron.mcore.checked_operations import CheckedOperations, checksum
-from spare_megatron.mcore.model.model import kernels_of, uses_transformer_engine
+from spare_megatron.mcore.model.compatibility import part_of_context_rank
+from spare_megatron.mcore.model.model import Chunk, kernels_of, uses_transformer_engine
 from spare_megatron.mcore.model.pipeline import Item
 from spare_megatron.stacking.plans import Numbered
 
@@ -32,7 +34,7 @@ class PassChecks:
         self._checks_tokens = share > 0.0
         has_fusions = not is_cpu and kernels_of(config, device)["fusions"] != "none"
         self._operations = CheckedOperations(
-            repeats=is_cpu or torch.are_deterministic_algorithms_enabled(),
+            repeats=torch.are_deterministic_algorithms_enabled() or (is_cpu and torch.get_num_threads() == 1),
             keeps_records=not (has_fusions or config.program.file),
         )
         self._step = 0
@@ -48,21 +50,19 @@ class PassChecks:
         return self._operations.found()
 
     def around(
-        self,
-        item: Item,
-        stage: int,
-        which: Literal["forward", "backward"],
-        below: AbstractContextManager[object] | None,
+        self, chunk: Chunk, item: Item, which: Literal["forward", "backward"]
     ) -> AbstractContextManager[object] | None:
-        """Where a pass runs, whose operations are as in `below`: there, and if it is drawn where they are checked."""
+        """Where a pass runs whose operations are checked, if it is drawn."""
         number = item.microbatch.number
         if item.is_padding or not is_checked(self._share_of_passes, self._seed, self._step, number):
-            return below
-        return self._operations.checking(f"{which} pass of {_named(item.microbatch)} at stage {stage}", below)
+            return None
+        return self._operations.checking(f"{which} pass of {_named(item.microbatch)} at stage {chunk.stage}")
 
-    def on_read(self, batch: Mapping[str, Tensor]) -> None:
-        """What was read of a microbatch, of which `on_batch` gets what a model takes in."""
-        self._read = {name: checksum(tensor) for name, tensor in batch.items()} if self._checks_tokens else {}
+    def on_read(self, batch: Mapping[str, Tensor], context_parallel: ProcessGroup) -> None:
+        """What was read of a microbatch, of which `on_batch` gets the part that a model takes in."""
+        if self._checks_tokens:
+            part = part_of_context_rank(dict(batch), context_parallel)
+            self._read = {name: checksum(tensor) for name, tensor in part.items()}
 
     def on_batch(self, batch: Mapping[str, Tensor], microbatch: Numbered) -> None:
         if self._read:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
@@ -30,7 +30,6 @@ from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.held_slabs import HeldSlab, held_slabs
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model import cpu
-from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.model import Chunk, build_chunks
 from spare_megatron.mcore.model.pipeline import Item, LossFunction, Pipeline, share_in_lane
 from spare_megatron.mcore.model.probe import Probe, SilentProbe
@@ -232,7 +231,8 @@ class GroupTrainer:
                 reported = None if on_ready is None else partial(report, slab)
                 stack.enter_context(slab.ready.reporting(self._pipeline.num_passes(items), reported))
             stack.enter_context(self.passes.watching(items))
-            self._run(items)
+            stack.enter_context(self.injector or nullcontext())
+            self._pipeline.run(items, self._forward, self.passes.on_backward, around=self.checks.around)
         for slab in reversed(self.slabs):
             sum_ready(slab, len(slab.gradients.buckets), in_backward=False)
         return list(work)
@@ -240,8 +240,8 @@ class GroupTrainer:
     def audit(self, microbatches: Sequence[Microbatch]) -> None:
         """Computes some microbatches for their digests alone. Collective as `compute`."""
         items = self._audits(microbatches)
-        with self.passes.watching(items):
-            self._run(items)
+        with self.passes.watching(items), self.injector or nullcontext():
+            self._pipeline.run(items, self._forward, self.passes.on_backward, around=self.checks.around)
 
     def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:
         """Those that this lane computes: the first lanes that have less to do of what stands beside take them."""
@@ -515,14 +515,6 @@ class GroupTrainer:
 
     # ------------------------------------------------------------------------------------------------- internal
 
-    def _run(self, items: Sequence[Item]) -> None:
-        self._pipeline.run(items, self._forward, self.passes.on_backward, around=self._around)
-
-    def _around(
-        self, chunk: Chunk, item: Item, which: Literal["forward", "backward"]
-    ) -> AbstractContextManager[object] | None:
-        return self.checks.around(item, chunk.stage, which, self.injector)
-
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(FaultPoint.FORWARD)
         if chunk is self.chunks[0] and item.is_counted:
@@ -553,7 +545,7 @@ class GroupTrainer:
 
     def _batch(self, number: int) -> dict[str, Tensor]:
         batch = self.corpus.microbatch(self._step, number)
-        self.checks.on_read(part_of_context_rank(dict(batch), self.process_groups.cp))
+        self.checks.on_read(batch, self.process_groups.cp)
         if self.on_loaded is not None:
             self.on_loaded(batch["tokens"])
             self.on_loaded = None

@@ -1,7 +1,7 @@
 """Checks of operations: products by their sums, others by computing them twice, and memory between them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from spare_megatron.config.schema import AuditConfig, RunConfig
+from spare_megatron.mcore import pass_checks
 from spare_megatron.mcore.checked_operations import (
     ACCUMULATION,
     GROWTH,
@@ -19,6 +21,9 @@ from spare_megatron.mcore.checked_operations import (
     CheckedOperations,
     checksum,
 )
+from spare_megatron.mcore.model.pipeline import Item
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch, Numbered
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -64,7 +69,7 @@ def found_in(
     compute: Callable[[], object], below: AbstractContextManager[object] | None = None, checks: Any = None
 ) -> str:
     checks = checks or new_checks()
-    with checks.checking("forward pass", below):
+    with below or nullcontext(), checks.checking("forward pass"):
         compute()
     found: str = checks.found()
     return found
@@ -91,7 +96,7 @@ def test_all_flips_above_twice_the_bound_are_found_in_products(shape: tuple[int,
     for place in places:
         row, value = place // num_columns, product.view(-1)[place].double().item()
         bound = 2.0**-24 * ACCUMULATION * np.linalg.norm(a[row]) * right_size
-        bound += (2.0**-24 * GROWTH + rounding) * np.linalg.norm(product[row].double().numpy())
+        bound += (2.0**-24 * (GROWTH + num_terms**0.5) + rounding) * np.linalg.norm(product[row].double().numpy())
         for bit in range(8 * dtype.itemsize):
             spoiled = product.clone()
             flip(bit, place)(spoiled)
@@ -210,20 +215,20 @@ def test_what_is_taken_in_is_what_was_put_out() -> None:
 
 def test_what_is_saved_is_compared_when_the_backward_pass_takes_it() -> None:
     checks, weight, kept = new_checks(), torch.randn(16, 16, requires_grad=True), []
-    with checks.checking("forward pass", None):
+    with checks.checking("forward pass"):
         hidden = weight.exp()
         kept.append(hidden.detach())
         total = hidden.square().sum()
     assert not checks.found()
     kept[0].numpy()[3, 3] += 1.0  # as memory changes: unseen
-    with checks.checking("backward pass", None):
+    with checks.checking("backward pass"):
         total.backward()
     assert "in the backward pass: what it takes in is not what was put out" in checks.found()
 
 
 def test_writes_by_operations_in_or_outside_a_pass_are_no_finding() -> None:
     checks, total = new_checks(), torch.zeros(16)
-    with checks.checking("forward pass", None):
+    with checks.checking("forward pass"):
         first = torch.randn(16) + 0.0
         first.mul_(2.0)
         first[3:5] = 7.0
@@ -231,7 +236,7 @@ def test_writes_by_operations_in_or_outside_a_pass_are_no_finding() -> None:
         total += first
     first.add_(1.0)
     total.add_(1.0)
-    with checks.checking("backward pass", None):
+    with checks.checking("backward pass"):
         total += first * first
         first.data.mul_(3.0)
         total += first
@@ -252,12 +257,12 @@ def test_a_write_in_place_is_known_to_the_next_operation() -> None:
 def test_memory_that_is_used_again_is_no_finding() -> None:
     checks = new_checks()
     for number in range(50):
-        with checks.checking("forward pass", None):
+        with checks.checking("forward pass"):
             first = torch.full((1024,), float(number)) + 1.0
         del first
         outside = torch.empty(1024)  # where the sum was, if memory is used again
         outside.numpy()[:] = number
-        with checks.checking("backward pass", None):
+        with checks.checking("backward pass"):
             outside * 2.0
     assert not checks.found()
 
@@ -283,7 +288,7 @@ def _trained(checks: CheckedOperations | None, *, recomputes: bool) -> list[Tens
     optimizer = torch.optim.Adam(layer.parameters(), 1e-3)
     for _ in range(60):
         values = torch.randn(2, 16, 32, requires_grad=True)
-        with checks.checking("pass", None) if checks else torch.enable_grad():
+        with checks.checking("pass") if checks else torch.enable_grad():
             output = checkpoint(layer, values, use_reentrant=True) if recomputes else layer(values)
             output.square().mean().backward()
         optimizer.step()
@@ -303,7 +308,7 @@ def test_a_compiled_function_stays_one() -> None:
     compiled = torch.compile(lambda values: (values * 3.0).exp(), backend="eager")
     values = torch.randn(16)
     checks = new_checks()
-    with checks.checking("pass", None):
+    with checks.checking("pass"):
         result = compiled(values)
     assert torch.equal(result, (values * 3.0).exp())
     assert not checks.found()
@@ -323,3 +328,14 @@ def test_findings_are_forgotten_with_the_step() -> None:
     assert found_in(lambda: torch.ones(4, 4) @ torch.ones(4, 4), Fault("mm", flip(30)), checks)
     checks.forget()
     assert not checks.found()
+
+
+def test_layers_whose_operations_are_not_torchs_are_refused_above_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_checks, "uses_transformer_engine", lambda *_: True)
+    config = RunConfig(audit=AuditConfig(products=0.5))
+    with pytest.raises(ValueError, match=r"products=0\.5, but the layers are those of transformer-engine"):
+        pass_checks.PassChecks(config, torch.device("cpu"))
+    checks = pass_checks.PassChecks(RunConfig(), torch.device("cpu"))
+    items = [Item(Numbered(Microbatch(ShardId(0), 0), number)) for number in range(2000)]
+    chunk: Any = None
+    assert not any(checks.around(chunk, item, "forward") for item in items)

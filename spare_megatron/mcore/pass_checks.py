@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spare_megatron.config.schema import AuditConfig, RunConfig
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits.audits import is_checked
 from spare_megatron.mcore.checked_operations import CheckedOperations, checksum
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
@@ -21,16 +21,14 @@ class PassChecks:
     """The checks that a rank makes of its own passes. They change no number."""
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        """Raises ValueError if more passes are to be checked than by default, and the operations are not torch's."""
+        """Raises ValueError if passes are to be checked whose operations are not torch's."""
         is_cpu, share = device.type == "cpu", config.audit.products
         self._seed, self._share_of_passes = config.train.seed, share
-        if uses_transformer_engine(config, device):
-            if share > AuditConfig().products:
-                raise ValueError(
-                    f"audit.products={share}, but the layers are those of transformer-engine, whose operations are "
-                    f"not torch's and cannot be checked; remove it, or set model.transformer_impl=local"
-                )
-            self._share_of_passes = 0.0
+        if share > 0.0 and uses_transformer_engine(config, device):
+            raise ValueError(
+                f"audit.products={share}, but the layers are those of transformer-engine, whose operations are "
+                f"not torch's and cannot be checked; remove it, or set model.transformer_impl=local"
+            )
         self._checks_tokens = share > 0.0
         has_fusions = not is_cpu and kernels_of(config, device)["fusions"] != "none"
         self._operations = CheckedOperations(

@@ -330,7 +330,7 @@ def test_findings_are_forgotten_with_the_step() -> None:
     assert not checks.found()
 
 
-def test_layers_whose_operations_are_not_torchs_are_refused_above_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_whose_operations_are_not_torchs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_checks, "uses_transformer_engine", lambda *_: True)
     config = RunConfig(audit=AuditConfig(products=0.5))
     with pytest.raises(ValueError, match=r"products=0\.5, but the layers are those of transformer-engine"):

@@ -31,18 +31,25 @@ def check(
     """
     from spare_megatron.config.training.run_terms import terms_in
     from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.audit_history import find_undone, text_of_undone
     from spare_megatron.journal.proofs.proof import check as check_view
+    from spare_megatron.journal.proofs.proof import fold_view
     from spare_megatron.journal.run_record import RunRecord
 
     view = JournalIndex(run_dir, settings=terms_in(run_dir))
     verdict = check_view(view)
-    changes = next((line.record.changes for line in view.rare if isinstance(line.record, RunRecord)), {})
+    run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
+    changes = run.changes if run else {}
+    undone = find_undone(fold_view(view, run)) if run else []
     if as_json:
-        say_json(asdict(verdict) | ({"changes": changes} if changes else {}))
+        found = {"changes": changes, "undone": list(map(asdict, undone))}
+        say_json(asdict(verdict) | {name: value for name, value in found.items() if value})
     else:
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():
             say(f"  went on with another value of {name}: {now}, and the checkpoint was trained with {before}")
+        for steps in undone:
+            say(f"  {text_of_undone(steps)}")
         for reason in (*verdict.reasons, *(f"remark: {remark}" for remark in verdict.remarks)):
             say(f"  {reason}")
     raise typer.Exit(_EXIT_CODES[verdict.verdict])

@@ -145,7 +145,8 @@ def test_steps_that_a_group_has_spoiled_are_undone_and_computed_again(
     assert max(manifest.step for manifest in manifests) == config.train.steps
     assert all(manifest.epoch for manifest in manifests if manifest.step > AUDITED), "saved since the fence"
     text = f"steps {AUDITED} to {found_in - 1} were undone and computed again without group 2"
-    assert text in CliRunner().invoke(app, ["audit", str(tmp_path / "run")]).output
+    for command in ("audit", "check"):
+        assert text in CliRunner().invoke(app, [command, str(tmp_path / "run")]).output
     assert "goes back to the snapshot" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
 
 

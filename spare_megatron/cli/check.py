@@ -38,7 +38,8 @@ def check(
     verdict = check_view(view)
     changes = next((line.record.changes for line in view.rare if isinstance(line.record, RunRecord)), {})
     if as_json:
-        say_json(asdict(verdict) | ({"changes": changes} if changes else {}))
+        found = {name: value for name, value in asdict(verdict).items() if value or name != "remarks"}
+        say_json(found | ({"changes": changes} if changes else {}))
     else:
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():

@@ -42,8 +42,9 @@ def check(
     changes = run.changes if run else {}
     undone = find_undone(fold_view(view, run)) if run else []
     if as_json:
-        found = {"changes": changes, "undone": list(map(asdict, undone))}
-        say_json(asdict(verdict) | {name: value for name, value in found.items() if value})
+        found = {**asdict(verdict), "changes": changes, "undone": list(map(asdict, undone))}
+        beside = ("remarks", "changes", "undone")
+        say_json({name: value for name, value in found.items() if value or name not in beside})
     else:
         say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():

@@ -188,11 +188,14 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
     ("multi_latent_attention", Condition(lambda c: c.model.rope_scaling_factor == 1.0,
          "stretches wavelengths by megatron.rotary_scaling_factor, and model.rope_scaling_factor would be ignored; set "
          "that instead")),
+    ("multi_latent_attention", Condition(lambda c: c.layout.tensor_parallel == 1,
+         "gathers latent queries over Megatron's global groups of ranks, which are not there; set "
+         "layout.tensor_parallel=1")),
     ("multi_latent_attention", Condition(
          lambda c: not c.may_use_transformer_engine
-         or (c.layout.tensor_parallel == c.layout.context_parallel == 1 and not c.data.reset_attention_mask),
-         "with layers of transformer-engine was not checked with layout.tensor_parallel or layout.context_parallel "
-         "above 1, nor with data.reset_attention_mask; change these, or set model.transformer_impl=local")),
+         or (c.layout.context_parallel == 1 and not c.data.reset_attention_mask),
+         "with layers of transformer-engine was not checked with layout.context_parallel above 1, nor with "
+         "data.reset_attention_mask; change these, or set model.transformer_impl=local")),
     ("rope_type", Condition(lambda c: c.megatron["rope_type"] in ("rope", "yarn"),
          "cannot be had: Megatron has rope and yarn; choose one of them")),
     *((field, Condition(lambda c: not is_latent(c),

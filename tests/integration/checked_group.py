@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.faults.points import Fault, FaultKind, FaultPoint
 from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import GroupId
 from tests.integration.mcore_group import CPU, agreed_loss, all_work, reduce_alone
 
 
@@ -97,7 +99,11 @@ def with_wrong_tokens(config: RunConfig, shares: Sequence[float]) -> list[str]:
         trainer = GroupTrainer(replace(config, audit=replace(config.audit, products=share)), CPU)
         strike: Callable[..., object] = CORRUPTIONS["data_flip"]
         trainer.begin_step(0)
-        strike(trainer, None, None)
+        strike(
+            trainer,
+            Fault(step=0, group=GroupId(0), rank=0, phase=FaultPoint.FORWARD, kind=FaultKind("data_flip")),
+            None,
+        )
         trainer.compute(all_work(config)[:2])
         assert trainer.on_loaded is None or not trainer.chunks[0].is_first
         found.append(trainer.checks.found())

@@ -30,7 +30,6 @@ ROPE = {"rope_type": "rope", **{name: LATENT[name] for name in list(LATENT)[:6]}
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {}, LATENT),
     "usual rotation": ({}, {}, ROPE),
-    "tensor parallel": ({"tensor_parallel": 2}, {}, LATENT),
     "context parallel": ({"context_parallel": 2}, {}, LATENT),
     "a mixture": ({}, MIXTURE, {**LATENT, **ROUTER}),
     "a mixture in two stages": ({"pipeline_parallel": 2}, MIXTURE, {**LATENT, **ROUTER}),

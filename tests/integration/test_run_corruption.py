@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.core.log.gradient_guard import LEAST_STEPS
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, SuspicionRecord, VoteRecord
@@ -39,9 +39,11 @@ def finished(
     mode: str = "fast",
     optimizer: OptimizerConfig = REPLICATED,
     watch: Watch | None = None,
+    audits: int | None = None,
 ) -> Run:
     """A run that finishes, with a valid journal, and in which every fault struck."""
     config = tiny_config(corpus, layout, steps=steps, faults=faults, mode=mode, optimizer=optimizer)
+    config = replace(config, audit=AuditConfig(every_steps=audits))
     run = complete_run(config, run_dir, watch)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     assert run.summary.steps_committed == steps
@@ -134,7 +136,9 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
 def test_wrong_results_of_operations_are_summed_and_all_groups_stay_alike(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    """Each kind, in both passes: low bits, of which the gradient is of usual size and the loss no outlier."""
+    """Each kind, in both passes: low bits, of which the gradient is of usual size and the loss no outlier. An audit
+    would find what lasts.
+    """
     low = {"bit": 3, "rank": layout.pipeline_parallel - 1}
     faults = [
         wrong("product_flip", FaultPoint.FORWARD, 1, 0, **low),
@@ -142,8 +146,8 @@ def test_wrong_results_of_operations_are_summed_and_all_groups_stay_alike(
         wrong("product_rare", FaultPoint.FORWARD, 2, 2, **low),
         wrong("operation_flip", FaultPoint.BACKWARD, 2, 3, **low),
     ]
-    run = finished(text_corpus, tmp_path / "run", faults, layout)
-    calm = finished(text_corpus, tmp_path / "calm", [], layout)
+    run = finished(text_corpus, tmp_path / "run", faults, layout, audits=0)
+    calm = finished(text_corpus, tmp_path / "calm", [], layout, audits=0)
     assert fences_of(run) == {}
     assert losses_of(run.journal)[0] == losses_of(calm.journal)[0]
     assert run.summary.params_sha256 != calm.summary.params_sha256

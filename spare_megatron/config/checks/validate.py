@@ -10,7 +10,7 @@ from spare_megatron.config.checks.requirements import broken
 from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
 from spare_megatron.config.model.parameter_rules import rule_problems
-from spare_megatron.config.model_fields import as_written, is_latent, model_fields
+from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
@@ -178,12 +178,7 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.
         pieces = 2 * layout.context_parallel
         divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
-    fields = model_fields(config)
-    if is_latent(config):
-        rows = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
-        divisions.append(("megatron.kv_lora_rank + megatron.qk_pos_emb_head_dim", rows, tensor_text, tensor))
-        divisions.append(("megatron.q_lora_rank", fields["q_lora_rank"], tensor_text, tensor))
-    query_groups = fields["num_query_groups"]
+    query_groups = model_fields(config)["num_query_groups"]
     if type(query_groups) is int:
         text = as_written(config, "num_query_groups").partition("=")[0]
         divisions.append(("model.num_attention_heads", model.num_attention_heads, text, query_groups))

@@ -154,12 +154,14 @@ def test_a_command_that_trains(
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_command_with_a_model_of_its_own(name: str) -> None:
+def test_a_command_with_a_model_of_its_own(name: str, text_corpus: Path) -> None:
     if name == "reconfigure" and not hasattr(dist.ProcessGroup, "reconfigure"):
         pytest.skip("torch has reconfigure from 2.14 on")
     words, keys = ALONE[name]
     script = ROOT / "benchmarks" / f"{name.replace('.', '/')}.py"
     command = [sys.executable, script, *words.split(), "--json"]
+    if name == "shapes":
+        command += ["--set", f"data.corpus={text_corpus}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     result = checked(done.stdout, keys)

@@ -236,7 +236,7 @@ def test_a_smaller_group_leaves_when_it_is_drained(text_corpus: Path, tmp_path: 
 
     def on_event(event: RunEvent) -> None:
         if isinstance(event, GroupRejoined):
-            result = CliRunner().invoke(app, ["drain", str(run_dir), str(event.group)])
+            result = CliRunner().invoke(app, ["drain", str(run_dir), str(event.member.group)])
             assert result.exit_code == 0, result.output
 
     watch = Watch(awaited=frozenset({COMES_BACK}), leaving=frozenset({LEAVES}))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,7 +138,18 @@ def training(corpus: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
         while len(descendants := psutil.Process(process.pid).children(recursive=True)) < NUM_PROCESSES:
             assert time.monotonic() < end_s, descendants
             time.sleep(_POLL_S)
+        # A process that is stopped before it has asked the kernel to end with its parent would stay.
+        for child in supervisor_of(psutil.Process(process.pid)).children():
+            while not ignores_interrupts(child):
+                assert time.monotonic() < end_s, child
+                time.sleep(_POLL_S)
         yield process, descendants
+
+
+def ignores_interrupts(process: psutil.Process) -> bool:
+    """What a child of a supervisor does right after it has asked to end with it."""
+    [mask] = re.findall(r"SigIgn:\s+([0-9a-f]+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(mask, 16) >> signal.SIGINT - 1 & 1)
 
 
 @contextlib.contextmanager

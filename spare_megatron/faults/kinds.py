@@ -33,7 +33,7 @@ class Kind:
     flips: Literal["", "sum", "bucket", "token", "moment", "value", "result"] = ""
     """The number of which it flips a bit; a result is in the precision of the model."""
     in_operations: bool = False
-    """Strikes what operations of passes put out, those of `forward` or of `backward` passes."""
+    """Strikes the results of operations of passes, those of `forward` or of `backward` passes."""
     has_factor: bool = False
     """Makes something slower by a factor."""
     corrupts_state: bool = False

@@ -1,5 +1,5 @@
 """Checks a pass operation by operation, below autograd: products by their sums, all others by computing them twice, and
-what each takes in by the checksum of what was put out.
+inputs by the checksums of the results that they are.
 
 A product Y = A B is compared with its operands by Y r = A (B r) for a vector r of random signs (Huang and Abraham,
 Algorithm-Based Fault Tolerance for Matrix Operations, IEEE Transactions on Computers C-33, 1984). docs/audits.md has
@@ -50,7 +50,7 @@ _OF_PRECISION = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}
 """Roundings in products of fp32, by torch's setting."""
 
 _TWICE = "computed twice, it is different"
-_TAKEN = "what it takes in is not what was put out"
+_TAKEN = "an input is not the result that was computed"
 
 
 _Check = tuple[str, str, Sequence[Sequence[int]], Tensor, Tensor | None]
@@ -58,7 +58,7 @@ _Check = tuple[str, str, Sequence[Sequence[int]], Tensor, Tensor | None]
 
 
 class _Record(NamedTuple):
-    """Checksum of a storage that an operation has put out. The reference keeps its address from being used again;
+    """Checksum of a storage that an operation has written. The reference keeps its address from being used again;
     another version of its tensors shows a write that was not seen.
     """
 
@@ -208,7 +208,7 @@ class CheckedOperations(TorchDispatchMode):
         self._records[storage._cdata] = _Record(checksum, version, StorageWeakRef(storage))
 
     def _verify(self, traits: "_Traits", tensor: Tensor) -> None:
-        """Compares what an operation takes in with what was put out, where that is known."""
+        """Compares an input of an operation with the result that it was, where that is known."""
         record = self._records.get(_key(tensor))
         if record is not None and record.version == tensor._version:
             sums = record.checksum, _checksum_of_storage(tensor)

@@ -23,7 +23,7 @@ class Found(NamedTuple):
     """What a rank has seen of a step.
 
     Attributes:
-        wrong: Operations that did not put out what they make of what they took: name, whether backward, shape.
+        wrong: Operations whose result is not that of their inputs: name, whether backward, shape.
         sums: As they are staged.
     """
 

@@ -88,12 +88,12 @@ FAULTS = {
     "what an activation function takes": (
         Strike("gelu", 1, of_input=True),
         "gelu of [",
-        "in the forward pass of microbatch 0 of shard 0 at stage 0: what it takes in is not what was put out",
+        "in the forward pass of microbatch 0 of shard 0 at stage 0: an input is not the result that was computed",
     ),
     "what is saved": (
         Strike("gelu_backward", 1, of_input=True),
         "gelu_backward of [",
-        "in the backward pass of microbatch 0 of shard 0 at stage 0: what it takes in is not what was put out",
+        "in the backward pass of microbatch 0 of shard 0 at stage 0: an input is not the result that was computed",
     ),
 }
 

@@ -210,7 +210,7 @@ def test_what_is_taken_in_is_what_was_put_out() -> None:
         fault = Fault("mul", flip(bit, 7), of_input=True)
         found = found_in(compute, fault)
         assert fault.has_struck
-        assert found == "mul of [16, 8] in the forward pass: what it takes in is not what was put out"
+        assert found == "mul of [16, 8] in the forward pass: an input is not the result that was computed"
 
 
 def test_what_is_saved_is_compared_when_the_backward_pass_takes_it() -> None:
@@ -223,7 +223,7 @@ def test_what_is_saved_is_compared_when_the_backward_pass_takes_it() -> None:
     kept[0].numpy()[3, 3] += 1.0  # as memory changes: unseen
     with checks.checking("backward pass"):
         total.backward()
-    assert "in the backward pass: what it takes in is not what was put out" in checks.found()
+    assert "in the backward pass: an input is not the result that was computed" in checks.found()
 
 
 def test_writes_by_operations_in_or_outside_a_pass_are_no_finding() -> None:
@@ -250,7 +250,7 @@ def test_a_write_in_place_is_known_to_the_next_operation() -> None:
         first.exp()
 
     fault = Fault("exp", flip(3), of_input=True)
-    assert "what it takes in" in found_in(compute, fault)
+    assert "an input is not the result" in found_in(compute, fault)
     assert fault.has_struck
 
 

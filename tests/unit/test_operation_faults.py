@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Writes down what operations put out, and whether that is right; entered after the faults."""
+    """Writes down the results of operations, and whether they are right; entered after the faults."""
 
     def __init__(self) -> None:
         super().__init__()

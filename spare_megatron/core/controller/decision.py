@@ -32,7 +32,6 @@ def decide(
         counted = list(map(votes.__getitem__, attempted.members))
     except KeyError:
         return None
-    incarnations = dict(attempted.voters)
     # Each pass over 1000 votes costs; a driver may pass one vote object for all groups.
     first = next(iter(counted), None)
     different = counted[:1] + [vote for vote in counted if vote is not first]
@@ -45,7 +44,8 @@ def decide(
     wrong = _voting("has_wrong_sum", attempted, votes, different)
     if _is_at_fault(wrong, attempted, votes):
         reason = "it alone found sums over groups wrong, in two attempts in succession"
-        return Fence(group=wrong[0], incarnation=incarnations[wrong[0]], reason=reason, discard=True)
+        incarnation = dict(attempted.voters)[wrong[0]]
+        return Fence(group=wrong[0], incarnation=incarnation, reason=reason, discard=True)
     failing = _voting("failure", attempted, votes, different)
     failures = tuple(OwnFailure(group, votes[group].failure) for group in failing)
     if (repeated := _repeated(failures, attempted)) is not None:
@@ -67,22 +67,24 @@ def decide(
             failures=failures,
         )
     if attempted.is_evaluation:
-        sums = added(vote.sums for vote in counted)
-        return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=sums)
+        return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=added(vote.sums for vote in counted))
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
+    step, attempt = attempted.step, attempted.attempt
+    commit = Commit(step=step, attempt=attempt, save=save, is_last=is_last, is_asked=is_asked, at_s=at_s)
+    return _with_votes(commit, attempted, event, different)
+
+
+def _with_votes(commit: Commit, attempted: Attempted, event: VotesRead, different: Sequence[Vote]) -> Commit:
+    """The commit with what the votes ask for and have reached."""
+    votes, incarnations = event.votes, dict(attempted.voters)
     has_digests = any(vote.partition_digests for vote in different)
-    return Commit(
-        step=attempted.step,
-        attempt=attempted.attempt,
-        save=save,
+    return replace(
+        commit,
         admit=event.waiting,
-        is_last=is_last,
-        is_asked=is_asked,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
         proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
-        at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
         drain=tuple(Member(group, incarnations[group]) for group in _voting("leaves", attempted, votes, different)),
     )

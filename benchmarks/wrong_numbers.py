@@ -71,6 +71,8 @@ SOUND: dict[str, list[str]] = {
 """Models whose products are checked without any fault."""
 CPU = torch.device("cpu")
 _SEEDS_PER_CASE = 1000
+_MOST_DRAWS = 20
+"""A case whose fault changes no number is drawn again, with the microbatch after."""
 
 
 class Site(NamedTuple):
@@ -159,13 +161,17 @@ def configure(corpus: Path, way: str, case: Case | None, more: Sequence[str] = (
     return corruption.configure(corpus, "ours", case, [*WAYS[way], *more])
 
 
+class NothingChanged(RuntimeError):
+    """An injected fault has changed no number."""
+
+
 def run_case(config: RunConfig, folder: Path) -> Outcome:
-    """Raises RuntimeError if the fault changed no number."""
+    """Raises NothingChanged."""
     outcome = run_ours(config, folder)
     entries = [record.entry for record in read_journal(folder).of(EntryRecord)] if "halt" in outcome.did else []
     for entry in entries:
         if str(entry.get("reason", "")).startswith(NO_FAULT):
-            raise RuntimeError(f"{folder.name}: {entry['reason']}")
+            raise NothingChanged(f"{folder.name}: {entry['reason']}")
     return outcome
 
 
@@ -179,11 +185,27 @@ def measure(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[st
     for way, outcome in calm.items():
         if outcome.did or outcome.params_sha256 != calm[options.ways[0]].params_sha256:
             raise RuntimeError(f"{way}: without any fault it ended as {outcome}")
+    known = _kept(options.keep)
     for index, case in enumerate(cases):
+        for number in range(_MOST_DRAWS):
+            cases[index] = case = replace(case, number=case.number + bool(number))
+            try:
+                for way in options.ways:
+                    key = json.dumps([way, options.precision, asdict(case)])
+                    if key not in known:
+                        began_s = time.monotonic()
+                        config = configure(corpus, way, case, precision)
+                        outcome = run_case(config, scratch / f"{way}-{index}-{number}")
+                        _keep(options.keep, known, key, outcome, time.monotonic() - began_s)
+                break
+            except NothingChanged as error:
+                print(f"case {index} is drawn again: {error}", file=sys.stderr)
+        else:
+            raise NothingChanged(f"case {index}: no microbatch of {_MOST_DRAWS} shows an effect of {case}")
         for way in options.ways:
-            began_s = time.monotonic()
-            outcomes[way].append(run_case(configure(corpus, way, case, precision), scratch / f"{way}-{index}"))
-            times_s[way].append(time.monotonic() - began_s)
+            outcome, seconds = known[json.dumps([way, options.precision, asdict(case)])]
+            outcomes[way].append(outcome)
+            times_s[way].append(seconds)
         found = ", ".join(f"{way}: {' '.join(of_way[-1].did) or 'nothing'}" for way, of_way in outcomes.items())
         print(f"case {index}, {case.kind} at {case.phase} of step {case.step}: {found}", file=sys.stderr)
     params = calm[options.ways[0]].params_sha256
@@ -193,6 +215,22 @@ def measure(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[st
         **summarize(cases, outcomes, params),
         "seconds_per_case": {way: statistics.mean(of_way) for way, of_way in times_s.items() if of_way},
     }
+
+
+def _kept(file: Path | None) -> dict[str, tuple[Outcome, float]]:
+    """What an earlier call has found, by way, precision and case, and how long it took."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    found = {}
+    for key, outcome, seconds in map(json.loads, lines):
+        found[key] = Outcome(**outcome | {name: tuple(outcome[name]) for name in ("did", "lost")}), seconds
+    return found
+
+
+def _keep(file: Path | None, known: dict[str, tuple[Outcome, float]], key: str, outcome: Outcome, s: float) -> None:
+    known[key] = outcome, s
+    if file:
+        with file.open("a") as lines:
+            lines.write(json.dumps([key, asdict(outcome), s]) + "\n")
 
 
 def summarize(cases: Sequence[Case], outcomes: Mapping[str, Sequence[Outcome]], params: str) -> dict[str, Any]:
@@ -342,6 +380,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--bounds", type=int, default=0, help="faults of each kind in products of one rank")
     parser.add_argument("--sound", type=int, default=0, help="products of each model that are checked without faults")
+    parser.add_argument("--keep", type=Path, help="file of outcomes; those that it has are not computed again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for way in (*options.ways, *(["products_1"] if options.bounds or options.sound else [])):

@@ -67,7 +67,8 @@ def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof"
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():
         found = json_object(summary)
-        return found["verdict"], tuple(found["reasons"])
+        if found.keys() >= {"verdict", "reasons"}:  # versions before had no reasons there
+            return found["verdict"], tuple(found["reasons"])
     try:
         until_s = time.monotonic() + most_s
         verdict = check_view(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))

@@ -5,7 +5,7 @@ from itertools import count
 from pathlib import PurePath
 from typing import Literal
 
-from spare_megatron.config.limits import NonNegativeInt, PositiveInt
+from spare_megatron.config.limits import NonNegativeInt, PositiveInt, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,16 @@ class DataConfig:
     """Restricts attention to tokens of the same document."""
     reset_position_ids: bool = False
     """Counts positions from 0 in each document; for learned positions."""
+    fim_rate: Share = 0.0
+    """Share of documents that are to be filled in: beginning and end first, the middle last."""
+    fim_spm_rate: Share = 0.5
+    """Share of these whose end comes before their beginning."""
+    fim_tokens: str = ""
+    """Ids of the tokens before the beginning, the middle and the end of a document to be filled in, as in
+    256,257,258."""
     end_of_document: NonNegativeInt | None = None
-    """Token id that ends a document, for the three settings above and for exports; the one that `spare preprocess`
-    noted if absent."""
+    """Token id that ends a document, for the settings above and for exports; the one that `spare preprocess` noted if
+    absent."""
     offset: int = 0
     """Sequences by which the place in the data is ahead of the run's batch times its steps, where a checkpoint of other
     batches was loaded; follows from `checkpoint.load`."""
@@ -73,10 +80,22 @@ class DataConfig:
     patches go to all survivors, and no shard is lost with its hosts."""
 
     @property
-    def document_settings(self) -> tuple[str, ...]:
-        """The settings that are on and give the ends of documents a meaning."""
+    def fim_ids(self) -> tuple[int, ...]:
+        """The ids in `fim_tokens`; empty unless it has three different ones."""
+        ids = self.fim_tokens.replace(" ", "").split(",")
+        are_ids = len(set(ids)) == len(ids) == 3 and all(one.isdecimal() for one in ids)
+        return tuple(map(int, ids)) if are_ids else ()
+
+    @property
+    def mask_settings(self) -> tuple[str, ...]:
+        """The settings that are on and mask something by the ends of documents."""
         names = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
         return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def document_settings(self) -> tuple[str, ...]:
+        """The settings that are on and give the ends of documents a meaning."""
+        return (*self.mask_settings, *(("fim_rate",) if self.fim_rate else ()))
 
     @property
     def corpora(self) -> tuple[BlendedCorpus, ...]:

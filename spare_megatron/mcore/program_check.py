@@ -39,7 +39,7 @@ def check_program(config: RunConfig, program: Program) -> None:
     """
     corpus = program.corpus(config)
     corpus.digest()
-    if not config.data.document_settings or program.own <= {"datasets_provider"}:
+    if not config.data.mask_settings or program.own <= {"datasets_provider"}:
         return
     try:
         trial = _Trial(config, program, corpus)

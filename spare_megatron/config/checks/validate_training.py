@@ -43,6 +43,8 @@ def data_problems(
     elif not data.corpora:
         if "datasets_provider" not in program:
             yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+        elif data.fim_rate:
+            yield f"data.fim_rate={data.fim_rate:g} is for corpora, and datasets_provider makes the samples; remove it"
         elif data.split or data.validation:
             yield "data.split and data.validation divide corpora, and data.corpus is empty; set it, or remove them"
         elif data.reset_attention_mask and data.end_of_document is None:
@@ -108,7 +110,7 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
         return
     if given is None and noted is None:
         yield (
-            f"data.{data.document_settings[0]}=true needs the token that ends a document, and no note of "
+            f"data.{data.document_settings[0]} needs the token that ends a document, and no note of "
             f"`spare preprocess` names one for all of {data.named}; write it anew, or set data.end_of_document to the "
             f"id of that token"
         )

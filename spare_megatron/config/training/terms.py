@@ -64,6 +64,9 @@ _UNMASKED: Terms = {
     "data.eod_mask_loss": False,
     "data.reset_attention_mask": False,
     "data.reset_position_ids": False,
+    "data.fim_rate": 0.0,
+    "data.fim_spm_rate": 0.5,
+    "data.fim_tokens": "",
     "data.end_of_document": None,
 }
 """Terms that are left out where they have these values."""

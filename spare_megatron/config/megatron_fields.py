@@ -119,6 +119,15 @@ def _is_window(config: RunConfig) -> bool:
     return False
 
 
+def _is_window_pattern(config: RunConfig) -> bool:
+    match config.megatron["window_attn_skip_freq"]:
+        case int(every):
+            return every >= 2
+        case [*layers]:
+            return len(layers) == config.model.num_layers and set(layers) <= {0, 1}
+    return False
+
+
 # fmt: off
 _NOT_LATENT = (
     "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
@@ -205,6 +214,8 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          lambda c: c.model.num_experts is not None
          or not {"moe", "moe_act", "shared_experts"} & {*map(str, _listed(c, "recompute_modules"))},
          "names modules that only experts have; remove them, or set model.num_experts")),
+    ("window_attn_skip_freq", Condition(_is_window_pattern,
+         "must be K from 2 on, where every K-th layer has no window, or a list of 0 or 1 for each layer; change it")),
     ("window_size", Condition(_is_window,
          "must be the number of tokens before and 0, as tokens after never count; change it")),
 )

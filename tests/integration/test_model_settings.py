@@ -95,6 +95,18 @@ def test_each_model_computes_what_its_settings_say(text_corpus: Path) -> None:
             np.testing.assert_allclose(radians, numpy_gpt.inverse_wavelengths(config.model, 8), rtol=1e-6, err_msg=name)
 
 
+def test_windows_of_some_layers(text_corpus: Path) -> None:
+    """Given by number, the second of three has none; given as a list, the others."""
+    patterns = {2: (1, 0, 1), (0, 1, 0): (0, 1, 0)}
+    plain = config_of(text_corpus, num_layers=3, sliding_window=5, position_embedding="rope")
+    fields: list[Any] = [list(field) if isinstance(field, tuple) else field for field in patterns]
+    configs = [replace(plain, megatron={"window_attn_skip_freq": field}) for field in fields]
+    (answers,) = run_group(computed, plain, configs)
+    for windows, (_, values, batch, losses, _) in zip(patterns.values(), answers, strict=True):
+        expected = numpy_gpt.token_losses(plain.model, values, batch["tokens"], batch["labels"], windows)
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
+
+
 @pytest.mark.parametrize(("length", "num_before"), [(7, 0), (7, 2), (6, 5), (6, 9), (1, 0)])
 def test_the_window_mask_is_that_of_every_pair(length: int, num_before: int) -> None:
     pairs = [[0 <= query - key <= num_before for key in range(length)] for query in range(length)]

@@ -208,8 +208,8 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu",
         ),
         (
-            ["megatron.window_attn_skip_freq=2", "model.sliding_window=8"],
-            "megatron.window_attn_skip_freq=2 does not work on CPUs",
+            ["megatron.window_attn_skip_freq=[1,0,1]", "model.sliding_window=8"],
+            "megatron.window_attn_skip_freq=[1, 0, 1] must be K from 2 on, where every K-th layer has no window, or a",
         ),
         (["megatron.glu_linear_offset=1.0"], "glu_linear_offset=1.0 has no effect without a gated model.activation"),
         (["megatron.is_hybrid_model=true"], "megatron.is_hybrid_model=True cannot be had: layers are those of a GPT"),

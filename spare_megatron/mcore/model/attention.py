@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from spare_megatron.mcore.model.process_groups import all_gather
@@ -69,7 +70,7 @@ class TorchCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,  # noqa: ARG002  (Megatron passes it)
+        layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
@@ -86,7 +87,8 @@ class TorchCoreAttention(MegatronModule):
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._scale = softmax_scale
         window = config.window_size
-        self._num_before = window[0] if window is not None and window[0] >= 0 else None
+        has_window = is_layer_window_attention(window, config.window_attn_skip_freq, layer_number)
+        self._num_before = window[0] if has_window and window[0] >= 0 else None
         self._tensor_rank = pg_collection.tp.rank()
         self._context = pg_collection.cp
 

@@ -13,7 +13,7 @@ from spare_megatron.config.schema_data import DataConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
+from spare_megatron.tools.doctor.diagnosis import NodeMeasurements, Rate
 from spare_megatron.tools.doctor.node_preflight import examine, serve_examination
 from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 

@@ -47,7 +47,7 @@ def convert(
     written and can run on a fitting machine, 2 it is not written or cannot run, for the reasons that the report names.
     """
     from spare_megatron.tools.convert.launch import read_launch
-    from spare_megatron.tools.convert.reading import convert_launch, problems_of, toml_of
+    from spare_megatron.tools.convert.settings import convert_launch, problems_of, toml_of
 
     is_file = not words[0].startswith("--")
     launch = read_launch(Path(words[0]), _defined(define or ())) if is_file else None

@@ -19,8 +19,7 @@ from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.tools.doctor.diagnosis import NodeFinding
-    from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
+    from spare_megatron.tools.doctor.diagnosis import NodeFinding, NodeMeasurements, Rate
     from spare_megatron.tools.doctor.node_processes import StartNode
 
 

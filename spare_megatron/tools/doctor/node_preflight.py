@@ -14,8 +14,14 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
-from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
+from spare_megatron.tools.doctor.diagnosis import (
+    ClockOffset,
+    NodeFacts,
+    NodeMeasurements,
+    Rate,
+    nodes_per_group,
+    own_etcd_ports,
+)
 from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
 from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 

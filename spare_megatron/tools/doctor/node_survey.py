@@ -29,7 +29,7 @@ from spare_megatron.process.shortages import process_limits
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
-from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
+from spare_megatron.tools.doctor.diagnosis import NodeFacts, Rate
 from spare_megatron.version import __version__, code_digest
 
 _PIECE = bytes(1 << 20)

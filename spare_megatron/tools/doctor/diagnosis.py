@@ -24,7 +24,9 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
+class NodeFacts(ProcessLimits):
+    """What a node says of itself, its limits of a process among it."""
+
     host: str
     versions: Mapping[str, str]
     """Package -> version; empty if absent."""
@@ -32,10 +34,6 @@ class NodeFacts:
     """Why torch cannot be loaded, or use the GPUs; empty if it can."""
     gpus: tuple[Gpu, ...]
     gpu_driver: str
-    open_files: int
-    """Limit on open files of a process."""
-    open_files_most: int
-    """Value to which that limit can be raised."""
     locked_memory_bytes: int | None
     """Limit on locked memory of a process; None if unlimited."""
     has_infiniband: bool
@@ -52,12 +50,8 @@ class NodeFacts:
     sees_folder: bool
     """The file that the driver wrote to the checkpoint folder is visible."""
     folder_free_bytes: int
-    address_space_bytes: int | None = None
-    """Limit on the address space of a process; None if unlimited."""
     nccl_cumem: str = ""
     """NCCL_CUMEM_ENABLE in the environment; empty if it is not set."""
-    temp_folder: str = ""
-    """Folder of temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,13 +254,7 @@ def _is_cpu(config: RunConfig, facts: NodeFacts) -> bool:
 
 
 def _limits(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
-    limits = ProcessLimits(
-        open_files=facts.open_files,
-        open_files_most=facts.open_files_most,
-        address_space_bytes=facts.address_space_bytes,
-        temp_folder=facts.temp_folder,
-    )
-    yield from limit_problems(config, limits, run_sizes(config).most_memory_bytes if _is_cpu(config, facts) else 0)
+    yield from limit_problems(config, facts, run_sizes(config).most_memory_bytes if _is_cpu(config, facts) else 0)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
         yield WarningText(
             f"a process may lock {format_binary_bytes(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand "

@@ -168,7 +168,12 @@ def build(source: TokenizerSource) -> Tokenizer:
     if source.kind == BYTE:
         name = f"--tokenizer {source.name}"
         return Tokenizer(
-            name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, decode=_text_of, is_byte_0_text=False
+            name=name,
+            vocab_size=256,
+            end_of_document=0,
+            encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+            decode=lambda ids: bytes(ids).decode(errors="backslashreplace"),
+            is_byte_0_text=False,
         )
     found = _LOADERS[source.kind](source)
     if found.vocab_size > _MOST_IDS:
@@ -191,14 +196,6 @@ def library_errors(what: str) -> Iterator[None]:
 
 def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]:
     return library_errors(f"--tokenizer {source.name}: {source.paths[0]} cannot be read as {what}")
-
-
-def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
-    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-def _text_of(ids: Sequence[int]) -> str:
-    return bytes(ids).decode(errors="backslashreplace")
 
 
 # ------------------------------------------------------------------------------------------------------ Hugging Face

@@ -135,7 +135,8 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
         output, embedding = tied_names(model)
         if model.is_tied and {output, embedding} <= tensors.keys():
             # transformers does not tie either where a checkpoint has an output layer of its own.
-            is_tied = _is_equal(tensors[output], tensors[embedding])
+            one, other = tensors[output], tensors[embedding]
+            is_tied = one.shape == other.shape and torch.equal(one.read().float(), other.read().float())
             model = replace(model, model={**model.model, "tie_embeddings": is_tied})
             if is_tied:
                 del tensors[output]
@@ -155,10 +156,6 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype | str
     read: Callable[[], Tensor]
-
-
-def _is_equal(one: _Stored, other: _Stored) -> bool:
-    return one.shape == other.shape and torch.equal(one.read().float(), other.read().float())
 
 
 def _beside_constants(

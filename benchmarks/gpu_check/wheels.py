@@ -22,7 +22,7 @@ _IMPORTED = (
     "benchmarks.gpu_check.on_device",
     "benchmarks.gpu_check.training",
     "benchmarks.gpu_check.versions",
-    "spare_megatron.tools.bench.bench_plain",
+    "spare_megatron.tools.bench.plain_megatron",
     "spare_megatron.tools.bench.bench_throughput",
     "spare_megatron.commands",
     "spare_megatron.config.resolved",

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.config import fitting_machine
-from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
-from spare_megatron.cli.running import choose_run_dir
+from spare_megatron.cli.running import choose_run_dir, is_to_be_made, make_demo_corpus
 from spare_megatron.machine.interrupts import deferred
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, print_campaign
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
 from spare_megatron.tools.doctor import doctor
-from spare_megatron.tools.doctor.diagnosis import NodeFinding
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements
+from spare_megatron.tools.doctor.diagnosis import NodeFinding, NodeMeasurements
 from spare_megatron.tools.plan import plan_plot
 from spare_megatron.tools.plan.show_command import print_config
 from spare_megatron.tools.report import page
@@ -377,7 +376,7 @@ WRITERS = {"cli/printing.py", "cli/console.py"}
 PROCESSES = {
     "process/processes.py",
     "process/fork_server.py",
-    "tools/replay/replay_rank.py",
+    "tools/replay/replay_ranks.py",
     "tools/doctor/program_trial.py",
 }
 """Processes that write to a log, or lines that their parent reads."""

@@ -12,7 +12,7 @@ import pytest
 import spare_megatron.config.schema as schema
 import spare_megatron.config.schema_data as schema_data
 import spare_megatron.config.schema_saving as schema_saving
-from spare_megatron.cli.terms import TERMS
+from spare_megatron.cli.command import TERMS
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.log.entries import Entry

@@ -203,7 +203,7 @@ def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
 
 
 def _plain(config: RunConfig) -> Run:
-    from spare_megatron.tools.bench.bench_plain import run_plain
+    from spare_megatron.tools.bench.plain_megatron import run_plain
 
     ends, memory = run_plain(config)
     return Run(step_s=_intervals(ends), split_s={}, memory=memory)

@@ -81,8 +81,11 @@ def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndar
         query, key = _rotated(query, angles[:, None, None, :]), _rotated(key, angles[:, None, :])
     scores = np.einsum("bqgnw,bkgw->bgnqk", query, key) / np.sqrt(width)
     scores[..., ~may_attend(model, length)] = -np.inf
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
+    sinks = layer.get("self_attention.core_attention.softmax_offset")
+    highest = scores.max(-1, keepdims=True)
+    shares = np.exp(scores - highest)
+    unused = 0.0 if sinks is None else np.exp(sinks.reshape(num_groups, num_queries)[:, :, None, None] - highest)
+    shares /= shares.sum(-1, keepdims=True) + unused
     attended = np.einsum("bgnqk,bkgw->bqgnw", shares, value).reshape(batch, length, -1)
     return _linear(layer, "self_attention.linear_proj", attended, model.linear_bias)
 

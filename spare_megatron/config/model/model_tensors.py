@@ -72,10 +72,7 @@ def of_all_experts(name: str) -> str:
 
 
 def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
-    """All tensors, in the order of the layers.
-
-    Learned softmax offsets, which a `[megatron]` field adds, are left out.
-    """
+    """All tensors, in the order of the layers."""
     model = config.model
     hidden = model.hidden_size
     yield ModelTensor(key=WORDS, shape=(model.vocab_size, hidden))
@@ -116,6 +113,8 @@ def layer_tensors(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str
         yield from _expert_tensors(config, per_width)
     else:
         linear += (("mlp.linear_fc1", ffn * per_width, hidden, has_bias), ("mlp.linear_fc2", hidden, ffn, has_bias))
+    if config.megatron.get("softmax_type") == "learnable":
+        yield "self_attention.core_attention.softmax_offset", (model.num_attention_heads,)
     for name, num_outputs, num_inputs, is_biased in linear:
         yield f"{name}.weight", (num_outputs, num_inputs)
         if is_biased:

@@ -187,7 +187,7 @@ def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
     ValueError: the partition has too few nodes.
     """
-    from spare_megatron.driver.slurm.slurm_partitions import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.slurm_commands import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []

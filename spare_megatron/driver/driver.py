@@ -40,8 +40,7 @@ from spare_megatron.process.processes import (
     why_ended,
 )
 from spare_megatron.process.specs import NodeSpec, RankMain
-from spare_megatron.slow_machines.culprits import Culprits
-from spare_megatron.slow_machines.slow_machine_drains import SlowMachineDrains
+from spare_megatron.slow_machines.slow_machine_drains import Culprits, SlowMachineDrains
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store import keys

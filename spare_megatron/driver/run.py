@@ -23,8 +23,7 @@ from spare_megatron.config.training.sample_index_folders import leased
 from spare_megatron.config.training.terms import changes_of, step_of
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
-from spare_megatron.driver.fault_rates import draw_faults
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.planned_faults import draw_faults, groups_hit, resolve_trace
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.driver.telemetry import Telemetry, open_sinks

@@ -34,8 +34,7 @@ from spare_megatron.process.processes import (
 from spare_megatron.process.reports import NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.slow_machines.examination import Examiner
-from spare_megatron.slow_machines.quarantine import Examinations
+from spare_megatron.slow_machines.examination import Examinations, Examiner
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost

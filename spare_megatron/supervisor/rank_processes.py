@@ -20,7 +20,7 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
 from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.gpus.device_errors import code_of
-from spare_megatron.machine.starvation import Starvation
+from spare_megatron.machine.machine_signs import Starvation
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,

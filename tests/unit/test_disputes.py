@@ -21,8 +21,16 @@ from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, find_spoiled, text_of_spoiled
-from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
+from spare_megatron.journal.proofs.audit_history import (
+    DisputedStep,
+    Place,
+    Spoiled,
+    Stated,
+    audit_history,
+    disputed_step,
+    find_spoiled,
+    text_of_spoiled,
+)
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.machine.gpus import Gpu

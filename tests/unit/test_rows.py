@@ -13,7 +13,7 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Fence, Retry
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.driver.fault_trace import least_passes, resolve_trace
+from spare_megatron.driver.planned_faults import least_passes, resolve_trace
 from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.plans import share_of

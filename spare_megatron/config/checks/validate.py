@@ -9,7 +9,7 @@ from spare_megatron.config.checks import requirements, validate_cluster, validat
 from spare_megatron.config.checks.requirements import broken
 from spare_megatron.config.limits import violations
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
-from spare_megatron.config.model.parameter_rules import rule_problems
+from spare_megatron.config.model.model_tensors import rule_problems
 from spare_megatron.config.model_fields import as_written, model_fields
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.resolved import settings as settings_of

@@ -2,16 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter
-from spare_megatron.process.span_ring import Ranges
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.interface import StoreLost
 
 CUT_OFF = "the run is to end, and its step has taken too long for that"
@@ -19,11 +16,13 @@ CUT_OFF = "the run is to end, and its step has taken too long for that"
 
 
 class RankProbe:
-    """The probe of one rank; a `mcore.model.probe.Probe`."""
+    """The probe of one rank; a `mcore.model.probe.Probe`. What no fault strikes goes to its `heartbeat` at once."""
 
     def __init__(self, injector: Injector, heartbeat: HeartbeatWriter) -> None:
         self._injector = injector
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
+        self.progress = heartbeat.progress
+        self.forward, self.backward = heartbeat.spans.forward, heartbeat.spans.backward
         if "slow" in injector.can_slow:
             heartbeat.spans.passes.stretch = lambda seconds: injector.stretch("slow", seconds, heartbeat.progress)
 
@@ -33,7 +32,7 @@ class RankProbe:
 
     def __call__(self, phase: FaultPoint) -> None:
         """Injects faults. Raises StoreLost before a microbatch if the rank is to give the step up."""
-        if phase is FaultPoint.FORWARD and self._heartbeat.is_cut_off:
+        if phase is FaultPoint.FORWARD and self.heartbeat.is_cut_off:
             raise StoreLost(CUT_OFF)
         self._injector(phase)
 
@@ -42,24 +41,15 @@ class RankProbe:
 
     def begin_step(self, step: int) -> None:
         self._injector.step = step
-        self._heartbeat.begin_step(step)
+        self.heartbeat.begin_step(step)
 
     def between_steps(self, step: int, phase: FaultPoint) -> None:
         """Injects faults at a point between two steps, of which `step` is the next."""
         self._injector.step = step
         self._injector(phase)
 
-    def pause(self, leave_device: Callable[[], None]) -> None:
-        self._heartbeat.pause(leave_device)
-
-    def progress(self) -> None:
-        self._heartbeat.progress()
-
-    def wait_for_groups(self) -> None:
-        self._heartbeat.wait_for_groups()
-
     def during(self, operation: Operation, *, in_backward: bool = False) -> AbstractContextManager[None]:
-        pending = self._heartbeat.during(operation, in_backward=in_backward)
+        pending = self.heartbeat.during(operation, in_backward=in_backward)
         is_data = operation is Operation.STORAGE and "slow_data" in self._injector.can_slow
         return self._slow_data(pending) if is_data else pending
 
@@ -68,34 +58,9 @@ class RankProbe:
         with pending:
             began_s = time.monotonic()
             yield
-            self._injector.stretch("slow_data", time.monotonic() - began_s, self._heartbeat.progress)
-
-    def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
-        return self._heartbeat.spans.forward(microbatch)
-
-    def backward(self, microbatch: Microbatch) -> None:
-        self._heartbeat.spans.backward(microbatch)
-
-    def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
-        """Records a stage of the group's recovery from a loss, in seconds of the monotonic clock."""
-        self._heartbeat.spans.recovered(stage, began_s, ended_s)
-
-    def show_spans(self, ranges: Ranges | None) -> None:
-        """Reports the spans of the main thread to `ranges` too, from now on; None ends that. Between two spans."""
-        self._heartbeat.spans.ranges = ranges
-
-    def compute_s(self) -> float:
-        """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
-        return self._heartbeat.spans.passes.total_s()
+            self._injector.stretch("slow_data", time.monotonic() - began_s, self.heartbeat.progress)
 
     def pace_s(self, num_chunks: int) -> float:
-        """Seconds per microbatch of the step so far, single long passes cut; 0 without any. It waits as `compute_s`."""
-        passes = self._heartbeat.spans.passes
+        """Seconds per microbatch of the step so far, single long passes cut; 0 without any. Waits for those of a GPU."""
+        passes = self.heartbeat.spans.passes
         return passes.usual_s() * num_chunks / passes.num_forward if passes.num_forward else 0.0
-
-    def end_step(self) -> dict[Operation, float]:
-        """Ends a committed step. Returns as `take_split`."""
-        return self._heartbeat.end_step()
-
-    def take_split(self) -> dict[Operation, float]:
-        return self._heartbeat.take_split()

@@ -142,7 +142,7 @@ class Assembly:
             SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
             beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
             watch = WaitWatch(
-                communicator, self._probe.wait_for_groups, pause_s=beat_s, timeout_s=config.reduce.timeout_s
+                communicator, self._probe.heartbeat.wait_for_groups, pause_s=beat_s, timeout_s=config.reduce.timeout_s
             )
             watch.start(self._device)
         return communicator

@@ -66,7 +66,7 @@ class Components:
 def train(ctx: RankContext, parts: Components) -> Stop | actions.DrainGroups:
     """Trains until the controller stops the run, or the group leaves it. Returns the action that says so."""
     while (end := train_step(ctx, parts)) is None:
-        ctx.probe.pause(ctx.trainer.leave_device)
+        ctx.probe.heartbeat.pause(ctx.trainer.leave_device)
     _stop(ctx, parts, end)
     return end
 
@@ -334,7 +334,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         finding=sums.judge(),
         loss=sums.loss_sum(),
         terms=sums.term_sums(),
-        compute_s=ctx.probe.compute_s(),
+        compute_s=ctx.probe.heartbeat.spans.passes.total_s(),
         pace_s=ctx.probe.pace_s(ctx.config.layout.virtual_pipeline),
         ends=ctx.progress.is_end_asked(),
         wrong_sums=wrong,

@@ -92,11 +92,7 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     placement = problem.placement
     depths, _ = problem.capacities(makespan)
     free = (position < depths[placement.host_array]).astype(np.int64)
-    start = np.zeros_like(free)
-    earliest = np.where(free > 0, position * placement.num_groups + placement.host_array, np.iinfo(np.int64).max)
-    rows = np.arange(placement.num_groups)
-    start[rows, earliest.argmin(axis=1)] = free[rows, earliest.argmin(axis=1)]
-    spread = cheapest_spread(replace(problem, free=free.ravel(), start=start.ravel()), makespan)
+    spread = cheapest_spread(replace(problem, free=free.ravel()), makespan)
     assert isinstance(spread, Spread), spread
     is_owner = spread.flow.reshape(free.shape) > 0
     return StackReorder(
@@ -122,7 +118,7 @@ def _positions(placement: Placement, order: StackOrder) -> IntArray:
 def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProblem:
     nothing = np.zeros(placement.host_array.size, dtype=np.int64)
     ones = np.ones(placement.num_groups, dtype=np.int64)
-    return SpreadProblem(placement=placement, is_alive=is_alive, demand=ones, free=nothing, start=nothing)
+    return SpreadProblem(placement=placement, is_alive=is_alive, demand=ones, free=nothing)
 
 
 def _has_matching(problem: SpreadProblem, depth: int) -> bool:

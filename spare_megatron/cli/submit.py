@@ -201,7 +201,7 @@ def _check_partition(config: "RunConfig") -> None:
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
-    from spare_megatron.config.resolved import write_with_exports
+    from spare_megatron.config.loader import write_with_exports
     from spare_megatron.driver.slurm.batch_script import SCRIPT
     from spare_megatron.driver.slurm.slurm_commands import Unanswered, note_job, require, submit
     from spare_megatron.formats.output import named_errors
@@ -234,7 +234,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
 
 def _write_config(config: "RunConfig", home: Path) -> None:
-    from spare_megatron.config.resolved import dump_run_config, write_with_exports
+    from spare_megatron.config.loader import dump_run_config, write_with_exports
     from spare_megatron.driver.slurm.batch_script import CHECKPOINTS, CONFIG
 
     if not config.checkpoint.folder:  # one for all runs of the job

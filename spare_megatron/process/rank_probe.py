@@ -61,6 +61,6 @@ class RankProbe:
             self._injector.stretch("slow_data", time.monotonic() - began_s, self.heartbeat.progress)
 
     def pace_s(self, num_chunks: int) -> float:
-        """Seconds per microbatch of the step so far, single long passes cut; 0 without any. Waits for those of a GPU."""
+        """Seconds per microbatch of the step so far, single long passes cut; 0 without any. Waits for a GPU."""
         passes = self.heartbeat.spans.passes
         return passes.usual_s() * num_chunks / passes.num_forward if passes.num_forward else 0.0

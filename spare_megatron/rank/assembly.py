@@ -10,7 +10,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.devices import gpu

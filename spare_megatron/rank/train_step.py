@@ -14,7 +14,7 @@ from functools import partial
 
 from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.comm.slab_exchanges import SlabExchanges
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Fence, Resume, Undo, entry_fields

@@ -25,8 +25,8 @@ from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.end_requests import EndRequests
 from spare_megatron.supervisor.node_faults import NodeFaults
+from spare_megatron.supervisor.node_requests import EndRequests, RequestWatch
 from spare_megatron.supervisor.places.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.rank_exits import (
@@ -38,7 +38,6 @@ from spare_megatron.supervisor.rank_exits import (
 )
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
-from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import end_without_driver, stopped, write_end
 from spare_megatron.supervisor.span_files import Timeline

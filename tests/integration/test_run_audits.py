@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config, load_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_saving import SnapshotConfig
 from spare_megatron.faults.points import FaultPoint

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_saving import CheckpointConfig
 from spare_megatron.faults.points import FaultPoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import (
     ClusterConfig,
     ControlConfig,

@@ -11,16 +11,15 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.check import way_back
 from spare_megatron.commands import app
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_saving import CheckpointConfig
 from spare_megatron.core.audits.audits import AuditPolicy, Boundary, combined_digest
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line, encode_line
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.proofs.audit_history import (
     DisputedStep,
     Place,

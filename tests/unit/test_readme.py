@@ -18,7 +18,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.log.entries import Entry
 from spare_megatron.faults import kinds
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.lines import KINDS
+from spare_megatron.journal.files import KINDS
 from tests.matrix.cells import CELLS, MEMBERSHIP_CELLS, PAUSE_CELLS, REFORM_CELLS
 from tests.protocol import test_histories
 from tests.stages.cells import CELLS as STAGE_CELLS

@@ -5,10 +5,10 @@ import pytest
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.audits_and_evaluations import units_per_shard
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import sequences_before
-from spare_megatron.config.training.validation_sets import units_per_shard
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import ComputePatch, ComputeStep
 from spare_megatron.core.log.entries import Fence, Retry

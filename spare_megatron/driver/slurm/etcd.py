@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from spare_megatron.config.checks.validate_cluster import num_etcd_members
+from spare_megatron.config.checks.validate import num_etcd_members
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.driver.slurm.allocation import address_of
 from spare_megatron.driver.slurm.slurm_commands import require

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from spare_megatron.core.audits.clean_prefix import AuditedSteps, Computed
 from spare_megatron.core.log.votes import WRONG_NUMBERS
 from spare_megatron.journal.event_texts import groups_named, text_of_audited
+from spare_megatron.journal.files import records_of
 from spare_megatron.journal.fold import Committed, Fold
 from spare_megatron.journal.journal_view import JournalView, Stretch, attempts_of, by_attempt
-from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, ParamsRecord, SuspicionRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, ShardId

@@ -9,9 +9,9 @@ from math import isclose
 from typing import Any
 
 from spare_megatron.core.machines.places import Assignment, Holding, Places
+from spare_megatron.journal.files import records_of
 from spare_megatron.journal.fold import Finding, invalid, placement_of, unknown
 from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from spare_megatron.journal.event_texts import fault_named
+from spare_megatron.journal.files import records_of
 from spare_megatron.journal.fold import Finding, Fold, invalid, unknown
 from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,

@@ -112,7 +112,7 @@ def _alone(config: "RunConfig") -> "RunConfig":
 
 def run_trials(configs: "Sequence[RunConfig]") -> list[list[dict[str, Any]]]:
     """For each configuration what each of `TRIALS` observed; all programs share the processes."""
-    from spare_megatron.config.resolved import dump_run_config
+    from spare_megatron.config.loader import dump_run_config
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.toml" for number in range(len(configs))]

@@ -28,7 +28,9 @@ class SpreadProblem:
     """For each group; groups beyond those of the placement host nothing and take only cold units."""
     demand: IntArray
     free: IntArray
-    """For each pair, how many units cost nothing there. 0 where the host is lost."""
+    """For each pair, how many units are no moves there. 0 where the host is lost."""
+    rank: IntArray | int = 0
+    """For each pair, or all: among spreads with as few moves the least sum over free units is the cheapest."""
     pace: IntArray | int = 1
     """Time per round, at least 1, of all groups or of each."""
     rounds: Rounds = ONE_BY_ONE
@@ -54,9 +56,14 @@ class SpreadProblem:
         return int(np.max(self._times(units))) + (self.fetch or 0)
 
     @property
+    def move_cost(self) -> int:
+        """More than all units cost if they stay."""
+        return int(self.demand.sum()) * int(np.max(self.rank)) + 1
+
+    @property
     def cold_cost(self) -> int:
         """More than all units cost if they move to hosts: cold units are as few as possible, whatever moves instead."""
-        return int(self.demand.sum()) + 1
+        return (int(self.demand.sum()) + 1) * self.move_cost
 
     def _units(self, time: int) -> IntArray:
         return self.rounds.num_units(np.asarray(time // self.pace + self.lacking, dtype=np.int64))
@@ -144,7 +151,7 @@ def cheapest_spread(problem: SpreadProblem, makespan: int) -> Spread | Bottlenec
     return network.with_all_free_units() or network.cheapest() or network.bottleneck()
 
 
-_Arcs = tuple[IntArray | int, IntArray | int, IntArray | int, int]
+_Arcs = tuple[IntArray | int, IntArray | int, IntArray | int, IntArray | int]
 """Tails, heads, capacities and the cost of a unit."""
 
 
@@ -202,7 +209,12 @@ class _Network:
         self, demand: IntArray, room: IntArray, pairs: IntArray, free: IntArray | int = 0
     ) -> list[_Arcs]:
         shards, groups = pairs // self._redundancy, self._groups[self._hosts[pairs]]
-        return [(self._groups, self._sink, room, 0), (shards, groups, demand[shards], 1), (shards, groups, free, 0)]
+        ranks = np.broadcast_to(self._problem.rank, self._hosts.shape)[pairs]
+        return [
+            (self._groups, self._sink, room, 0),
+            (shards, groups, demand[shards], self._problem.move_cost),
+            (shards, groups, free, ranks),
+        ]
 
     def _solved(self, demand: IntArray, arcs: list[_Arcs], pairs: IntArray, start: IntArray) -> Spread | None:
         """The cheapest flow of this demand, beside the units of `start`; None if there is no flow of all of it."""

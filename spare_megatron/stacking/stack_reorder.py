@@ -58,8 +58,8 @@ def reorder_stacks(
     Phase 1 keeps the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces the
     paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: the least depth, or time where
     paces differ, of any owners (`stacking.matching.least_spread`). Phase 3: `cheapest_spread` within it, where hosts
-    are free for the shards within their first S. Ties: phase 1 picks the host that has the shard earliest, then the
-    lowest id; shards move by id to the earliest positions not owned.
+    are free for the shards within their first S. Ties: hosts that have shards earliest, in phase 1 then the lowest id;
+    shards move by id to the earliest positions not owned.
     """
     placement.require_hosts(alive)
     is_alive = placement.alive_mask(alive)
@@ -82,7 +82,7 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     placement = problem.placement
     depths, _ = problem.capacities(makespan)
     free = (position < depths[placement.host_array]).astype(np.int64)
-    spread = cheapest_spread(replace(problem, free=free.ravel()), makespan)
+    spread = cheapest_spread(replace(problem, free=free.ravel(), rank=position.ravel()), makespan)
     assert isinstance(spread, Spread), spread
     is_owner = spread.flow.reshape(free.shape) > 0
     return StackReorder(

@@ -149,7 +149,7 @@ class _StoppedStore:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    monkeypatch.setattr(driver_module, "fork_server", lambda: None)
+    monkeypatch.setattr(driver_module.processes, "fork_server", lambda: None)
     return Driver(
         config=RunConfig(),
         run_dir=tmp_path,

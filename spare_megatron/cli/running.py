@@ -24,7 +24,7 @@ from spare_megatron.machine import interrupts
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.schema_data import DataConfig
+    from spare_megatron.config.schema_sections import DataConfig
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent

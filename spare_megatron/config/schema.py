@@ -13,8 +13,7 @@ from spare_megatron.config.limits import (
     Share,
     ShareBelowOne,
 )
-from spare_megatron.config.schema_data import DataConfig, EvalConfig
-from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig, EvalConfig, SnapshotConfig
 from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout, Slabs

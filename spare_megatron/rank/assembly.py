@@ -19,7 +19,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.corruption import OperationFaults
 from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.heartbeats import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import (
     check_same_device,

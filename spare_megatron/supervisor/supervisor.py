@@ -15,8 +15,8 @@ from spare_megatron.machine.gpus import ClockReader, XidWatch
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process import reports
+from spare_megatron.process.heartbeats import CUT_OFF
 from spare_megatron.process.processes import close_or_report, report_held, say
-from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner

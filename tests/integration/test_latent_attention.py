@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
 from spare_megatron.config.model.model_tensors import model_tensors, parameter_names
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.run_sizes import rank_memory
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group, latent_group

@@ -13,7 +13,7 @@ from spare_megatron.cli.check import way_back
 from spare_megatron.commands import app
 from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.core.audits.audits import AuditPolicy, Boundary, combined_digest
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.decision import departures
 from spare_megatron.core.controller.start import EarlyLoss, Start

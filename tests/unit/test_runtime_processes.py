@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.core.log.entries import Commit, Fence, encode_entry
 from spare_megatron.core.machines.places import Holding
 from spare_megatron.driver import driver as driver_module

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.slow_machines.culprit import Cause, Culprit
 from spare_megatron.core.slow_machines.slow_machine_policy import MARGIN, REST_S, Situation, decide
 from spare_megatron.journal.files import JournalWriter, read_journal

@@ -7,8 +7,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audits_and_evaluations import audit_policy, units_per_shard
+from spare_megatron.config.training.read_samples import skipped_places
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import ORDER, masks_of
 
 

@@ -15,31 +15,24 @@ from spare_megatron.core.machines.places import Places
 from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.faults import points
 from spare_megatron.faults.kinds import KINDS, Kind
-from spare_megatron.faults.points import (
-    PHASES_OF_A_JOIN,
-    PHASES_OF_A_LOAD,
-    PHASES_OF_A_MICROBATCH,
-    Fault,
-    FaultPoint,
-)
 from spare_megatron.stacking.layout import GroupId, PlaceId
 from spare_megatron.stacking.placement import Placement
 
-PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {
-    FaultPoint.PATCH,
-    FaultPoint.REBUILD,
-    FaultPoint.REPAIR,
-    FaultPoint.EVALUATION_PATCH,
+PHASES_AFTER_A_LOSS = points.PHASES_OF_A_JOIN | {
+    points.FaultPoint.PATCH,
+    points.FaultPoint.REBUILD,
+    points.FaultPoint.REPAIR,
+    points.FaultPoint.EVALUATION_PATCH,
 }
 """Phases reached only after a loss: in its step, or any time later by a repair or a join."""
 
-_WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
+_WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | points.PHASES_OF_A_LOAD
 """Phases whose open step is that of the preceding fault."""
 
 _SURELY_FOUND_INTERVALS = 6
 
 
-def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
+def groups_hit(config: RunConfig, fault: points.Fault) -> frozenset[GroupId]:
     """The groups that a fault is sure to cost the run, as it lasts longer than a loss may take to be found."""
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
     kind = KINDS[fault.kind]
@@ -51,7 +44,7 @@ def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
     return frozenset({fault.group})
 
 
-def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
+def resolve_trace(config: RunConfig) -> tuple[points.Fault, ...]:
     """The faults of a run in the order they are configured, for a configuration without problems. Open steps are spread
     over the run in that order; a fault that needs a loss takes the step of its predecessor. Groups are distinct, and no
     drawn group takes the last host of a shard. Each fault has its own random stream, so setting one field changes no
@@ -62,7 +55,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
     steps = _choose_steps(trace, config.train.steps, [float(share[0]) for share in shares])
     groups = _choose_groups(config, [float(share[1]) for share in shares])
     return tuple(
-        Fault(
+        points.Fault(
             step=step,
             group=group,
             rank=_pick(config.parallel.ranks_per_group, share[2]) if fault.rank is None else fault.rank,
@@ -82,7 +75,7 @@ def _pick(num_choices: int, share: float) -> int:
 
 
 def _choose_ordinal(config: RunConfig, fault: FaultConfig, step: int, share: float) -> int:
-    if fault.phase not in PHASES_OF_A_MICROBATCH:
+    if fault.phase not in points.PHASES_OF_A_MICROBATCH:
         return 1
     return 1 + _pick(least_passes(config, step), share)
 
@@ -100,7 +93,7 @@ def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence
             steps.append(fault.step)
         elif fault.phase in _WITH_THE_ONE_BEFORE and steps:
             steps.append(steps[-1])
-        elif fault.phase in PHASES_OF_A_LOAD:
+        elif fault.phase in points.PHASES_OF_A_LOAD:
             steps.append(0)
         else:
             first = steps[-1] + 1 if steps else 0

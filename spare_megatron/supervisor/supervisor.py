@@ -20,11 +20,11 @@ from spare_megatron.process.processes import close_or_report, report_held, say
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
-from spare_megatron.slow_machines.measurements import Measurements
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.measurements import Measurements
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.node_requests import EndRequests, RequestWatch
 from spare_megatron.supervisor.places.group_reforming import Assigned, GroupReforming, PlaceTaken

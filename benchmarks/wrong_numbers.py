@@ -36,7 +36,7 @@ from benchmarks.origin import origin
 from benchmarks.peers import corruption
 from benchmarks.peers.corruption import FIRST, LAST, NUM_GROUPS, REPORTS, Outcome, run_ours
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import Fault, FaultKind, FaultPoint
 from spare_megatron.journal.files import read_journal

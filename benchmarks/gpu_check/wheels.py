@@ -25,7 +25,7 @@ _IMPORTED = (
     "spare_megatron.tools.bench.plain_megatron",
     "spare_megatron.tools.bench.bench_throughput",
     "spare_megatron.commands",
-    "spare_megatron.config.resolved",
+    "spare_megatron.config.loader",
     "spare_megatron.rank.rank",
     "pytest_timeout",
     "xdist",

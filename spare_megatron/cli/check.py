@@ -59,7 +59,7 @@ def check(
 def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":
     """Verdict and reasons: as the run's summary has them, or found now if that takes no longer."""
     from spare_megatron.config.training.run_terms import terms_in
-    from spare_megatron.formats.whole_files import json_object
+    from spare_megatron.formats.codec import json_object
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.proof import check as check_view
     from spare_megatron.journal.state.summary import NOT_RUN

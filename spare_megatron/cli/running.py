@@ -24,7 +24,7 @@ from spare_megatron.machine import interrupts
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.config.schema_data import DataConfig
+    from spare_megatron.config.schema_sections import DataConfig
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent
@@ -179,8 +179,7 @@ def run_and_show(
 
 def plan_of(config: "RunConfig") -> str:
     """One line about the run to start and the faults to inject."""
-    from spare_megatron.driver.fault_rates import draw_faults
-    from spare_megatron.driver.fault_trace import resolve_trace
+    from spare_megatron.driver.planned_faults import draw_faults, resolve_trace
     from spare_megatron.journal.event_texts import fault_named
 
     layout = config.parallel

@@ -14,7 +14,7 @@ from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
 from spare_megatron.config.model_fields import is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.formats.codec import parsed_toml
 
 _TABLE = parsed_toml(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable, real_paths
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.gpus import maker, restore_shown

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import AuditConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.audits.audits import is_checked
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import checked_group

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.attention import chunks_of, whole_sequence
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.training_samples import prepare_index

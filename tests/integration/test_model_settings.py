@@ -10,7 +10,7 @@ import torch
 
 from spare_megatron.config.model.model_shape import model_shape
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import DataConfig, ValidationCorpus
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.mcore.model.attention import window_mask
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.points import FaultKind

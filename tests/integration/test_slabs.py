@@ -19,9 +19,9 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 from tests.integration import slab_groups
 from tests.integration.mcore_group import all_work, reference_sums, run_group, work_of
 from tests.integration.reference import relative_distance

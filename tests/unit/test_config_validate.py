@@ -9,7 +9,7 @@ from spare_megatron.config.checks.validate import MachineResources, problems, re
 from spare_megatron.config.loader import load_and_judge
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import CorpusFacts
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.supervisor.places.group_reforming import reform_after_s

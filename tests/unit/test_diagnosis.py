@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import ValidationCorpus
+from spare_megatron.config.schema_sections import ValidationCorpus
 from spare_megatron.config.supported_versions import version_problem
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.store_space import STEP_BYTES, StoreSpace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.fill_in_the_middle import FillInTheMiddle
 
 PREFIX, MIDDLE, SUFFIX, END = 100, 101, 102, 9

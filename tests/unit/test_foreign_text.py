@@ -25,9 +25,9 @@ from spare_megatron.cli.progress import RunProgress, print_summary
 from spare_megatron.commands import app
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, Message

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import poisson
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, MachineDomain, WithDomains, make_process

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from spare_megatron.config.checks.requirements import ID, TOKENS, broken
-from spare_megatron.config.model.rank_memory import memory_by_length, ranks_per_machine
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.training.corpus import (
     HELD_OUT,
@@ -16,8 +15,8 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
-from spare_megatron.config.training.phases import phase_problems
-from spare_megatron.config.training.skipped import skip_problems
+from spare_megatron.config.training.read_samples import phase_problems, skip_problems
+from spare_megatron.config.training.run_sizes import memory_by_length, ranks_per_machine
 from spare_megatron.config.training.terms import how_to_allow
 from spare_megatron.formats.quantities import format_binary_bytes
 

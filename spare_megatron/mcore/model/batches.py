@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.attention import chunk_offsets, chunks_of, document_mask, document_offsets
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.model import uses_transformer_engine

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 
 Sample = Mapping[str, Tensor]
 

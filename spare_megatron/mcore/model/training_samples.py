@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
-from spare_megatron.config.training.phases import Cursor, left_over, phases_in
+from spare_megatron.config.training.read_samples import Cursor, left_over, phases_in, skipped_places
 from spare_megatron.config.training.sample_index_folders import (
     RENEWAL_S,
     epoch_folder,
@@ -31,7 +31,6 @@ from spare_megatron.config.training.sample_index_folders import (
     remove_unused,
     renew,
 )
-from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.mcore.model.batches import stacked

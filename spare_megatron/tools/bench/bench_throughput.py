@@ -10,8 +10,7 @@ from pathlib import Path
 from spare_megatron.config.checks.validate import on_device, resolve_device
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig
-from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step

@@ -129,7 +129,7 @@ def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: st
 
 def _refuse_a_run_without_faults(config: "RunConfig") -> None:
     """Raises ValueError where the run could only end with the finding that no fault struck."""
-    from spare_megatron.driver.fault_rates import draw_faults
+    from spare_megatron.driver.planned_faults import draw_faults
 
     faults = config.faults
     if faults.trace:

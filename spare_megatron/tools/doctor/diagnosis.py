@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
-from spare_megatron.config.model.rank_memory import ranks_per_machine
+from spare_megatron.config.checks.validate import ProcessLimits, limit_problems, num_etcd_members
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import SUPPORTED, version_problem
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
-from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.training.run_sizes import ranks_per_machine, run_sizes
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import StoreSpace, shortage
 from spare_megatron.machine.gpus import Gpu, maker

@@ -80,8 +80,7 @@ def _examine(
     checkpoints = folder_of(config.checkpoint, folder).absolute()
     start: StartNode | None = None
     if config.cluster.launcher == "srun":
-        from spare_megatron.driver.slurm.allocation import nodes_for_run, this_job
-        from spare_megatron.driver.slurm.racks import find_racks
+        from spare_megatron.driver.slurm.allocation import find_racks, nodes_for_run, this_job
 
         names = nodes_for_run(this_job(), config, find_racks())
         nodes, of_job = range(len(names)), dict(enumerate(names))

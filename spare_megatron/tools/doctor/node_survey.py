@@ -20,7 +20,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import input_files
 from spare_megatron.formats.frames import Address, listen
 from spare_megatron.formats.store_space import StoreSpace

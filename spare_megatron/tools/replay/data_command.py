@@ -11,7 +11,7 @@ import typer
 
 from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.driver.slurm import allocation

@@ -70,7 +70,7 @@ def report(
 
 def config_of(run_dir: Path) -> str:
     """The resolved configuration as text, without what it exports; empty where there is none to be read."""
-    from spare_megatron.config.resolved import without_exports
+    from spare_megatron.config.loader import without_exports
 
     try:
         return without_exports((run_dir / "config.toml").read_text())

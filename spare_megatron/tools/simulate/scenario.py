@@ -8,11 +8,10 @@ import numpy as np
 
 from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.core.saves.survival import optimal_cadence_s
-from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.layout import Layout, Slabs
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.paces import PipelineTimes, Rounds
 from spare_megatron.stacking.placement import PlacementKind, make_placement
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from spare_megatron.config.building import advice, convert, leaf_kinds
-from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.formats.codec import parsed_toml
 from spare_megatron.tools.simulate.failures import LossCause, MachineDomain
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.traces import read_trace

@@ -9,7 +9,7 @@ from math import inf
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.core.log.entries import Entry, Restart, entry_fields
 from spare_megatron.journal import records
-from spare_megatron.journal.lines import FORMAT, Line
+from spare_megatron.journal.files import FORMAT, Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.spans import RecoveryTimes
 from spare_megatron.stacking.layout import GroupId, Member

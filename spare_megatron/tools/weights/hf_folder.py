@@ -17,7 +17,7 @@ from torch import Tensor
 from spare_megatron.config.foreign_fields import require_kinds, shown
 from spare_megatron.config.model.model_tensors import ModelTensor
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import json_object
+from spare_megatron.formats.codec import json_object
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights.hf_config import Architecture, architecture_in, architecture_of, config_json
 from spare_megatron.tools.weights.hf_fields import token_ids_in

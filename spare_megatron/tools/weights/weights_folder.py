@@ -20,7 +20,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import weights_differences, weights_terms_of
-from spare_megatron.formats.whole_files import json_object
+from spare_megatron.formats.codec import json_object
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint import checkpoint_folder
 from spare_megatron.version import __version__

@@ -1,6 +1,8 @@
 """`spare bench`: how fast this machine trains."""
 
 import json
+import os
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +17,7 @@ from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import message, say
 from spare_megatron.cli.running import load_runnable
+from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
@@ -83,7 +86,6 @@ def throughput(
 def _origin() -> dict[str, str]:
     import torch
 
-    from spare_megatron.tools.bench.bench_machine import describe_machine
     from spare_megatron.version import __version__
 
     return {
@@ -92,6 +94,20 @@ def _origin() -> dict[str, str]:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def describe_machine() -> str:
+    """Processor, number of cores, GPUs if any, and the Python version."""
+    parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    if gpus := visible_gpus():
+        parts.append(f"{len(gpus)} x {gpus[0].name}")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _print(result: "Throughput", console: RunConsole) -> None:

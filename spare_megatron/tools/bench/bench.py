@@ -17,8 +17,10 @@ from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import message, say
 from spare_megatron.cli.running import load_runnable
+from spare_megatron.formats.output import whole_file
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.machine.interrupts import raising
+from spare_megatron.version import __version__, commit
 
 if TYPE_CHECKING:
     from spare_megatron.tools.bench.bench_throughput import Speed, Throughput
@@ -53,7 +55,6 @@ def throughput(
     Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
     from spare_megatron.tools.bench.bench_throughput import kernels_measured, measure, problems_of, training_alone
-    from spare_megatron.version import commit
 
     console = RunConsole(stderr=as_json)
     came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
@@ -77,16 +78,12 @@ def throughput(
         console.line(", ".join(f"{name}: {value}" for name, value in kernels.items()))
         _print(result, console)
     if out is not None:
-        from spare_megatron.formats.output import whole_file
-
         with whole_file("--out", out) as file:
             file.write_text(text + "\n")
 
 
 def _origin() -> dict[str, str]:
     import torch
-
-    from spare_megatron.version import __version__
 
     return {
         "machine": describe_machine(),

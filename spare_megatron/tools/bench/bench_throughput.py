@@ -17,7 +17,7 @@ from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.machine.gpus import name_in_torch, visible_gpus
 from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 
 NUM_WARMUP = 5
@@ -195,7 +195,6 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
     """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
-    from spare_megatron.machine.gpus import name_in_torch
     from spare_megatron.mcore.model.model import adam_of_megatron, kernels_of
 
     device = resolve_device(config, look_at_machine(config))

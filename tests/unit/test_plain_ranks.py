@@ -38,7 +38,7 @@ def test_on_gpus_plain_ranks_are_no_forks_of_a_server_that_may_have_used_one(
     monkeypatch.setattr(plain_megatron.processes, "start_embedded_store", lambda *_arguments, **_options: (None, None))
     monkeypatch.setattr(plain_megatron.processes, "start_child", start_child)
     with pytest.raises(Refused):
-        plain_megatron.run_plain(RunConfig(cluster=ClusterConfig(device=device)))
+        plain_megatron.run_plain(RunConfig(cluster=ClusterConfig(device=device)), len)
     assert [type(context) for context in contexts] == [expected] * 2
     assert shown == (["GPU-b", "GPU-a"] if device == "gpu" else ["1,0"] * 2), "each sees its own alone"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

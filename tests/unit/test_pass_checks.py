@@ -14,14 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from spare_megatron.config.schema import AuditConfig, RunConfig
 from spare_megatron.mcore import pass_checks
-from spare_megatron.mcore.checked_operations import (
-    ACCUMULATION,
-    GROWTH,
-    OUTPUT,
-    CheckedOperations,
-    checksum,
-)
 from spare_megatron.mcore.model.pipeline import Item
+from spare_megatron.mcore.pass_checks import ACCUMULATION, GROWTH, OUTPUT, PassChecks, checksum
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch, Numbered
 
@@ -61,8 +55,9 @@ def flip(bit: int, place: int = 0) -> Callable[[Tensor], None]:
     return spoil
 
 
-def new_checks() -> CheckedOperations:
-    return CheckedOperations(repeats=True, keeps_records=True)
+def new_checks() -> PassChecks:
+    torch.set_num_threads(1)  # so that kernels repeat their results
+    return PassChecks(RunConfig(), torch.device("cpu"))
 
 
 def found_in(
@@ -122,6 +117,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
     "mm": lambda a, b, _: a[0] @ b[0],
     "bmm": lambda a, b, _: a @ b,
     "addmm": lambda a, b, c: torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=3.0),
+    "addmm, of what is added": lambda a, b, _: torch.addmm(a[0], a[0], b[0]),
     "baddbmm": lambda a, b, c: torch.baddbmm(c, a, b, alpha=-2.0),
 }
 
@@ -135,8 +131,9 @@ def test_every_kind_of_product_is_checked_without_false_alarm(name: str, dtype: 
         factors = [one.to(dtype) for one in given]
         compute = partial(PRODUCTS[name], *factors)
         assert not found_in(compute)
-        fault = Fault(name, lambda product: product.view(-1)[7].add_(4 * product.abs().max()))
-        assert name in found_in(compute, fault)
+        operation = name.partition(",")[0]
+        fault = Fault(operation, lambda product: product.view(-1)[7].add_(4 * product.abs().max()))
+        assert operation in found_in(compute, fault)
         assert fault.has_struck
 
 
@@ -282,7 +279,7 @@ def test_memory_that_others_fill_is_no_finding() -> None:
 # --------------------------------------------------------------------------------------------------------- whole passes
 
 
-def _trained(checks: CheckedOperations | None, *, recomputes: bool) -> list[Tensor]:
+def _trained(checks: PassChecks | None, *, recomputes: bool) -> list[Tensor]:
     torch.manual_seed(5)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
     optimizer = torch.optim.Adam(layer.parameters(), 1e-3)
@@ -326,7 +323,7 @@ def test_a_checksum_is_that_of_the_bytes(num_values: int) -> None:
 def test_findings_are_forgotten_with_the_step() -> None:
     checks = new_checks()
     assert found_in(lambda: torch.ones(4, 4) @ torch.ones(4, 4), Fault("mm", flip(30)), checks)
-    checks.forget()
+    checks.begin_step(2)
     assert not checks.found()
 
 
@@ -334,8 +331,8 @@ def test_layers_whose_operations_are_not_torchs_are_refused(monkeypatch: pytest.
     monkeypatch.setattr(pass_checks, "uses_transformer_engine", lambda *_: True)
     config = RunConfig(audit=AuditConfig(products=0.5))
     with pytest.raises(ValueError, match=r"products=0\.5, but the layers are those of transformer-engine"):
-        pass_checks.PassChecks(config, torch.device("cpu"))
-    checks = pass_checks.PassChecks(RunConfig(), torch.device("cpu"))
+        PassChecks(config, torch.device("cpu"))
+    checks = PassChecks(RunConfig(), torch.device("cpu"))
     items = [Item(Numbered(Microbatch(ShardId(0), 0), number)) for number in range(2000)]
     chunk: Any = None
     assert not any(checks.around(chunk, item, "forward") for item in items)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
-from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
+from spare_megatron.comm.nccl import Call, WarmUp, connecting, no_warm_up
+from spare_megatron.comm.transfers import Exchange, SharedBackend, Transfer
 from spare_megatron.config.supported_versions import check_names
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus.device_errors import ends_process
@@ -179,13 +179,13 @@ class CrossGroupCommunicator:
         return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
 
     def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
-        """Starts to sum shares of a buffer for their recipients, as in `BucketShare`, and `extras` for all, whose
+        """Starts to sum shares of a buffer for their recipients, as in `transfers.Share`, and `extras` for all, whose
         completion proves that every member has posted the whole buffer. Collective and returns as `post`, with the same
         recipients.
         """
         index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
-        ranked = [BucketShare(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
+        ranked = [(values, tuple(map(index, groups))) for values, groups in shares]
 
         def start(transfer: Transfer, backend: Any) -> None:
             exchange = Exchange(backend, index(self._group), is_polled=self._device.type != "cpu")
@@ -281,7 +281,7 @@ class CrossGroupCommunicator:
         self._drop_connection()
         return False
 
-    def first_in_flight(self) -> object | None:
+    def first_in_flight(self) -> Transfer | None:
         """The oldest sum in flight, for `abort_sum`; None on CPUs, which abort none. Callable from any thread."""
         return next(iter(self._all_in_flight()), None)
 
@@ -289,9 +289,8 @@ class CrossGroupCommunicator:
         """The oldest sum in flight that is not complete, as far as torch's watchdog knows. Callable from any thread."""
         return next((transfer for transfer in self._all_in_flight() if transfer.is_waiting), None)
 
-    def abort_sum(self, in_flight: object, reason: str = MOVED_ON) -> None:
+    def abort_sum(self, in_flight: Transfer, reason: str = MOVED_ON) -> None:
         """Aborts a sum's communicator; `poll` then counts none of its sums. Callable from any thread; never waits."""
-        assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
         self._abort(in_flight.connection, reason)
 
     @property

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.bucket_exchange import BucketExchange, BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.nccl import warm_up
 from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
-from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
@@ -45,9 +44,8 @@ from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_transfer import StateTransfer
+from spare_megatron.state.transfer.state_transfer import StateSource, StateTransfer
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.interface import ControlStore

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,9 +90,10 @@ class PassChecks(TorchDispatchMode):
         self._step, self._where, self._found = 0, "", ""
         self._read: dict[str, Tensor] = {}
         self._records: dict[int, _Record] = {}
-        self._checks: list[tuple[str, Tensor]] = []
+        self._numbers = count()
+        self._checks: list[tuple[int, str, Tensor]] = []
         """What is wrong, in words, if an excess is not below 1. It may be a truth value: whether checksums differ."""
-        self._settled: list[tuple[list[str], Tensor]] = []
+        self._settled: list[tuple[list[tuple[int, str]], Tensor]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -107,11 +108,14 @@ class PassChecks(TorchDispatchMode):
     def found(self) -> str:
         """The first thing that is wrong since `begin_step`, in words; empty if nothing is. Waits for the device."""
         self._settle()
-        for messages, excesses in self._settled:
-            for message, excess in zip(messages, excesses.tolist(), strict=True):
-                if not excess < 1 and not self._found:
-                    self._found = message.replace(_EXCESS, f"{excess:.3g}")
+        wrong = [
+            (number, message.replace(_EXCESS, f"{excess:.3g}"))
+            for numbered, excesses in self._settled
+            for (number, message), excess in zip(numbered, excesses.tolist(), strict=True)
+            if not excess < 1
+        ]
         self._settled.clear()
+        self._found = self._found or min(wrong, default=(0, ""))[1]
         return self._found
 
     def around(
@@ -147,16 +151,19 @@ class PassChecks(TorchDispatchMode):
                 self._expect(name, "it is not what was read", differs, batch[name], where=where)
 
     def _settle(self) -> None:
-        """Makes one tensor of the checks of a pass on each device."""
+        """Makes one tensor of the checks of a pass on each device, of either type."""
+        of_kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
+        for check in self._checks:
+            of_kinds.setdefault((check[2].device, check[2].dtype), []).append(check)
         with _UnseenByModes():
-            for device in dict.fromkeys(excess.device for _, excess in self._checks):
-                checks = [check for check in self._checks if check[1].device == device]
-                self._settled.append(([message for message, _ in checks], torch.stack([one for _, one in checks])))
+            for checks in of_kinds.values():
+                self._settled.append(([one[:2] for one in checks], torch.stack([excess for *_, excess in checks])))
         self._checks.clear()
 
     def _expect(self, name: str, wrong: str, excess: Tensor, *tensors: Tensor, where: str = "") -> None:
         shapes = " by ".join(str(list(one.shape)) for one in tensors)
-        self._checks.append((f"{name} of {shapes} in the {where or self._where}: {wrong}", excess))
+        message = f"{name} of {shapes} in the {where or self._where}: {wrong}"
+        self._checks.append((next(self._numbers), message, excess))
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -357,7 +364,9 @@ def _signs(number: int, device: torch.device) -> Tensor:
 
 def _sums_and_norms(matrix: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's product with a column and its Euclidean norm, in fp64, of a piece at a time."""
-    num_rows = max(1, _PIECE * matrix.shape[-2] // max(1, matrix.numel()))
-    pieces = (piece.double() for piece in matrix.split(num_rows, dim=-2))
-    sums, norms = zip(*((one @ column, torch.linalg.vector_norm(one, dim=-1)) for one in pieces), strict=True)
-    return torch.cat(sums, dim=-2).squeeze(-1), torch.cat(norms, dim=-1)
+    if matrix.numel() > _PIECE and matrix.shape[-2] > 1:
+        parts = matrix.split(max(1, _PIECE * matrix.shape[-2] // matrix.numel()), dim=-2)
+        sums, norms = zip(*(_sums_and_norms(part, column) for part in parts), strict=True)
+        return torch.cat(sums, dim=-1), torch.cat(norms, dim=-1)
+    rows = matrix.double()
+    return (rows @ column).squeeze(-1), torch.linalg.vector_norm(rows, dim=-1)

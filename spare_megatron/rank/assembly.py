@@ -33,7 +33,7 @@ from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.train_step import Components
-from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
@@ -101,7 +101,7 @@ class Assembly:
         # A restarted group has no state: it copies or loads its state partitions.
         check_weights(config.checkpoint)
         begins = not spec.incarnation and not config.checkpoint.load
-        hosted = _hosted_at_first(spec, self._controller) if begins else ()
+        hosted = hosted_by(self._controller.state_hosts, spec.member) if begins else ()
         trainer = GroupTrainer(spec.own_config, self._device, self._probe, hosted=hosted, slabs=config.slabs)
         if audit_policy(config) is not None:
             check_same_device(self._device, spec.group, self._store)
@@ -194,7 +194,7 @@ class Assembly:
         if optimizer is None:
             pairs = zip(ctx.trainer.slabs, ctx.communicators, strict=True)
             return OptimizerState(ctx.trainer, [BucketSums(slab.gradients, one) for slab, one in pairs])
-        hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
+        hosted = () if ctx.spec.incarnation else hosted_by(ctx.controller.state_hosts, ctx.member)
         [staging] = self._staging
         return StackedState(ctx, optimizer, staging, hosted)
 
@@ -207,8 +207,3 @@ class Assembly:
         for slab in ctx.trainer.slabs:
             ctx.store.put(keys.piece_server(ctx.member, slab.position), str(server.address))
         return source
-
-
-def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
-    """The state partitions that the group holds at the start of the run."""
-    return hosted_by(controller.state_hosts, spec.member)

@@ -148,6 +148,14 @@ def test_factors_that_are_not_finite_or_overflow_are_no_finding() -> None:
         assert found_in(partial(torch.mm, torch.eye(4), small), fault)
 
 
+def test_large_matrices_are_summed_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, column = torch.randn(2, 13, 40), torch.randn(40, 1, dtype=torch.float64)
+    expected = matrix.double() @ column, matrix.double().square().sum(-1).sqrt()
+    monkeypatch.setattr(pass_checks, "_PIECE", 100)
+    sums, norms = pass_checks._sums_and_norms(matrix, column)
+    torch.testing.assert_close((sums, norms), (expected[0].squeeze(-1), expected[1]), rtol=1e-12, atol=1e-12)
+
+
 def test_empty_products_are_no_finding() -> None:
     assert not found_in(lambda: (torch.empty(0, 4) @ torch.ones(4, 3), torch.empty(4, 0) @ torch.empty(0, 3)))
 

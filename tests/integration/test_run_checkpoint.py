@@ -372,7 +372,7 @@ class _WrongMoments(GroupSaves):
     def save(self, action: SaveCheckpoint) -> None:
         if action.step == EVERY:
             assert action.member.group == WRONG_GROUP, "it is the first to save"
-            adam = first_moments(self._ctx.trainer)
+            adam = first_moments(self.ctx.trainer)
             adam["exp_avg"].view(-1)[0] += 0.01
         super().save(action)
 
@@ -411,7 +411,7 @@ class _WrongParameter(GroupSaves):
     """A parameter changes before it is saved."""
 
     def save(self, action: SaveCheckpoint) -> None:
-        named = next(iter(self._ctx.trainer.parameters_named()))
+        named = next(iter(self.ctx.trainer.parameters_named()))
         named.parameter.data.view(-1)[0] += 1.0
         super().save(action)
 
@@ -421,7 +421,7 @@ def _read_late(ctx: RankContext, parts: Components, index: int) -> Sequence[Even
     try:
         return read_entry(ctx, parts, index)
     except Fenced:
-        [(save, writing)] = parts.saves._saver._under_way
+        [(save, writing)] = parts.saves.saver._under_way
         wait([writing], PATIENCE_S)
         (ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
         raise

@@ -15,6 +15,7 @@ from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.audits.audits import combined_digest, first_difference
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
+from spare_megatron.mcore.gradients.digests import words_of
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import audited_group
 from tests.integration.mcore_group import run_group, run_ranks
@@ -116,7 +117,7 @@ def test_digests_see_every_bit_and_every_exchange() -> None:
 def test_numpy_and_torch_compute_the_same_digest(num_values: int, salt: int) -> None:
     """Those of groups on CPUs and on GPUs are never compared, but what holds for one has to hold for both."""
     values = torch.randn(num_values, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    words, multipliers = audited_passes._words(values), audited_passes._multipliers_on(values.device)
+    words, multipliers = words_of(values.view(torch.uint8)), audited_passes._multipliers_on(values.device)
     blocks = audited_passes._mixed_blocks(words, multipliers, 2, torch.cat, torch.arange, salt)
     assert int(digest64(values, salt)) == int(blocks.sum() + salt)
 

@@ -23,11 +23,8 @@ from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.restart_search import RestartSearch
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.state.rank_context import RankContext
-from spare_megatron.voting.agreement import Fenced
+from spare_megatron.voting.agreement import TURN_S, Fenced
 from spare_megatron.voting.log_follower import Stop
-
-_TURN_S = 2.0
-"""How long the other ranks of a group wait at most for their leader, which polls the log."""
 
 
 @dataclass
@@ -68,7 +65,7 @@ class Rejoin:
                     self._search.seek(controller.head)
             while controller.pause is not None and agreement.is_at_end(controller.head):  # no entry for a long time
                 if agreement.is_leader:
-                    agreement.poll_entry(controller.head, _TURN_S)
+                    agreement.poll_entry(controller.head, TURN_S)
             # In batches: one broadcast per entry would take most of the return.
             for entry in agreement.read_entries(controller.head):
                 first = self._fold(entry)

@@ -27,8 +27,9 @@ from spare_megatron.voting.fencing import fence, fences
 
 T = TypeVar("T")
 
+TURN_S = 2.0
+"""How long the other ranks of a group wait at most for their leader, which polls the store."""
 _POLL_S = 0.05
-
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 1016
 """Bytes of text that the first message of a broadcast holds; most entries need no second one."""

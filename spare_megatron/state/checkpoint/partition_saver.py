@@ -18,14 +18,11 @@ from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
-from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.decision_log import DecisionLog, poll_interval_s
 from spare_megatron.store.interface import ControlStore, read_values, write_value
 
 T = TypeVar("T")
 
-_POLL_S = 0.05
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the keys of all groups from the store."""
 _TURN_SHARE = 0.25
 """The other ranks of a group wait for their leader, which polls the store. It reports to them after this share of their
 time limit, even without news."""
@@ -157,7 +154,7 @@ class PartitionSaver:
         if self.board is None:
             return None
         turn_s = time.monotonic() + self.timeout_s * _TURN_SHARE
-        pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self.action.voters))
+        pause_s = poll_interval_s(len(self.action.voters))
         while time.monotonic() < turn_s:
             if self.board.has_ended():
                 return _SaveEnded()

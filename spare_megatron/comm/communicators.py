@@ -91,7 +91,8 @@ class CrossGroupCommunicator:
         self._end_of_work = nccl.EndOfWork(device)
         self._connection: SharedBackend | None = None
         self._build: _Build | None = None
-        self._members: tuple[GroupId, ...] = (group,)
+        self.members: tuple[GroupId, ...] = (group,)
+        """The groups of the current communicator, ascending."""
         self._num_shares = 0  # posted to this communicator
         self.num_posted_bytes = 0
         """Of all tensors given to communicators for sums or gathers so far; none while this group is alone."""
@@ -108,15 +109,10 @@ class CrossGroupCommunicator:
         self.ready_at_s: float | None = None
         """Monotonic time at which the current attempt had its communicator; None before that."""
 
-    @property
-    def members(self) -> tuple[GroupId, ...]:
-        """The groups of the current communicator, ascending."""
-        return self._members
-
     def start_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Drops the current communicator and starts to build the next one in a thread."""
         self._abandon()
-        self._members, self._num_shares, self._linked = tuple(members), 0, set()
+        self.members, self._num_shares, self._linked = tuple(members), 0, set()
         if self._is_alone:
             return
         self._rendezvous.append((keys.communicator(key, self._position), list(members).index(self._group)))
@@ -134,7 +130,7 @@ class CrossGroupCommunicator:
         is_there = self._build is not None or self._connection is not None
         if self._device.type == "cpu" or not new or not is_there:
             return
-        index = self._members.index
+        index = self.members.index
         call = connecting([(index(sender), index(to)) for sender, to in new], index(self._group), self._device)
         build = self._build or _Build(result=[self._connection] if self._connection is not None else [])
         earlier, self._build, self._connection = build.thread, build, None
@@ -183,7 +179,7 @@ class CrossGroupCommunicator:
         completion proves that every member has posted the whole buffer. Collective and returns as `post`, with the same
         recipients.
         """
-        index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
+        index, first_tag = self.members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
         ranked = [(values, tuple(map(index, groups))) for values, groups in shares]
 
@@ -306,7 +302,7 @@ class CrossGroupCommunicator:
 
     @property
     def _is_alone(self) -> bool:
-        return len(self._members) == 1
+        return len(self.members) == 1
 
     def _construct(
         self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None

@@ -60,6 +60,7 @@ class _Build:
         return self.thread is None or not self.thread.is_alive()
 
 
+@dataclass(kw_only=True)
 class CrossGroupCommunicator:
     """The cross-group communicator of rank j = `position` of every group, as one rank sees it across rebuilds.
 
@@ -68,30 +69,21 @@ class CrossGroupCommunicator:
     makes the calls after which NCCL has connected everything, for a number of members.
     """
 
-    def __init__(
-        self,
-        *,
-        group: GroupId,
-        position: int,
-        device: torch.device,
-        store: ControlStore,
-        timeout_s: float,
-        ask_interval_s: float,
-        probe: Probe,
-        warm_up: WarmUp = no_warm_up,
-    ) -> None:
-        self._group = group
-        self._position = position
-        self._device = device
-        self._store = store
-        self._timeout = timedelta(seconds=timeout_s)
-        self._ask_interval_s = ask_interval_s
-        self._probe = probe
-        self._warm_up = warm_up
-        self._end_of_work = nccl.EndOfWork(device)
+    group: GroupId
+    position: int
+    device: torch.device
+    store: ControlStore
+    timeout_s: float
+    ask_interval_s: float
+    probe: Probe
+    warm_up: WarmUp = no_warm_up
+
+    def __post_init__(self) -> None:
+        self._timeout = timedelta(seconds=self.timeout_s)
+        self._end_of_work = nccl.EndOfWork(self.device)
         self._connection: SharedBackend | None = None
         self._build: _Build | None = None
-        self.members: tuple[GroupId, ...] = (group,)
+        self.members: tuple[GroupId, ...] = (self.group,)
         """The groups of the current communicator, ascending."""
         self._num_shares = 0  # posted to this communicator
         self.num_posted_bytes = 0
@@ -115,7 +107,7 @@ class CrossGroupCommunicator:
         self.members, self._num_shares, self._linked = tuple(members), 0, set()
         if self._is_alone:
             return
-        self._rendezvous.append((keys.communicator(key, self._position), list(members).index(self._group)))
+        self._rendezvous.append((keys.communicator(key, self.position), list(members).index(self.group)))
         former = self._rendezvous.popleft() if len(self._rendezvous) > _MAX_RENDEZVOUS else None
         place = *self._rendezvous[-1], former
         build = self._build = _Build()
@@ -125,13 +117,13 @@ class CrossGroupCommunicator:
         """Connects (sender, receiver) pairs before `post_shares` needs them; sums cannot be posted meanwhile.
         Collective over: the members that are in a new pair. On CPUs all pairs are connected.
         """
-        new = [pair for pair in sorted(set(pairs) - self._linked) if self._group in pair and pair[0] != pair[1]]
+        new = [pair for pair in sorted(set(pairs) - self._linked) if self.group in pair and pair[0] != pair[1]]
         self._linked.update(new)
         is_there = self._build is not None or self._connection is not None
-        if self._device.type == "cpu" or not new or not is_there:
+        if self.device.type == "cpu" or not new or not is_there:
             return
         index = self.members.index
-        call = connecting([(index(sender), index(to)) for sender, to in new], index(self._group), self._device)
+        call = connecting([(index(sender), index(to)) for sender, to in new], index(self.group), self.device)
         build = self._build or _Build(result=[self._connection] if self._connection is not None else [])
         earlier, self._build, self._connection = build.thread, build, None
         self._run_in_thread(build, lambda: self._extend(build, earlier, call))
@@ -184,7 +176,7 @@ class CrossGroupCommunicator:
         ranked = [(values, tuple(map(index, groups))) for values, groups in shares]
 
         def start(transfer: Transfer, backend: Any) -> None:
-            exchange = Exchange(backend, index(self._group), is_polled=self._device.type != "cpu")
+            exchange = Exchange(backend, index(self.group), is_polled=self.device.type != "cpu")
             exchange.post(transfer, ranked, extras, first_tag)
 
         return self._start([*(values for values, _ in shares), extras], start)
@@ -219,7 +211,7 @@ class CrossGroupCommunicator:
 
     def _begin(self, transfer: Transfer, connection: SharedBackend, start: Callable[[Transfer, Any], None]) -> None:
         with connection.using() as backend:
-            if self._device.type != "cpu":
+            if self.device.type != "cpu":
                 transfer.preceding = nccl.event_now()
             start(transfer, backend)
 
@@ -256,7 +248,7 @@ class CrossGroupCommunicator:
 
     def _pause(self, longest_s: float) -> None:
         first = self._in_flight[0]
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             self._end_of_work.wait(first.works[-1], longest_s)  # its works end in order
         else:
             first.pause(longest_s)
@@ -295,7 +287,7 @@ class CrossGroupCommunicator:
         return any(connection.may_break_device for connection in self._aborted)
 
     def _all_in_flight(self) -> list[Transfer]:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return []
         build = self._build
         return [*self._in_flight, *([] if build is None else build.transfers[-1:])]
@@ -309,15 +301,15 @@ class CrossGroupCommunicator:
     ) -> SharedBackend | Exception:
         """Runs in the build's thread. Returns the connection, or the exception for the main thread to read."""
         try:
-            store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
-            limit_s = self._timeout.total_seconds()
-            if self._device.type == "cpu":
-                return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device, limit_s)
+            store = self.store.rendezvous(name, rank, self.timeout_s, former)
+            if self.device.type == "cpu":
+                gloo = dist.ProcessGroupGloo(store, rank, size, self._timeout)
+                return SharedBackend(gloo, self.device, self.timeout_s)
             backend = nccl.connect(
-                store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
+                store, rank, size, device=self.device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
             )
-            connection = SharedBackend(backend, self._device, limit_s)
-            self._rehearse(build, connection, self._warm_up(size))
+            connection = SharedBackend(backend, self.device, self.timeout_s)
+            self._rehearse(build, connection, self.warm_up(size))
         except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
             return self._why_failed(error)
         return connection
@@ -344,7 +336,7 @@ class CrossGroupCommunicator:
 
         connection.is_connecting = True
         try:
-            with nccl.own_stream(self._device):
+            with nccl.own_stream(self.device):
                 for call in calls:
                     build.transfers[:] = [transfer := Transfer(connection=connection, tensors=call.tensors)]
                     self._begin(transfer, connection, start(call))
@@ -360,7 +352,7 @@ class CrossGroupCommunicator:
 
     def _why_failed(self, error: Exception) -> Exception:
         """The error without its frames, whose cycle with the build would keep the store open."""
-        if self._device.type != "cpu" and not isinstance(error, nccl.NoLongerWanted):
+        if self.device.type != "cpu" and not isinstance(error, nccl.NoLongerWanted):
             with contextlib.suppress(RuntimeError):
                 gpu.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again
         return error.with_traceback(None)
@@ -397,26 +389,26 @@ class CrossGroupCommunicator:
 
     def _require_device(self, error: Exception) -> None:
         """Raises the error if every later use of the device would fail, too: another communicator would not help."""
-        if self._device.type != "cpu" and ends_process(error):
+        if self.device.type != "cpu" and ends_process(error):
             raise error
 
     def _wait(
         self, is_done: Callable[[], bool], pause: Callable[[float], object], is_decided: Callable[[], bool]
     ) -> bool:
         """Waits for `is_done`; returns False if a newer log entry or the timeout comes first."""
-        longest_s = min(self._ask_interval_s, _PAUSE_S)
-        ask_log_at_s = time.monotonic() + self._ask_interval_s
-        end_s = time.monotonic() + self._timeout.total_seconds()
+        longest_s = min(self.ask_interval_s, _PAUSE_S)
+        ask_log_at_s = time.monotonic() + self.ask_interval_s
+        end_s = time.monotonic() + self.timeout_s
         while not is_done():
             pause(longest_s)
-            self._probe.progress()
+            self.probe.progress()
             if time.monotonic() >= end_s:  # gloo has its own timeout, NCCL's is not visible to a poller
-                self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"
+                self.evidence = f"no end within reduce.timeout_s={self.timeout_s:g}"
                 return False
             if time.monotonic() >= ask_log_at_s:
                 if is_decided():
                     return is_done()
-                ask_log_at_s = time.monotonic() + self._ask_interval_s
+                ask_log_at_s = time.monotonic() + self.ask_interval_s
         return True
 
     def _abandon(self) -> None:
@@ -436,7 +428,7 @@ class CrossGroupCommunicator:
             self._connection = None
 
     def _abort(self, connection: SharedBackend | None, reason: str) -> None:
-        if self._device.type != "cpu" and connection is not None and not connection.end_reason:
+        if self.device.type != "cpu" and connection is not None and not connection.end_reason:
             self._aborted.append(connection)
             connection.abort(reason)
 

@@ -1,5 +1,5 @@
-"""Checks drawn passes of a rank operation by operation, below autograd: products by their sums, all others by computing
-them twice, and inputs by the checksums of the results that they are.
+"""Checks drawn passes of a rank operation by operation, below autograd: products by their sums, all operations by
+computing them twice, and inputs by the checksums of the results that they are.
 
 A product Y = A B is compared with its operands by Y r = A (B r) for a vector r of random signs (Huang and Abraham,
 Algorithm-Based Fault Tolerance for Matrix Operations, IEEE Transactions on Computers C-33, 1984). docs/audits.md has
@@ -181,7 +181,7 @@ class PassChecks(TorchDispatchMode):
         given = {**dict(zip(traits.names, args, strict=False)), **options}
         written = {id(one): one for one in _tensors([given.get(name) for name in traits.written])}
         is_product = func in _FACTORS and bool(taken) and taken[0].dtype in _ROUNDINGS
-        repeats = self._repeats and not is_product and traits.is_repeatable(given) and _can_copy(written, taken)
+        repeats = self._repeats and traits.is_repeatable(given) and _can_copy(written, taken)
         with _UnseenByModes():
             if written:
                 self._verify(traits.name, taken)

@@ -189,6 +189,14 @@ def test_an_operation_that_differs_when_computed_twice_is_found(name: str, bit: 
         assert found.endswith("in the forward pass: computed twice, it is different")
 
 
+@pytest.mark.parametrize("time", [1, 2])
+def test_the_lowest_bit_of_a_product_is_found_where_it_does_not_come_twice(time: int) -> None:
+    left, right = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(3))
+    fault = Fault("mm", flip(0, 5), time=time)
+    assert found_in(lambda: left @ right, fault).endswith("in the forward pass: computed twice, it is different")
+    assert fault.has_struck
+
+
 def test_random_numbers_are_drawn_once() -> None:
     values = torch.ones(64, 64)
 

@@ -335,7 +335,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
         (
             "--mtbf 300s --reform 60s --machines-per-group 4 --groups-per-domain 4 --domain-mtbf 30d",
-            "re-forming is planned for machines that are lost one by one",
+            "re-forming is planned with domains of 4 groups where all groups can read all data",
         ),
         ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),
         ("--mtbf 300s --join 30s", "--join 30s needs --repair"),

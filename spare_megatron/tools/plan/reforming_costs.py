@@ -43,7 +43,7 @@ class ReformTimes:
     """n, idle machines."""
     domain_machines: int = 0
     """D."""
-    domain_interval_s: float = inf
+    domain_interval_s: float | None = None
     """Mean seconds between losses of any domain."""
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ def _shares_away(times_s: FloatArray, away: FloatArray, reform: ReformTimes) -> 
         return shares
 
     alone = shares_of(away)
-    if reform.repair_s is None or reform.domain_interval_s == inf:
+    if reform.repair_s is None or reform.domain_interval_s is None:
         return alone
     domains = shares_of(reform.repair_s / reform.domain_interval_s * -np.expm1(-times_s / reform.repair_s))
     found = np.zeros((len(times_s), alone.shape[1] + reform.domain_machines * (domains.shape[1] - 1)))

@@ -24,7 +24,7 @@ from spare_megatron.tools.plan.reforming_costs import (
     time_without_machines_s,
 )
 from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.failures import FailureSpec, MachineDomain
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 
 N = 60
@@ -241,6 +241,24 @@ def test_the_planned_step_is_that_of_simulated_runs(
     planned = predict(facts, "reform", redundancy).stretch
     print(f"\nr = {redundancy}, {changes}, {others}: {planned / simulated - 1:+.1%}")
     assert 0.99 < planned / simulated < 1.06
+
+
+@pytest.mark.parametrize("num_spares", [0, 100])
+def test_the_planned_step_with_lost_domains_is_that_of_simulated_runs(num_spares: int) -> None:
+    """6 of 60 groups lose all their machines at once, every 50 minutes."""
+    changes = {"repair_s": 900.0, "num_spares": num_spares, "transfer_s": 20.0}
+    facts, scenario = planned_and_simulated(4, changes, {"last_resort": True}, num_steps=600)
+    num_domains = ceil(scenario.num_machines / 300)
+    domain = MachineDomain(name="power", machines=300, mean_s=3000.0 * num_domains, repair_s=900.0)
+    run = simulate(replace(scenario, failures=FailureSpec(mean_s=300.0, domains=(domain,))), 0)
+    alone = predict(facts, "reform", 4).stretch
+    planned = predict(replace(facts, groups_per_domain=6, domain_interval_s=3000.0), "reform", 4).stretch
+    simulated = run.availability * run.time_to_train_ratio
+    print(f"\n{num_spares} spares: {planned / simulated - 1:+.1%}, without domains {alone / simulated - 1:+.1%}")
+    assert run.losses_by_cause["power"] > 50
+    assert run.restarts == 0
+    assert 0.97 < planned / simulated < 1.06
+    assert alone < planned - 0.01
 
 
 INTERVAL_S = 100.0  # of one group

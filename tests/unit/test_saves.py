@@ -183,6 +183,20 @@ def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> Non
     assert never.cadence(GROUPS).time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
 
 
+def test_before_the_first_return_groups_are_expected_back_after_the_configured_absence() -> None:
+    found = Experience(1000.0, TERMS, 10.0, 100.0)
+    first = found.cadence(GROUPS)
+    assert first.absence_s == 100.0
+    assert first.time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, 100.0, 10.0)
+    found.on_loss([GroupId(3)])
+    found.on_commit(90.0, 3)
+    assert found.cadence(GROUPS[:3]).absence_s == 100.0
+    found.on_commit(501.0, 3)
+    assert found.cadence(GROUPS[:3]).absence_s is None, "away for five times as long: not expected any more"
+    found.on_admission([GroupId(3)])
+    assert found.cadence(GROUPS).absence_s == 501.0, "what is measured replaces it"
+
+
 def test_partitions_without_a_copy_count_and_the_less_the_faster_they_are_copied() -> None:
     members = [Member(GroupId(group)) for group in range(7)]
     ring = make_placement("golomb", 7, 3)

@@ -10,7 +10,6 @@ from spare_megatron.core.audits.audits import AuditPolicy
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
     Action,
-    AppendEntry,
     AttemptReduce,
     AttemptUndo,
     BuildCommunicator,
@@ -20,37 +19,24 @@ from spare_megatron.core.log.actions import (
     TakeSnapshot,
 )
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, Undo
-from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Held, Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.stacking.paces import Rounds
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
+from tests.unit.controllers import begun_with, decided, fold, setup_with
 
 AUDITS = AuditPolicy(every_steps=3, seed=1, rounds=Rounds())  # in steps 2, 5, 8
 SNAPSHOTS = SnapshotPolicy(every_steps=2, redundancy=1, layout=Layout(num_groups=4, num_nodes=4))
-SETUP = ControllerSetup(
-    placement=make_placement("golomb", 4, 4),
-    microbatches_per_shard=2,
-    num_steps=12,
-    audits=AUDITS,
-    snapshots=SNAPSHOTS,
-    saves=SavePolicy(interval_steps=2),
-)
+SETUP = setup_with(redundancy=4, m=2, steps=12, audits=AUDITS, snapshots=SNAPSHOTS, saves=SavePolicy(interval_steps=2))
 PARTITIONED = replace(SETUP, partitions=PartitionSetup(num_groups=4, redundancy=2))
 OUTVOTED = Fence(group=GroupId(2), reason="it is wrong", discard=True, is_outvoted=True)
 
 
-def fold(controller: Controller, entry: Entry) -> tuple[Action, ...]:
-    return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
-
-
-def found_in_step_5(setup: ControllerSetup) -> tuple[Controller, tuple[Action, ...]]:
+def found_in_step_5(setup: ControllerSetup) -> tuple[Controller, list[Action]]:
     """Group 2 is outvoted in step 5: what it has computed since step 2 may be wrong. Returns what follows."""
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun_with(setup)
     for step in range(5):
         fold(controller, Commit(step=step, attempt=step, save=step in (1, 3)))
     assert controller.audited_steps == 3
@@ -59,19 +45,17 @@ def found_in_step_5(setup: ControllerSetup) -> tuple[Controller, tuple[Action, .
     return controller, fold(controller, Retry(step=5, attempt=5, recompute=True, gather=is_shared))
 
 
-def decided(controller: Controller, held: Sequence[Held], group: int = 3) -> Entry:
+def voted(controller: Controller, held: Sequence[Held], group: int = 3) -> Entry:
     votes = {group: Vote(is_complete=False, plan_digest="same") for group in controller.members}
     votes[GroupId(group)] = replace(votes[GroupId(group)], held=tuple(held))
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    return append.entry
+    return decided(controller, votes)
 
 
 def test_spoiled_steps_are_undone_by_the_snapshot_that_the_members_have_whole() -> None:
     controller, actions = found_in_step_5(SETUP)
     assert [type(action) for action in actions[:1]] == [AttemptUndo]
     assert not any(isinstance(action, ComputeStep | BuildCommunicator) for action in actions), "nothing is computed yet"
-    entry = decided(controller, [Held(1, 0, "a"), Held(3, 0, "b")])
+    entry = voted(controller, [Held(1, 0, "a"), Held(3, 0, "b")])
     assert entry == Undo(step=2, attempt=6, snapshot=1), "the newer one holds step 3, which is not audited"
     refused, load, compute, reduce, _ = fold(controller, entry)
     assert isinstance(refused, RefuseCheckpoint)
@@ -93,7 +77,7 @@ def test_spoiled_steps_are_undone_by_the_snapshot_that_the_members_have_whole() 
 
 def test_without_a_whole_snapshot_the_step_is_computed_with_what_is_spoiled() -> None:
     controller, _ = found_in_step_5(SETUP)
-    entry = decided(controller, [Held(3, 0, "b")])
+    entry = voted(controller, [Held(3, 0, "b")])
     assert entry == Retry(step=5, attempt=6, recompute=True)
     actions = fold(controller, entry)
     assert [type(action) for action in actions[:2]] == [ComputeStep, AttemptReduce]

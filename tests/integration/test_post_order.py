@@ -18,8 +18,8 @@ from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.mcore_group import CPU, run_group, work_of
-from tests.integration.test_run_buckets import bucketed, run_of
 from tests.integration.test_run_corruption import wrong
+from tests.integration.test_run_reproducible import bucketed, run_through
 from tests.integration.whole_run import kill, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(180)
@@ -148,9 +148,9 @@ def test_a_run_of_tensor_parallel_groups_masks_losses_and_unsound_gradients_of_o
     text_corpus: Path, tmp_path: Path
 ) -> None:
     layout = LayoutConfig(num_groups=4, tensor_parallel=2)
-    expected = run_of(bucketed(text_corpus, layout=layout), tmp_path / "none")
+    expected = run_through(bucketed(text_corpus, layout=layout), tmp_path / "none")
     faults = [wrong("nan", FaultPoint.BACKWARD, 1, 2, 1), kill(FaultPoint.IN_REDUCE, 3, 1, 1)]
-    run = run_of(bucketed(text_corpus, faults, layout=layout, overlap=True), tmp_path / "faults")
+    run = run_through(bucketed(text_corpus, faults, layout=layout, overlap=True), tmp_path / "faults")
     assert run.summary.outcome == "finished"
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -32,8 +32,8 @@ from spare_megatron.tools.weights.weights_folder import ExportOptions
 from tests.integration.fault_free import FaultFreeRuns
 from tests.integration.forked_supervisors import Forks
 from tests.integration.reference import assert_exact
-from tests.integration.test_run_buckets import bucketed, run_of
 from tests.integration.test_run_checkpoint import assert_proven, config_of
+from tests.integration.test_run_reproducible import bucketed, run_through
 from tests.integration.watched_rank import Watch, read_census
 from tests.integration.whole_run import (
     Run,
@@ -125,7 +125,7 @@ def run_with(corpus: Path, run_dir: Path, lanes: int, faults: Sequence[FaultConf
     layout = LayoutConfig(num_groups=3, data_parallel=lanes, pipeline_parallel=2)
     config = bucketed(corpus, faults, layout=layout, overlap=lanes > 1, num_microbatches=3)
     data = replace(config.data, split="9,1")
-    run = run_of(replace(config, data=data, eval=EvalConfig(every_steps=2, sequences=9)), run_dir)
+    run = run_through(replace(config, data=data, eval=EvalConfig(every_steps=2, sequences=9)), run_dir)
     assert_masked(run)
     return run
 

@@ -1,7 +1,8 @@
-"""Who audits whom, and what follows from a mismatch, by the rules alone."""
+"""Who audits whom, what follows from a mismatch, and undos of steps that are spoiled, by the rules alone."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -25,24 +26,31 @@ from spare_megatron.core.audits.audits import (
 )
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.actions import (
-    AppendEntry,
+    Action,
     AttemptReduce,
+    AttemptUndo,
+    BuildCommunicator,
     ChangePaces,
     ComputeAudits,
     ComputeStep,
+    LoadCheckpoint,
+    RefuseCheckpoint,
     SaveCheckpoint,
     SaveDispute,
+    TakeSnapshot,
 )
-from spare_megatron.core.log.entries import Commit, Fence, Halt, Retry, encode_entry
-from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
-from spare_megatron.core.log.votes import Vote
+from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry, Undo, encode_entry
+from spare_megatron.core.log.votes import Held, Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots
+from spare_megatron.stacking.layout import GroupId, Layout, Member, ShardId
 from spare_megatron.stacking.order import Dealing, initial_order
 from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.paces import LIKE, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import NO_OWNER, Audit, Microbatch, Work, share_of
+from spare_megatron.stacking.state_partitions import PartitionSetup
+from tests.unit.controllers import begun, begun_with, decided, fold, of_type, setup_with
 
 MICROBATCH = Microbatch(ShardId(3), 1)
 POLICY = AuditPolicy(every_steps=3, seed=5)
@@ -268,19 +276,11 @@ def test_the_first_difference_follows_the_stages() -> None:
 # ------------------------------------------------------------------------------------------------------- the controller
 
 
-def started(
-    num_groups: int = 4, redundancy: int = 4, every_steps: int | None = 1, save_every_steps: int | None = None
-) -> tuple[Controller, AttemptReduce]:
-    setup = ControllerSetup(
-        placement=make_placement("golomb", num_groups, redundancy),
-        microbatches_per_shard=2,
-        num_steps=9,
-        audits=None if every_steps is None else AuditPolicy(every_steps=every_steps, seed=1),
-        saves=SavePolicy(interval_steps=save_every_steps),
-    )
-    controller = Controller(setup)
-    actions = controller.handle(RunStarted(), now_s=0.0)
-    return controller, next(action for action in actions if isinstance(action, AttemptReduce))
+def started(num_groups: int = 4, every_steps: int | None = 1, save_every_steps: int | None = None) -> Controller:
+    """With all shards on all groups."""
+    audits = None if every_steps is None else AuditPolicy(every_steps=every_steps, seed=1)
+    saves = SavePolicy(interval_steps=save_every_steps)
+    return begun(num_groups=num_groups, redundancy=num_groups, m=2, steps=9, audits=audits, saves=saves)
 
 
 def votes_of(
@@ -295,74 +295,69 @@ def votes_of(
     return votes
 
 
-def decided(controller: Controller, votes: dict[GroupId, Vote]) -> object:
-    actions = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-    [entry] = [action.entry for action in actions if isinstance(action, AppendEntry)]
+def logged(controller: Controller, votes: dict[GroupId, Vote]) -> Entry:
+    entry = decided(controller, votes)
     assert "forward" not in encode_entry(entry), "the log holds no boundaries"
     return entry
 
 
-def fold(controller: Controller, entry: object) -> tuple[object, ...]:
-    return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)  # type: ignore[arg-type]
-
-
 def test_a_mismatch_is_settled_before_the_commit() -> None:
-    controller, _ = started()
+    controller = started()
     audits = controller._plans[0].audits
-    assert isinstance(decided(controller, votes_of(controller, audits, {})), Commit)
+    assert isinstance(logged(controller, votes_of(controller, audits, {})), Commit)
     one = audits[0]
     wrong = {(int(one.owner), one.microbatch): 8}
-    asked = decided(controller, votes_of(controller, audits, wrong))
+    asked = logged(controller, votes_of(controller, audits, wrong))
     assert isinstance(asked, Retry)
     [open_one] = asked.disputes
     [third] = open_one.asked
     assert third not in (one.auditor, one.owner)
     assert (open_one.microbatch, asked.kept, asked.recompute) == (one.microbatch, (1,), False)
     actions = fold(controller, asked)
-    [save] = [action for action in actions if isinstance(action, SaveDispute)]
+    [save] = of_type(actions, SaveDispute)
     assert (save.step, save.attempt) == (0, 1)
     assert save.member.group not in (one.auditor, one.owner), "their parameters may be what is wrong"
-    [compute] = [action for action in actions if isinstance(action, ComputeAudits)]
+    [compute] = of_type(actions, ComputeAudits)
     assert compute.asked_of(third) == (one.microbatch,)
-    [attempt] = [action for action in actions if isinstance(action, AttemptReduce)]
+    [attempt] = of_type(actions, AttemptReduce)
     assert attempt.disputed == (one.microbatch,)
-    another, _ = started()
+    another = started()
     fold(another, asked)
     with pytest.raises(ValueError, match="discarded"):
         fold(another, Commit(step=0, attempt=1))
     further = (*audits, Audit(third, one.owner, one.microbatch))
-    fence = decided(controller, votes_of(controller, further, wrong))
+    fence = logged(controller, votes_of(controller, further, wrong))
     assert isinstance(fence, Fence)
     assert (fence.group, fence.discard, fence.is_outvoted) == (one.owner, True, True)
-    assert not [action for action in fold(controller, fence) if isinstance(action, SaveDispute)], "once in a step"
-    again = decided(controller, {g: v for g, v in votes_of(controller, further, wrong).items() if g != one.owner})
+    assert not of_type(fold(controller, fence), SaveDispute), "once in a step"
+    again = logged(controller, {g: v for g, v in votes_of(controller, further, wrong).items() if g != one.owner})
     assert isinstance(again, Retry)
     assert (again.recompute, again.kept, again.disputes) == (True, (), ())
-    steps = [action for action in fold(controller, again) if isinstance(action, ComputeStep)]
+    steps = of_type(fold(controller, again), ComputeStep)
     assert one.owner not in {audit.owner for audit in steps[0].plan.audits}
     assert len(steps[0].plan.audits) == 3, "those that are left are audited again"
 
 
 def test_a_group_that_is_outvoted_at_once_has_the_parameters_saved_too() -> None:
     """Two auditors may draw the same microbatch, so that a third host has voted before any is asked."""
-    controller, _ = started()
+    controller = started()
     audits = controller._plans[0].audits
     one = audits[0]
     third = next(group for group in controller.members if group not in (one.auditor, one.owner))
     further = (*audits, Audit(third, one.owner, one.microbatch))
-    fence = decided(controller, votes_of(controller, further, {(int(one.owner), one.microbatch): 8}))
+    fence = logged(controller, votes_of(controller, further, {(int(one.owner), one.microbatch): 8}))
     assert isinstance(fence, Fence)
-    [save] = [action for action in fold(controller, fence) if isinstance(action, SaveDispute)]
+    [save] = of_type(fold(controller, fence), SaveDispute)
     assert (save.step, save.attempt, save.member.group in controller.members) == (0, 0, True)
 
 
 def test_a_checkpoint_says_how_many_of_the_first_steps_are_audited() -> None:
     """What a group has computed between its last audit and the one that found it wrong is in all later states."""
-    controller, _ = started(every_steps=2, save_every_steps=1)
+    controller = started(every_steps=2, save_every_steps=1)
 
     def committed() -> int | None:
         commit = Commit(step=controller.step, attempt=controller.attempt, save=True)
-        [save] = [action for action in fold(controller, commit) if isinstance(action, SaveCheckpoint)]
+        [save] = of_type(fold(controller, commit), SaveCheckpoint)
         return save.audited_steps
 
     assert [committed() for _ in range(4)] == [0, 2, 2, 4]
@@ -373,59 +368,52 @@ def test_a_checkpoint_says_how_many_of_the_first_steps_are_audited() -> None:
     fold(controller, Fence(group=GroupId(1), discard=True, is_outvoted=True))
     fold(controller, Retry(step=7, attempt=8, recompute=True))
     assert [committed() for _ in range(2)] == [6, 6]
-    calm, _ = started(every_steps=None, save_every_steps=1)
-    [save] = [one for one in fold(calm, Commit(step=0, attempt=0, save=True)) if isinstance(one, SaveCheckpoint)]
+    calm = started(every_steps=None, save_every_steps=1)
+    [save] = of_type(fold(calm, Commit(step=0, attempt=0, save=True)), SaveCheckpoint)
     assert save.audited_steps is None
 
 
 @pytest.mark.parametrize("who", ["owner", "auditor", "both"])
 def test_a_mismatch_with_a_group_that_was_lost_after_its_vote_has_the_step_computed_again(who: str) -> None:
     """Its gradient is in the sum, and no member is left that differs."""
-    controller, _ = started()
+    controller = started()
     audits = controller._plans[0].audits
     one = audits[0]
     votes = votes_of(controller, audits, {(int(one.owner), one.microbatch): 8})
     lost = {"owner": {one.owner}, "auditor": {one.auditor}, "both": {one.owner, one.auditor}}[who]
     for group in sorted(lost):
         fold(controller, Fence(group=group, reason="SIGKILL"))
-    retry = decided(controller, votes)
+    retry = logged(controller, votes)
     assert isinstance(retry, Retry)
     assert [one.asked for one in retry.disputes] == [()]
     fold(controller, retry)
-    again = decided(controller, {g: v for g, v in votes_of(controller, audits, {}).items() if g not in lost})
+    again = logged(controller, {g: v for g, v in votes_of(controller, audits, {}).items() if g not in lost})
     assert isinstance(again, Retry)
     assert again.recompute
 
 
 def test_two_hosts_that_repeat_different_digests_halt_the_run_with_both_named() -> None:
-    controller, _ = started(num_groups=2, redundancy=2)
+    controller = started(num_groups=2)
     audits = controller._plans[0].audits
     wrong = {(int(audits[0].owner), audits[0].microbatch): 8}
-    asked = decided(controller, votes_of(controller, audits, wrong))
+    asked = logged(controller, votes_of(controller, audits, wrong))
     assert isinstance(asked, Retry)
     assert asked.disputes[0].asked == (0, 1)
     fold(controller, asked)
-    halt = decided(controller, votes_of(controller, audits, wrong))
+    halt = logged(controller, votes_of(controller, audits, wrong))
     assert isinstance(halt, Halt)
     assert "groups 0 and 1 compute different gradients" in halt.reason
     assert halt.discard
 
 
 def test_groups_whose_pace_changes_are_audited_in_the_next_step() -> None:
-    setup = ControllerSetup(
-        placement=make_placement("golomb", 4, 4),
-        microbatches_per_shard=8,
-        num_steps=99,
-        audits=AuditPolicy(every_steps=98, seed=1),
-        rounds=Rounds(),
-    )
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
+    audits = AuditPolicy(every_steps=98, seed=1)
+    controller = begun(redundancy=4, m=8, steps=99, audits=audits, rounds=Rounds())
     audited, paces = {}, {}
     for step in range(40):
         slow = (PaceException(GroupId(1), 3000),) if step < 20 else (PaceException(GroupId(1), 1000),)
         actions = fold(controller, Commit(step=step, attempt=step, paces=slow))
-        if changes := [action for action in actions if isinstance(action, ChangePaces)]:
+        if changes := of_type(actions, ChangePaces):
             paces[step + 1] = dict(changes[0].permille)
         audited[step + 1] = [group for audit in controller._plans[0].audits for group in audit[:2]]
     first, second = paces
@@ -436,10 +424,108 @@ def test_groups_whose_pace_changes_are_audited_in_the_next_step() -> None:
 
 
 def test_groups_that_come_in_are_audited_in_their_first_step() -> None:
-    controller, _ = started(every_steps=99)
+    controller = started(every_steps=99)
     assert controller._plans[0].audits == ()
     fold(controller, Fence(group=GroupId(2)))
     fold(controller, Commit(step=0, attempt=0, admit=(Member(GroupId(2), 1),)))
     assert [audit.auditor for audit in controller._plans[0].audits] == [2]
     fold(controller, Commit(step=1, attempt=1))
     assert controller._plans[0].audits == ()
+
+
+AUDITS = AuditPolicy(every_steps=3, seed=1, rounds=Rounds())  # in steps 2, 5, 8
+SNAPSHOTS = SnapshotPolicy(every_steps=2, redundancy=1, layout=Layout(num_groups=4, num_nodes=4))
+SETUP = setup_with(redundancy=4, m=2, steps=12, audits=AUDITS, snapshots=SNAPSHOTS, saves=SavePolicy(interval_steps=2))
+PARTITIONED = replace(SETUP, partitions=PartitionSetup(num_groups=4, redundancy=2))
+OUTVOTED = Fence(group=GroupId(2), reason="it is wrong", discard=True, is_outvoted=True)
+
+
+def found_in_step_5(setup: ControllerSetup) -> tuple[Controller, list[Action]]:
+    """Group 2 is outvoted in step 5: what it has computed since step 2 may be wrong. Returns what follows."""
+    controller = begun_with(setup)
+    for step in range(5):
+        fold(controller, Commit(step=step, attempt=step, save=step in (1, 3)))
+    assert controller.audited_steps == 3
+    fold(controller, OUTVOTED)
+    is_shared = setup.partitions is not None
+    return controller, fold(controller, Retry(step=5, attempt=5, recompute=True, gather=is_shared))
+
+
+def voted(controller: Controller, held: Sequence[Held], group: int = 3) -> Entry:
+    votes = {group: Vote(is_complete=False, plan_digest="same") for group in controller.members}
+    votes[GroupId(group)] = replace(votes[GroupId(group)], held=tuple(held))
+    return decided(controller, votes)
+
+
+def test_spoiled_steps_are_undone_by_the_snapshot_that_the_members_have_whole() -> None:
+    controller, actions = found_in_step_5(SETUP)
+    assert [type(action) for action in actions[:1]] == [AttemptUndo]
+    assert not any(isinstance(action, ComputeStep | BuildCommunicator) for action in actions), "nothing is computed yet"
+    entry = voted(controller, [Held(1, 0, "a"), Held(3, 0, "b")])
+    assert entry == Undo(step=2, attempt=6, snapshot=1), "the newer one holds step 3, which is not audited"
+    refused, load, compute, reduce, _ = fold(controller, entry)
+    assert isinstance(refused, RefuseCheckpoint)
+    assert refused.step == 4
+    assert isinstance(load, LoadCheckpoint)
+    assert (load.step, load.snapshot, load.rework_steps) == (2, 1, 3)
+    assert load.holders == tuple(Member(GroupId(group)) for group in (0, 1)), "of those that copied it"
+    assert isinstance(compute, ComputeStep)
+    assert compute.plan.step == 2
+    assert compute.plan.audits, "all are audited at once"
+    assert isinstance(reduce, AttemptReduce)
+    assert (controller.step, controller.attempt, controller.audited_steps) == (2, 7, 2)
+    assert controller.members == (0, 1, 3)
+    again = fold(controller, Commit(step=2, attempt=7))
+    assert not any(isinstance(action, TakeSnapshot) for action in again)
+    [taken] = [action for action in fold(controller, Commit(step=3, attempt=8)) if isinstance(action, TakeSnapshot)]
+    assert taken.kept == (1,), "what is undone goes"
+
+
+def test_without_a_whole_snapshot_the_step_is_computed_with_what_is_spoiled() -> None:
+    controller, _ = found_in_step_5(SETUP)
+    entry = voted(controller, [Held(3, 0, "b")])
+    assert entry == Retry(step=5, attempt=6, recompute=True)
+    actions = fold(controller, entry)
+    assert [type(action) for action in actions[:2]] == [ComputeStep, AttemptReduce]
+    again = fold(controller, Retry(step=5, attempt=7, recompute=True))
+    assert not any(isinstance(action, AttemptUndo) for action in again), "it is asked once"
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [PARTITIONED, replace(SETUP, snapshots=None), replace(SETUP, snapshots=replace(SNAPSHOTS, every_steps=4))],
+    ids=["partitioned state", "no snapshots", "none old enough"],
+)
+def test_what_cannot_be_undone_is_not_asked_about(setup: ControllerSetup) -> None:
+    _, actions = found_in_step_5(setup)
+    assert not any(isinstance(action, AttemptUndo) for action in actions)
+    assert any(isinstance(action, ComputeStep) for action in actions)
+
+
+def test_an_undo_of_another_attempt_or_to_a_later_step_is_refused() -> None:
+    for entry in (Undo(step=2, attempt=5, snapshot=1), Undo(step=5, attempt=6, snapshot=1)):
+        controller, _ = found_in_step_5(SETUP)
+        with pytest.raises(ValueError, match="goes back to the state after"):
+            fold(controller, entry)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_newest_audited_snapshot_is_kept_beside_the_newest_ones_and_no_more_than_three(seed: int) -> None:
+    """Whatever the intervals of audits and snapshots are; against all that were ever taken."""
+    random = Random(seed)
+    every, audited_every = random.randint(2, 6), random.randint(1, 20)
+    snapshots = Snapshots(replace(SNAPSHOTS, every_steps=every))
+    held: set[int] = set()
+    taken: list[int] = []
+    audited = most = 0
+    for step in range(1, 120):
+        if step % audited_every == 0:
+            audited = step
+        for action in snapshots.after(step, step, [GroupId(0), GroupId(1)], audited_steps=audited):
+            held = {attempt for attempt in held if attempt in action.kept} | {action.attempt}
+            taken.append(step)
+        wanted = max((one for one in taken if one <= audited), default=None)
+        assert wanted is None or wanted in held
+        assert [one.attempt for one in snapshots.clean(audited)][-1:] == ([] if wanted is None else [wanted])
+        most = max(most, len(held))
+    assert most == (2 if audited_every <= every else 3) or most == 2

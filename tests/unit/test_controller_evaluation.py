@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.controller.controller import Controller, ControllerSetup
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
@@ -30,36 +30,25 @@ from spare_megatron.core.log.entries import (
     Retry,
     encode_entry,
 )
-from spare_megatron.core.log.events import RunStarted, VotesRead
+from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, SetSum
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
+from tests.unit.controllers import begun, fence, fold
 from tests.unit.journal_in_memory import run_record
-from tests.unit.test_controller import fence, fold
 
 LARGE = 10**40
 """No float holds it."""
 
 
-def evaluating(*, steps: int = 4, redundancy: int = 3, first_step: int = 0, **setup: Any) -> Controller:
+def evaluating(*, steps: int = 4, **setup: Any) -> Controller:
     """Every two steps, with more microbatches than a step has."""
-    controller = Controller(
-        ControllerSetup(
-            placement=make_placement("golomb", 4, redundancy),
-            microbatches_per_shard=2,
-            num_steps=steps,
-            first_step=first_step,
-            evaluation=EvaluationPolicy(every_steps=2, microbatches_per_shard=3),
-            **setup,
-        )
-    )
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
+    evaluation = EvaluationPolicy(every_steps=2, microbatches_per_shard=3)
+    return begun(m=2, steps=steps, evaluation=evaluation, **setup)
 
 
 def commits(controller: Controller, num_steps: int) -> list[object]:

@@ -22,7 +22,6 @@ from spare_megatron.core.log.actions import (
 from spare_megatron.core.log.entries import (
     VERSION,
     Commit,
-    Entry,
     Fence,
     GiveUp,
     Restart,
@@ -31,19 +30,20 @@ from spare_megatron.core.log.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.log.events import EndRequested, EntryRead, HostsRead, RunStarted
+from spare_megatron.core.log.events import EndRequested, HostsRead
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member, Slabs
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
+from tests.unit.controllers import begun_with, fold, setup_with
 
 WAIT_S = 60.0
-SETUP = ControllerSetup(
-    placement=make_placement("golomb", 4, 2),  # shard 1 is hosted by groups 1 and 0
-    microbatches_per_shard=2,
-    num_steps=9,
+SETUP = setup_with(
+    redundancy=2,  # shard 1 is hosted by groups 1 and 0
+    m=2,
+    steps=9,
     restarts=RestartLimits(max_restarts=1, window_s=1e6, wait_s=WAIT_S),
     pause_s=WAIT_S,
 )
@@ -51,22 +51,8 @@ LOST = (Fence(group=GroupId(0)), Fence(group=GroupId(1)))
 BACK = (Member(GroupId(0), 1), Member(GroupId(1), 1))
 
 
-def begun(setup: ControllerSetup = SETUP) -> Controller:
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
-
-
-def fold(controller: Controller, *entries: Entry) -> list[object]:
-    """The actions of the last of some entries."""
-    actions: list[object] = []
-    for entry in entries:
-        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0))
-    return actions
-
-
 def paused(setup: ControllerSetup = SETUP) -> Controller:
-    controller = begun(setup)
+    controller = begun_with(setup)
     fold(controller, Commit(step=0, attempt=0), *LOST, Retry(step=1, attempt=1, kept=(1,)))
     assert controller.pause is not None
     return controller
@@ -159,7 +145,7 @@ def test_a_pause_ends_the_run_only_after_the_wait_or_when_the_run_is_to_end() ->
 
 
 def test_without_a_pause_or_a_whole_copy_of_the_state_only_a_restart_follows() -> None:
-    without = begun(replace(SETUP, pause_s=None))
+    without = begun_with(replace(SETUP, pause_s=None))
     [stop] = fold(without, Commit(step=0, attempt=0), *LOST, Retry(step=1, attempt=1))
     assert stop == StopWipeOut(step=1, shards=(1,))
     controller = paused()
@@ -186,7 +172,7 @@ def test_with_partitioned_state_all_gather_parameters_before_they_admit() -> Non
 
 def test_an_evaluation_is_computed_again_too() -> None:
     evaluation = EvaluationPolicy(every_steps=1, microbatches_per_shard=1)
-    controller = begun(replace(SETUP, evaluation=evaluation))
+    controller = begun_with(replace(SETUP, evaluation=evaluation))
     fold(controller, Commit(step=0, attempt=0), *LOST)
     [build_or_wait, *_] = fold(controller, Retry(step=1, attempt=1))
     assert isinstance(controller.pause or build_or_wait, AwaitHosts)
@@ -214,7 +200,7 @@ def test_entries_that_do_not_fit_a_pause_are_refused() -> None:
         with pytest.raises(ValueError, match="log entry"):
             fold(paused(), entry)
     with pytest.raises(ValueError, match="every shard had a host"):
-        fold(begun(), Resume(step=0, attempt=0, admit=BACK))
+        fold(begun_with(SETUP), Resume(step=0, attempt=0, admit=BACK))
 
 
 def test_an_entry_of_another_version_is_refused_by_name() -> None:
@@ -228,7 +214,7 @@ def test_an_entry_of_another_version_is_refused_by_name() -> None:
 
 def test_the_loss_of_a_group_that_was_admitted_just_before_a_pause_counts_for_the_cadence() -> None:
     """It took no part in the last attempt before its admission, and none began after it."""
-    controller = begun(replace(SETUP, saves=SavePolicy(group_life_s=1e6)))
+    controller = begun_with(replace(SETUP, saves=SavePolicy(group_life_s=1e6)))
     fold(controller, Fence(group=GroupId(2)), Commit(step=0, attempt=0), *LOST)
     actions = fold(controller, Commit(step=1, attempt=1, admit=(Member(GroupId(2), 1),)))
     assert isinstance(actions[-1], AwaitHosts)

@@ -4,7 +4,6 @@ import pytest
 
 from spare_megatron.core.controller.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
 from spare_megatron.core.log.actions import (
-    AppendEntry,
     AttemptReduce,
     BuildCommunicator,
     ComputePatch,
@@ -15,13 +14,14 @@ from spare_megatron.core.log.actions import (
     StopHalted,
 )
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Restart, Retry
-from spare_megatron.core.log.events import RunStarted, VotesRead
+from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.stacking.state_partitions import PartitionSetup
-from tests.unit.test_controller import fence, fold, halted, make_controller, members
+from tests.unit.controllers import begun, decided, fence, fold, members
+from tests.unit.test_controller import halted
 
 AGAIN = Retry(step=0, attempt=0, recompute=True)
 
@@ -37,16 +37,8 @@ def with_params(digests: str, incomplete: str = "") -> dict[GroupId, Vote]:
     }
 
 
-def decided(controller: Controller, cast: dict[GroupId, Vote]) -> Entry:
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    assert append.index == controller.head
-    return append.entry
-
-
 def test_a_group_whose_parameters_differ_from_the_majority_is_fenced_and_its_part_of_the_sum_discarded() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     cast = with_params("aaba")
     entry = decided(controller, cast)
     assert isinstance(entry, Fence)
@@ -67,8 +59,7 @@ def test_a_group_whose_parameters_differ_from_the_majority_is_fenced_and_its_par
 
 
 def test_several_groups_that_differ_are_fenced_one_after_the_other() -> None:
-    controller = make_controller(num_groups=5, redundancy=5)
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(num_groups=5, redundancy=5)
     cast = with_params("cabaa")
     fenced = []
     while isinstance(entry := decided(controller, cast), Fence):
@@ -80,21 +71,18 @@ def test_several_groups_that_differ_are_fenced_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(("digests", "num_groups"), [("aabb", 4), ("ab", 2), ("abc", 3), ("aabc", 4)])
 def test_without_a_majority_the_run_halts(digests: str, num_groups: int) -> None:
-    controller = make_controller(num_groups=num_groups, redundancy=num_groups)
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(num_groups=num_groups, redundancy=num_groups)
     assert "different parameters: a: groups [0" in halted(controller, with_params(digests))
 
 
 def test_a_group_that_brings_no_digest_is_not_compared() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     assert decided(controller, with_params("-aaa")) == Commit(step=0, attempt=0)
 
 
 def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_that_it_spoiled() -> None:
     """Its supervisor was faster than the comparison of the votes. All groups hold the sum, with its part in it."""
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     _, read_votes, _ = fold(controller, fence(2))
     assert controller.members == (0, 1, 3)
     assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3), num_left=3)
@@ -110,8 +98,7 @@ def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_t
 
 
 def test_what_such_a_group_saved_of_it_is_not_started_from() -> None:
-    controller = make_controller(saves=SavePolicy(interval_steps=1))
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(saves=SavePolicy(interval_steps=1))
     actions = fold(controller, Commit(step=0, attempt=0, save=True))
     (writer,) = [action.member.group for action in actions if isinstance(action, SaveCheckpoint)]
     fold(controller, fence(writer))
@@ -125,8 +112,7 @@ def test_what_such_a_group_saved_of_it_is_not_started_from() -> None:
 
 
 def test_a_lost_group_counts_in_the_vote_on_the_right_parameters() -> None:
-    controller = make_controller(num_groups=3)
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(num_groups=3)
     fold(controller, fence(0))
     entry = decided(controller, with_params("aab"))
     assert isinstance(entry, Fence)
@@ -134,8 +120,7 @@ def test_a_lost_group_counts_in_the_vote_on_the_right_parameters() -> None:
 
 
 def test_what_was_kept_of_a_step_is_given_up_when_an_attempt_of_it_is_discarded() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     _, reduce, _ = fold(controller, Retry(step=0, attempt=0, kept=(2,)))[-3:]
     assert isinstance(reduce, AttemptReduce)
     assert reduce.kept == (2,)
@@ -148,22 +133,19 @@ def test_what_was_kept_of_a_step_is_given_up_when_an_attempt_of_it_is_discarded(
 
 
 def test_nothing_is_compared_before_every_survivor_has_voted() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     assert controller.handle(VotesRead(attempt=0, votes=with_params("ab.a")), now_s=0.0) == ()
 
 
 def test_a_commit_of_a_discarded_sum_is_refused() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     fold(controller, Fence(group=GroupId(2), discard=True))
     with pytest.raises(ValueError, match="was discarded, and is committed"):
         fold(controller, Commit(step=0, attempt=0))
 
 
 def test_what_was_discarded_before_a_restart_is_over_with_it() -> None:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun()
     all_groups = (*members(0, 1, 3), Member(GroupId(2), 1))
     fold(controller, Fence(group=GroupId(2), discard=True), Restart(step=0, members=all_groups))
     assert decided(controller, with_params("aaaa")) == Commit(step=0, attempt=1)
@@ -187,12 +169,6 @@ def with_state(digests: str, **donors: int) -> Cast:
     }
 
 
-def begun_with(num_groups: int) -> Controller:
-    controller = make_controller(num_groups=num_groups, redundancy=num_groups)
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
-
-
 def fences_of(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
     """Groups fenced for wrong state, and the entry that follows."""
     groups = []
@@ -205,27 +181,27 @@ def fences_of(controller: Controller, cast: Cast) -> tuple[list[int], Entry]:
 
 
 def test_where_all_agree_the_step_is_committed() -> None:
-    assert fences_of(begun_with(4), with_state("aaaa", g3=0)) == ([], Commit(step=0, attempt=0))
+    assert fences_of(begun(redundancy=4), with_state("aaaa", g3=0)) == ([], Commit(step=0, attempt=0))
 
 
 def test_a_donor_with_wrong_state_is_fenced_with_its_newcomer() -> None:
-    groups, entry = fences_of(begun_with(4), with_state("bbaa", g1=0))
+    groups, entry = fences_of(begun(redundancy=4), with_state("bbaa", g1=0))
     assert groups == [0, 1]
     assert entry == Retry(step=0, attempt=0, recompute=True)
 
 
 def test_two_newcomers_of_one_donor_do_not_outvote_the_others() -> None:
-    groups, _ = fences_of(begun_with(5), with_state("bbbaa", g1=0, g2=0))
+    groups, _ = fences_of(begun(num_groups=5, redundancy=5), with_state("bbbaa", g1=0, g2=0))
     assert groups == [0, 1, 2]
 
 
 def test_a_newcomer_whose_copy_differs_from_its_donor_is_fenced_alone() -> None:
-    groups, _ = fences_of(begun_with(4), with_state("abaa", g1=0))
+    groups, _ = fences_of(begun(redundancy=4), with_state("abaa", g1=0))
     assert groups == [1]
 
 
 def test_a_group_that_is_no_donor_is_found_as_well() -> None:
-    groups, _ = fences_of(begun_with(4), with_state("aaba", g1=0))
+    groups, _ = fences_of(begun(redundancy=4), with_state("aaba", g1=0))
     assert groups == [2]
 
 
@@ -240,7 +216,7 @@ def test_a_group_that_is_no_donor_is_found_as_well() -> None:
     ],
 )
 def test_without_a_majority_on_state_the_run_halts(digests: str, donors: dict[str, int]) -> None:
-    controller = begun_with(len(digests))
+    controller = begun(num_groups=len(digests), redundancy=len(digests))
     if digests.startswith("."):
         fold(controller, Fence(group=GroupId(0)))
     assert "the same parameters and different state: " in halted(controller, with_state(digests, **donors))
@@ -248,21 +224,20 @@ def test_without_a_majority_on_state_the_run_halts(digests: str, donors: dict[st
 
 def test_a_group_without_a_state_digest_is_not_compared() -> None:
     cast = with_state("aaa", g1=0) | {GroupId(3): Vote(is_complete=True, plan_digest="p", params_digest="same")}
-    assert decided(begun_with(4), cast) == Commit(step=0, attempt=0)
+    assert decided(begun(redundancy=4), cast) == Commit(step=0, attempt=0)
 
 
 def test_wrong_parameters_are_reported_before_wrong_state() -> None:
     cast = with_state("aab")
     cast[GroupId(1)] = Vote(is_complete=True, plan_digest="p", params_digest="other", state_digest="a")
-    entry = decided(begun_with(3), cast)
+    entry = decided(begun(num_groups=3, redundancy=3), cast)
     assert isinstance(entry, Fence)
     assert (entry.group, entry.reason) == (1, "its parameters before step 0 differ from those of 2 groups")
 
 
 def test_what_was_saved_after_the_last_step_is_saved_again_by_a_group_with_right_state() -> None:
     """No update follows in whose parameters it would show."""
-    controller = make_controller(steps=1, saves=SavePolicy(saves_last=True))
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(steps=1, saves=SavePolicy(saves_last=True))
     fold(controller, Commit(step=0, attempt=0, save=True))
     entry = decided(controller, with_state("baaa"))
     assert isinstance(entry, Fence)
@@ -272,12 +247,6 @@ def test_what_was_saved_after_the_last_step_is_saved_again_by_a_group_with_right
     assert isinstance(again, Retry)
     fold(controller, again)
     assert decided(controller, with_state(".aaa")) == Finish(step=1, attempt=2)
-
-
-def begun_for_sums() -> Controller:
-    controller = make_controller()
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
 
 
 def decided_on_sums(controller: Controller, wrong: set[int], incomplete: frozenset[int] = frozenset()) -> Entry:
@@ -291,13 +260,11 @@ def decided_on_sums(controller: Controller, wrong: set[int], incomplete: frozens
         )
         for group in controller.members
     }
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    return append.entry
+    return decided(controller, cast)
 
 
 def test_a_wrong_sum_is_not_committed_and_nothing_of_its_attempt_stays() -> None:
-    controller = begun_for_sums()
+    controller = begun()
     entry = decided_on_sums(controller, {0, 1, 2, 3})
     groups = tuple(map(GroupId, range(4)))
     assert entry == Retry(step=0, attempt=0, recompute=True, wrong_sums=groups)
@@ -310,7 +277,7 @@ def test_a_wrong_sum_is_not_committed_and_nothing_of_its_attempt_stays() -> None
 
 
 def test_a_group_that_alone_receives_a_wrong_sum_is_lost_the_second_time() -> None:
-    controller = begun_for_sums()
+    controller = begun()
     entry = decided_on_sums(controller, {2})
     assert entry == Retry(step=0, attempt=0, recompute=True, wrong_sums=(GroupId(2),))
     fold(controller, entry)
@@ -333,20 +300,19 @@ def test_a_group_that_alone_receives_a_wrong_sum_is_lost_the_second_time() -> No
     ],
 )
 def test_no_group_is_blamed_while_it_may_be_another(first: set[int], second: set[int], incomplete: set[int]) -> None:
-    controller = begun_for_sums()
+    controller = begun()
     fold(controller, decided_on_sums(controller, first))
     assert isinstance(decided_on_sums(controller, second, frozenset(incomplete)), Retry)
 
 
 def test_what_a_group_found_in_the_step_before_is_not_held_against_it() -> None:
-    controller = begun_for_sums()
+    controller = begun()
     fold(controller, decided_on_sums(controller, {2}), Commit(step=0, attempt=1))
     assert isinstance(decided_on_sums(controller, {2}), Retry)
 
 
 def test_with_state_partitions_parameters_are_gathered_anew_and_no_group_is_blamed() -> None:
-    controller = make_controller(partitions=PartitionSetup(num_groups=4, redundancy=2))
-    controller.handle(RunStarted(), now_s=0.0)
+    controller = begun(partitions=PartitionSetup(num_groups=4, redundancy=2))
     for attempt in range(2):
         entry = decided_on_sums(controller, {2})
         assert entry == Retry(step=0, attempt=attempt, recompute=True, gather=True, wrong_sums=(GroupId(2),))
@@ -354,14 +320,14 @@ def test_with_state_partitions_parameters_are_gathered_anew_and_no_group_is_blam
 
 
 def test_a_loss_in_the_attempt_does_not_save_a_wrong_sum() -> None:
-    controller = begun_for_sums()
+    controller = begun()
     fold(controller, fence(1))
     entry = decided_on_sums(controller, {0}, frozenset({2, 3}))
     assert entry == Retry(step=0, attempt=0, recompute=True, wrong_sums=(GroupId(0),))
 
 
 def test_sums_that_are_wrong_again_and_again_halt_the_run() -> None:
-    controller = begun_for_sums()
+    controller = begun()
     for _ in range(MAX_RETRIES_WITHOUT_LOSS):
         fold(controller, decided_on_sums(controller, {0, 1, 2, 3}))
     entry = decided_on_sums(controller, {0, 1, 2, 3})
@@ -370,23 +336,13 @@ def test_sums_that_are_wrong_again_and_again_halt_the_run() -> None:
     assert "contradicted their checksums on groups 0, 1, 2, 3" in stop.reason
 
 
-def begun_for_buckets() -> Controller:
-    controller = make_controller()
-    compute, reduce = controller.handle(RunStarted(), now_s=0.0)[1:3]
-    assert isinstance(compute, ComputeStep)
-    assert compute.into == reduce
-    return controller
-
-
 def decided_on_buckets(controller: Controller, num_complete: dict[int, tuple[int, ...]]) -> object:
     """What is decided on the votes of groups that hold this many buckets, and not all."""
     cast = {
         GroupId(group): Vote(is_complete=False, plan_digest=controller._plans[-1].digest, num_complete=counts)
         for group, counts in num_complete.items()
     }
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    return append.entry
+    return decided(controller, cast)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +356,7 @@ def decided_on_buckets(controller: Controller, num_complete: dict[int, tuple[int
 def test_a_retry_keeps_for_each_rank_what_all_survivors_hold(
     counts: dict[int, tuple[int, ...]], kept: tuple[int, ...]
 ) -> None:
-    controller = begun_for_buckets()
+    controller = begun()
     fold(controller, fence(1))
     entry = decided_on_buckets(controller, counts)
     assert entry == Retry(step=0, attempt=0, kept=kept)
@@ -413,7 +369,7 @@ def test_a_retry_keeps_for_each_rank_what_all_survivors_hold(
 
 
 def test_the_next_step_keeps_nothing_of_this_one() -> None:
-    controller = begun_for_buckets()
+    controller = begun()
     *_, reduce, _ = fold(controller, Retry(step=0, attempt=0, kept=(4, 4)), Commit(step=0, attempt=1))
     assert isinstance(reduce, AttemptReduce)
     assert (reduce.step, reduce.kept) == (1, ())

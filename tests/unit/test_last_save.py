@@ -3,11 +3,10 @@
 import pytest
 
 from spare_megatron.cli.progress import describe_request
-from spare_megatron.core.controller.controller import Controller, ControllerSetup
+from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import (
     Action,
-    AppendEntry,
     AttemptFinish,
     FinishRun,
     ReadEntry,
@@ -17,12 +16,12 @@ from spare_megatron.core.log.actions import (
     UpdateModel,
 )
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Finish, Halt, Restart, Retry
-from spare_megatron.core.log.events import EndRequested, EntryRead, RunStarted, VotesRead
+from spare_megatron.core.log.events import EndRequested
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
+from tests.unit.controllers import begun, decided, fold, of_type
 
 LAST = Commit(step=0, attempt=0, save=True, is_last=True)
 
@@ -34,44 +33,26 @@ def make_controller(
     num_groups: int = 4, *, partitions: PartitionSetup | None = None, steps: int = 9, saves: SavePolicy = SAVES
 ) -> Controller:
     """That of a run which saves its last step, every second one before, and may start again."""
-    setup = ControllerSetup(
-        placement=make_placement("golomb", num_groups, min(num_groups, 3)),
-        microbatches_per_shard=1,
-        num_steps=steps,
-        saves=saves,
-        partitions=partitions,
-        restarts=RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0),
-    )
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
+    restarts = RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0)
+    sizes = {"num_groups": num_groups, "redundancy": min(num_groups, 3), "m": 1, "steps": steps}
+    return begun(**sizes, saves=saves, partitions=partitions, restarts=restarts)
 
 
-def fold(controller: Controller, *entries: Entry) -> list[Action]:
-    """The actions of the last of some entries."""
-    actions: list[Action] = []
-    for entry in entries:
-        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0))
-    return actions
-
-
-def decided(controller: Controller, params: str) -> Entry:
+def voted(controller: Controller, params: str) -> Entry:
     """What follows from votes with these parameter digests, a letter for each group."""
     cast = {
         GroupId(group): Vote(is_complete=True, plan_digest="p", params_digest=digest)
         for group, digest in enumerate(params)
         if digest != "."
     }
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    return append.entry
+    return decided(controller, cast)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_request_that_no_vote_on_the_last_step_carries_saves_nothing_and_promises_nothing(steps: int) -> None:
     controller = make_controller(steps=steps, saves=SavePolicy())
     controller.handle(EndRequested(), now_s=0.0)
-    actions = fold(controller, decided(controller, "aaaa"))
+    actions = fold(controller, voted(controller, "aaaa"))
     assert saves_in(actions) == []
     assert (FinishRun(step=1, is_asked=False) in actions) == (steps == 1)
     for limit_s in (None, 25.0):
@@ -79,11 +60,11 @@ def test_a_request_that_no_vote_on_the_last_step_carries_saves_nothing_and_promi
 
 
 def saves_in(actions: list[Action]) -> list[SaveCheckpoint]:
-    return [action for action in actions if isinstance(action, SaveCheckpoint)]
+    return of_type(actions, SaveCheckpoint)
 
 
 def refusals_in(actions: list[Action]) -> list[RefuseCheckpoint]:
-    return [action for action in actions if isinstance(action, RefuseCheckpoint)]
+    return of_type(actions, RefuseCheckpoint)
 
 
 @pytest.mark.parametrize("steps", [1, 9])
@@ -92,7 +73,7 @@ def test_a_run_ends_when_all_have_voted_on_what_it_has_saved_last(steps: int) ->
     controller = make_controller(steps=steps)
     actions = fold(controller, LAST)
     assert [type(action) for action in actions] == [UpdateModel, SaveCheckpoint, AttemptFinish, ReadEntry]
-    finish = decided(controller, "aaaa")
+    finish = voted(controller, "aaaa")
     assert finish == Finish(step=1, attempt=1)
     assert fold(controller, finish) == [FinishRun(step=1)]
     assert controller._saves.saved == {0, 1}
@@ -102,12 +83,12 @@ def test_a_wrong_checkpoint_of_the_last_step_does_not_count_and_another_group_sa
     controller = make_controller()
     [save] = saves_in(fold(controller, LAST))
     assert save.member == Member(GroupId(0))
-    fence = decided(controller, "baaa")
+    fence = voted(controller, "baaa")
     assert isinstance(fence, Fence)
     assert (fence.group, fence.discard) == (0, True)
     assert [(one.step, one.member) for one in refusals_in(fold(controller, fence))] == [(1, save.member)]
     assert controller._saves.saved == {0}
-    retry = decided(controller, "baaa")
+    retry = voted(controller, "baaa")
     assert retry == Retry(step=1, attempt=1, recompute=True)
     actions = fold(controller, retry)
     [again] = saves_in(actions)
@@ -115,15 +96,15 @@ def test_a_wrong_checkpoint_of_the_last_step_does_not_count_and_another_group_sa
     assert again.member != save.member
     assert isinstance(actions[-2], AttemptFinish), "it is compared, too"
     assert controller._saves.saved == {0, 1}
-    assert decided(controller, ".aaa") == Finish(step=1, attempt=2)
+    assert voted(controller, ".aaa") == Finish(step=1, attempt=2)
 
 
 def test_a_wrong_group_that_has_not_saved_the_last_step_costs_no_checkpoint() -> None:
     controller = make_controller()
     fold(controller, LAST)
-    fence = decided(controller, "aaba")
+    fence = voted(controller, "aaba")
     assert not refusals_in(fold(controller, fence))
-    assert not saves_in(fold(controller, decided(controller, "aaba")))
+    assert not saves_in(fold(controller, voted(controller, "aaba")))
     assert controller._saves.saved == {0, 1}
 
 
@@ -131,7 +112,7 @@ def test_a_wrong_group_that_has_not_saved_the_last_step_costs_no_checkpoint() ->
 def test_of_two_groups_that_differ_what_one_has_saved_of_it_does_not_count(*, is_last: bool) -> None:
     controller = make_controller(2)
     fold(controller, Commit(step=0, attempt=0, save=True, is_last=is_last))
-    halt = decided(controller, "ab")
+    halt = voted(controller, "ab")
     assert isinstance(halt, Halt)
     actions = fold(controller, halt)
     assert [(one.step, one.reason) for one in refusals_in(actions)] == [(1, halt.reason)]
@@ -151,14 +132,14 @@ def test_what_two_commits_have_compared_counts_whatever_is_found_later(later: in
     controller = make_controller(2)
     fold(controller, Commit(step=0, attempt=0, save=True))
     fold(controller, *(Commit(step=step, attempt=step) for step in range(1, 1 + later)))
-    assert bool(refusals_in(fold(controller, decided(controller, "ab")))) == is_refused
+    assert bool(refusals_in(fold(controller, voted(controller, "ab")))) == is_refused
 
 
 def test_what_was_saved_before_a_restart_counts_whatever_is_found_later() -> None:
     controller = make_controller(2)
     incarnations = tuple(Member(GroupId(group), 1) for group in range(2))
     fold(controller, Commit(step=0, attempt=0, save=True), Restart(step=1, members=incarnations))
-    assert not refusals_in(fold(controller, decided(controller, "ab"))), "they have loaded the same, and it is whole"
+    assert not refusals_in(fold(controller, voted(controller, "ab"))), "they have loaded the same, and it is whole"
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -179,7 +160,7 @@ def test_a_group_that_restarts_after_the_time_limit_ends_with_the_same_step() ->
     incarnations = tuple(Member(GroupId(group), 1) for group in range(4))
     fold(controller, Commit(step=0, attempt=0, save=True), Commit(step=1, attempt=1, save=True, is_last=True))
     fold(controller, Restart(step=1, members=incarnations))
-    last = decided(controller, "aaaa")
+    last = voted(controller, "aaaa")
     assert last == Commit(step=1, attempt=3, save=True, is_last=True)
     assert isinstance(fold(controller, last)[-2], AttemptFinish)
 
@@ -189,7 +170,7 @@ def test_a_group_that_restarts_from_the_last_step_compares_it_and_ends() -> None
     incarnations = tuple(Member(GroupId(group), 1) for group in range(4))
     actions = fold(controller, LAST, Restart(step=1, members=incarnations))
     assert isinstance(actions[-2], AttemptFinish)
-    assert fold(controller, decided(controller, "aaaa")) == [FinishRun(step=1)]
+    assert fold(controller, voted(controller, "aaaa")) == [FinishRun(step=1)]
 
 
 def unproven_in(controller: Controller, *entries: Entry) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """What follows when a group's own checks find its numbers wrong: by the rules alone, in a group, and in a journal."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ import pytest
 import torch
 
 from spare_megatron.core.audits.audits import AuditPolicy, MicrobatchDigest
-from spare_megatron.core.controller.controller import Controller, ControllerSetup
-from spare_megatron.core.log.actions import AppendEntry, ComputeStep, SaveDispute, StopHalted
-from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry, decode_entry, encode_entry, entry_fields
-from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import ComputeStep, SaveDispute, StopHalted
+from spare_megatron.core.log.entries import Commit, Fence, Halt, Retry, decode_entry, encode_entry, entry_fields
 from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Vote
@@ -24,28 +22,22 @@ from spare_megatron.journal.proofs.audit_history import audit_history
 from spare_megatron.journal.proofs.proof import Verdict, fold_view
 from spare_megatron.journal.records import AuditRecord, EntryRecord, Record
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion, RankOutcome
 from tests.memory_store import MemoryStore
+from tests.unit.controllers import begun_with, decided, fold, setup_with
 from tests.unit.journal_in_memory import JournalInMemory, check_journal, run_record
 from tests.unit.test_journal_steps import voted, whole
 
 FOUND = "rank 1: the product of layer 3"
-SETUP = ControllerSetup(
-    placement=make_placement("golomb", 4, 4),
-    microbatches_per_shard=2,
-    num_steps=9,
-    audits=AuditPolicy(every_steps=3, seed=1),
-    saves=SavePolicy(interval_steps=1),
+SETUP = setup_with(
+    redundancy=4, m=2, steps=9, audits=AuditPolicy(every_steps=3, seed=1), saves=SavePolicy(interval_steps=1)
 )
 
 
 def begun(**changes: Any) -> Controller:
-    controller = Controller(replace(SETUP, **changes))
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
+    return begun_with(replace(SETUP, **changes))
 
 
 def votes_of(controller: Controller, *stated: int, **fields: Any) -> dict[GroupId, Vote]:
@@ -53,16 +45,6 @@ def votes_of(controller: Controller, *stated: int, **fields: Any) -> dict[GroupI
     vote = Vote(is_complete=True, plan_digest=controller._plans[-1].digest, num_complete=(4,), **fields)
     wrong = replace(vote, wrong_positions=(1,), wrong_numbers=FOUND)
     return {voter.group: wrong if voter.group in stated else vote for voter in controller._attempted_by}
-
-
-def decided(controller: Controller, votes: Mapping[GroupId, Vote]) -> Entry:
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    return append.entry
-
-
-def fold(controller: Controller, entry: Entry) -> tuple[Any, ...]:
-    return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules

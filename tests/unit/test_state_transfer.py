@@ -1,26 +1,36 @@
-"""Whose state a group that comes back takes over, and what it does about those who do not give theirs."""
+"""Whose state a group takes over when it comes back, whom it asks for a snapshot, and what it does with no answer."""
 
+import hashlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.log.actions import AdmitGroups
+from spare_megatron.core.log.events import RestartState
+from spare_megatron.core.log.votes import Held
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.formats.frames import Address
-from spare_megatron.formats.pieces import PIECE_BYTES
+from spare_megatron.formats.frames import Address, NotOffered, TurnedAway
+from spare_megatron.formats.pieces import PIECE_BYTES, Piece
 from spare_megatron.mcore.gradients.host_copies import TensorBytes
 from spare_megatron.mcore.model.probe import SilentProbe
+from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.rank_context import RankProgress
+from spare_megatron.state.snapshot import snapshot_loader
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.state_transfer import JoinFailed, StateSource, StateTransfer
+from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst, StateSource, StateTransfer
 from tests.rank_context import rank_context
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
@@ -222,3 +232,251 @@ def test_a_group_that_is_lost_itself_asks_no_other(earlier: Mapping[Member, Rank
     new = newcomer(earlier, is_lost=lambda other: other == NEWCOMER)
     with closing(new.server), pytest.raises(JoinFailed, match="group 2 has not given"):
         new.run()
+
+
+SNAPSHOT_TIMEOUT_S = 20.0
+ATTEMPT = 7
+SNAPSHOT_HEAD = 11
+STATE = torch.arange(1000, dtype=torch.float32)
+COPY = LengthFirst(b"what it is")._data + STATE.numpy().tobytes()
+SHA256 = hashlib.sha256(COPY).hexdigest()
+NAME = Part(0).name
+
+
+class Kept:
+    """The copy of rank 0, as a snapshot server has it."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        if (name, step) != (NAME, ATTEMPT):
+            raise NotOffered(name)
+        self.num_reads += 1
+        return COPY[piece.start : piece.stop]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def server(kept: Kept) -> Iterator[PieceServer]:
+    server = PieceServer("127.0.0.1", kept, SNAPSHOT_TIMEOUT_S)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def busy_server(kept: Kept) -> Iterator[PieceServer]:
+    """It serves one client at a time."""
+    server = PieceServer("127.0.0.1", kept, SNAPSHOT_TIMEOUT_S, most_connections=1)
+    server.start()
+    yield server
+    server.close()
+
+
+def loader(
+    servers: dict[Member, Address], state: torch.Tensor, is_lost: Callable[[Member], bool] = lambda member: False
+) -> SnapshotLoader:
+    """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
+    waiting = [RestartState(member=member, candidates=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
+    values = {
+        f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[[ATTEMPT, None], SHA256]]])
+        for member, address in servers.items()
+    }
+    incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)
+    agreement = SimpleNamespace(
+        waiting_to_restart=lambda groups: waiting,
+        is_lost=lambda member, head: head == SNAPSHOT_HEAD and is_lost(member),
+    )
+    ctx = rank_context(
+        Member(GroupId(0), 1),
+        config=RunConfig(reduce=ReduceConfig(timeout_s=SNAPSHOT_TIMEOUT_S)),
+        trainer=SimpleNamespace(incoming_state=lambda description: incoming, stacked=None),
+        agreement=agreement,
+        store=SimpleNamespace(wait=lambda key, timeout_s: values[key]),
+        head=SNAPSHOT_HEAD,
+    )
+    return SnapshotLoader(ctx, cast(SnapshotClient, None))
+
+
+def member(group: int) -> Member:
+    return Member(GroupId(group), 1)
+
+
+class Clock:
+    """The time of a loader, which passes in its pauses alone: two are longer than it waits for anybody."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.num_pauses = 0
+        self.on_pause = lambda: None
+        monkeypatch.setattr(snapshot_loader, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+
+    def _sleep(self, pause_s: float) -> None:
+        self.now_s += 0.6 * SNAPSHOT_TIMEOUT_S
+        self.num_pauses += 1
+        self.on_pause()
+
+
+def connect_in_time(monkeypatch: pytest.MonkeyPatch, *, but: Address) -> None:
+    """Passes the time for a connection at this server only: any other is slow at most because the machine is busy."""
+
+    def connect(
+        address: Address, timeout_s: float, *, connect_timeout_s: float, **others: Callable[[], bool]
+    ) -> object:
+        assert connect_timeout_s == snapshot_loader._CONNECT_TIMEOUT_S < timeout_s
+        within_s = 0.05 if address == but else timeout_s
+        return PieceClient(address, timeout_s, connect_timeout_s=within_s, **others)
+
+    monkeypatch.setattr(snapshot_loader, "PieceClient", connect)
+
+
+def test_a_rejected_client_waits_for_as_long_as_others_are_served(
+    busy_server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, other = Clock(monkeypatch), PieceClient(busy_server.address, SNAPSHOT_TIMEOUT_S)
+
+    def let_in() -> None:
+        if clock.num_pauses == 3:
+            other.close()
+            while busy_server._connections:  # its thread is about to see that
+                pass
+
+    clock.on_pause = let_in
+    state = torch.zeros_like(STATE)
+    loader({member(3): busy_server.address}, state).load(ATTEMPT, (), [member(0), member(3)])
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 3
+
+
+def test_a_server_that_is_too_busy_says_so(busy_server: PieceServer) -> None:
+    with (
+        closing(PieceClient(busy_server.address, SNAPSHOT_TIMEOUT_S)),
+        pytest.raises(TurnedAway, match="has no free connection"),
+    ):
+        PieceClient(busy_server.address, SNAPSHOT_TIMEOUT_S)
+
+
+def test_where_no_server_is_left_to_answer_it_fails(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    server.close()
+    with pytest.raises(JoinFailed, match="no connection"):
+        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)])
+    assert clock.num_pauses == 2
+
+
+def test_members_are_asked_first(kept: Kept, server: PieceServer) -> None:
+    """The node of a group that is late may be gone: no reader waits for its connection while another has the copy."""
+    unasked = Kept()
+    late = PieceServer("127.0.0.1", unasked, SNAPSHOT_TIMEOUT_S)
+    late.start()
+    state = torch.zeros_like(STATE)
+    with closing(late):
+        loader({member(1): late.address, member(5): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+    assert torch.equal(state, STATE)
+    assert kept.num_reads > 0
+    assert unasked.num_reads == 0
+
+
+def test_a_server_that_does_not_greet_costs_one_short_wait_and_the_next_is_asked(
+    kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall, or a network card that is half dead: connected by the kernel, or not even that."""
+    clock, began_s = Clock(monkeypatch), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
+        connect_in_time(monkeypatch, but=address)
+        present = [member(1), member(5)]
+        loading = loader({member(1): address, member(5): server.address}, torch.zeros_like(STATE))
+        for _ in range(3):
+            loading.load(ATTEMPT, (), present)
+        assert time.monotonic() - began_s < SNAPSHOT_TIMEOUT_S
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+    assert kept.num_reads > 0
+    assert clock.num_pauses == 0
+
+
+def test_where_no_server_listens_the_next_is_asked_at_once(
+    server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, closed = Clock(monkeypatch), PieceServer("127.0.0.1", Kept(), SNAPSHOT_TIMEOUT_S)
+    closed.start()
+    closed.close()
+    state = torch.zeros_like(STATE)
+    loader({member(1): closed.address, member(5): server.address}, state).load(ATTEMPT, (), [member(1), member(5)])
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 0
+
+
+def test_the_only_server_is_asked_again_until_the_timeout_if_it_never_greets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)
+    clock = Clock(monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
+        with pytest.raises(JoinFailed, match=r"32 bytes have not come within 0\.05 s"):
+            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)])
+    assert clock.num_pauses == 2
+
+
+def test_a_late_server_is_asked_where_no_other_has_the_copy(kept: Kept, server: PieceServer) -> None:
+    state = torch.zeros_like(STATE)
+    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+    assert torch.equal(state, STATE)
+
+
+def test_a_holder_that_is_switched_off_in_the_transfer_is_left_when_the_log_says_so(
+    kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stands, and the time for a piece is that of a slow network."""
+    clock, began_s = Clock(monkeypatch), time.monotonic()
+    asked: list[Member] = []
+
+    def is_lost(holder: Member) -> bool:
+        asked.append(holder)
+        return holder == member(1)
+
+    state = torch.zeros_like(STATE)
+    with closing(SilentServer("answer")) as silent:
+        servers = {member(1): silent.address, member(5): server.address}
+        loader(servers, state, is_lost).load(ATTEMPT, (), [member(1), member(5)])
+    assert torch.equal(state, STATE)
+    assert asked[0] == member(1)
+    assert kept.num_reads > 0
+    assert clock.num_pauses == 0
+    assert time.monotonic() - began_s < SNAPSHOT_TIMEOUT_S / 2
+
+
+class SlowOnce(Kept):
+    """Gives nothing to the first who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = threading.Lock()
+        self.is_over = threading.Event()
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        if self._first.acquire(blocking=False):
+            self.is_over.wait(SNAPSHOT_TIMEOUT_S)
+        return super().read(name, step, piece)
+
+
+def test_the_node_of_a_lost_group_is_waited_for_where_no_other_has_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node survives its ranks, and so does what it keeps."""
+    clock, kept = Clock(monkeypatch), SlowOnce()
+    clock.on_pause = kept.is_over.set  # it has been left by then, be it for a slow greeting
+    server = PieceServer("127.0.0.1", kept, SNAPSHOT_TIMEOUT_S)
+    server.start()
+    state = torch.zeros_like(STATE)
+    with closing(server):
+        loader({member(1): server.address}, state, lambda _: True).load(ATTEMPT, (), [member(1)])
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 1

@@ -16,14 +16,13 @@ from spare_megatron.core.audits.suspects import (
     LossWatch,
     QuestionBudget,
 )
-from spare_megatron.core.controller.controller import Controller, ControllerSetup
-from spare_megatron.core.log.actions import AppendEntry, AttemptReduce, ComputeAudits, ComputeStep
+from spare_megatron.core.controller.controller import Controller
+from spare_megatron.core.log.actions import AttemptReduce, ComputeAudits, ComputeStep
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, Retry
-from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
-from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch, Numbered
+from tests.unit.controllers import begun, decided, fold
 
 
 def losses(*values: float) -> dict[Numbered, float]:
@@ -84,18 +83,11 @@ SUSPECT = Microbatch(ShardId(2), 0)
 
 
 def started(redundancy: int = 4, *, num_groups: int = 4, has_audits: bool = True) -> Controller:
-    setup = ControllerSetup(
-        placement=make_placement("golomb", num_groups, redundancy),
-        microbatches_per_shard=2,
-        num_steps=999,
-        audits=AuditPolicy(every_steps=500, seed=1) if has_audits else None,
-    )
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
-    return controller
+    audits = AuditPolicy(every_steps=500, seed=1) if has_audits else None
+    return begun(num_groups=num_groups, redundancy=redundancy, m=2, steps=999, audits=audits)
 
 
-def decided(
+def voted(
     controller: Controller,
     losses: dict[int, list[int]],
     suspect: Microbatch = SUSPECT,
@@ -113,17 +105,11 @@ def decided(
         )
         for group in [*controller.members, *map(GroupId, lost)]
     }
-    actions = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-    [entry] = [action.entry for action in actions if isinstance(action, AppendEntry)]
-    return entry
-
-
-def fold(controller: Controller, entry: Entry) -> tuple[object, ...]:
-    return controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
+    return decided(controller, votes)
 
 
 def asked(controller: Controller, losses: dict[int, list[int]], **more: object) -> Retry:
-    retry = decided(controller, losses, **more)  # type: ignore[arg-type]
+    retry = voted(controller, losses, **more)  # type: ignore[arg-type]
     assert isinstance(retry, Retry)
     return retry
 
@@ -140,21 +126,21 @@ def test_a_suspect_is_computed_by_another_host_and_if_both_agree_the_sum_is_comm
     assert compute.asked_of(OWNER) == compute.asked_of(GroupId(0)) == (SUSPECT,)
     [attempt] = [action for action in actions if isinstance(action, AttemptReduce)]
     assert (attempt.kept, attempt.disputed) == ((2, 0), (SUSPECT,))
-    commit = decided(controller, {OWNER: [7, 7], 0: [7]})
+    commit = voted(controller, {OWNER: [7, 7], 0: [7]})
     assert isinstance(commit, Commit)
     fold(controller, commit)
     assert controller._audits.disputes == ()
 
 
 def test_without_audits_a_suspect_is_committed() -> None:
-    assert isinstance(decided(started(has_audits=False), {OWNER: [7]}), Commit)
+    assert isinstance(voted(started(has_audits=False), {OWNER: [7]}), Commit)
 
 
 def test_a_group_that_contradicts_itself_is_out_and_the_step_is_computed_again() -> None:
     controller = started(num_groups=2, redundancy=2)
     suspect = Microbatch(ShardId(1), 0)
     fold(controller, asked(controller, {1: [7]}, suspect=suspect))
-    fence = decided(controller, {1: [7, 8], 0: [8]}, suspect)
+    fence = voted(controller, {1: [7, 8], 0: [8]}, suspect)
     assert isinstance(fence, Fence)
     assert (fence.group, fence.discard, fence.is_outvoted) == (1, True, True)
     assert fence.reason == "audit of the loss of microbatch 0 of shard 1: it contradicts itself"
@@ -174,7 +160,7 @@ def test_one_loss_against_one_asks_a_third_and_the_sum_is_void() -> None:
     controller = started()
     fold(controller, asked(controller, {OWNER: [7]}))
     fold(controller, asked(controller, {OWNER: [7, 7], 0: [8]}))
-    fence = decided(controller, {OWNER: [7, 7], 0: [8], 1: [8]})
+    fence = voted(controller, {OWNER: [7, 7], 0: [8], 1: [8]})
     assert isinstance(fence, Fence)
     assert (fence.group, "groups 0, 1 agree on other values" in fence.reason) == (OWNER, True)
 
@@ -184,7 +170,7 @@ def test_two_hosts_that_stand_by_their_losses_halt_the_run() -> None:
     suspect = Microbatch(ShardId(1), 0)
     fold(controller, asked(controller, {1: [7]}, suspect=suspect))
     fold(controller, asked(controller, {1: [7, 7], 0: [8]}, suspect=suspect))
-    halt = decided(controller, {1: [7, 7], 0: [8]}, suspect)
+    halt = voted(controller, {1: [7, 7], 0: [8]}, suspect)
     assert isinstance(halt, Halt)
     assert "groups 1 and 0 compute different losses, each the same again" in halt.reason
 
@@ -199,11 +185,11 @@ def test_the_next_host_is_asked_if_one_is_lost_and_the_step_goes_on_if_none_is_l
         assert retry.disputes[0].asked == (expected, OWNER)
     fold(controller, retry)
     fold(controller, Fence(group=GroupId(3), reason="SIGKILL"))
-    assert isinstance(decided(controller, {OWNER: [7, 7]}), Commit)
+    assert isinstance(voted(controller, {OWNER: [7, 7]}), Commit)
 
 
 def test_a_suspect_without_another_host_is_committed() -> None:
-    assert isinstance(decided(started(redundancy=1), {OWNER: [7]}), Commit)
+    assert isinstance(voted(started(redundancy=1), {OWNER: [7]}), Commit)
 
 
 def test_a_wrong_loss_of_a_group_lost_since_it_voted_has_the_step_computed_again() -> None:
@@ -221,7 +207,7 @@ def test_a_statement_about_a_suspect_whose_owner_was_lost_counts() -> None:
     controller = started()
     fold(controller, asked(controller, {OWNER: [7]}))
     fold(controller, Fence(group=OWNER, reason="SIGKILL"))
-    fence = decided(controller, {0: [7], 3: [9]})
+    fence = voted(controller, {0: [7], 3: [9]})
     assert isinstance(fence, Fence)
     assert (fence.group, "groups 0, 2 agree on other values" in fence.reason) == (3, True)
 
@@ -253,9 +239,7 @@ def test_a_step_asks_about_few_suspects_at_once_and_about_each_only_once() -> No
             )
             for group in controller.members
         }
-        [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-        assert isinstance(append, AppendEntry)
-        entry = append.entry
+        entry = decided(controller, votes)
         if isinstance(entry, Commit):
             break
         assert isinstance(entry, Retry)
@@ -271,7 +255,7 @@ def test_noisy_losses_hold_up_no_more_than_their_share_of_steps() -> None:
     controller = started(num_groups=3, redundancy=3)
     num_questions = num_steps = 0
     while num_steps < 4 * STEPS_PER_QUESTION:
-        entry = decided(controller, {2: [controller.step]} if not controller._audits.disputes else {2: [1, 1], 0: [1]})
+        entry = voted(controller, {2: [controller.step]} if not controller._audits.disputes else {2: [1, 1], 0: [1]})
         num_questions += isinstance(entry, Retry)
         num_steps += isinstance(entry, Commit)
         if isinstance(entry, Retry):
@@ -315,15 +299,14 @@ def test_gradients_of_a_suspect_that_differ_are_a_dispute_of_their_own() -> None
     for group, digest in ((OWNER, 5), (GroupId(0), 6)):
         digests = (MicrobatchDigest(*SUSPECT, digest, boundaries),)
         votes[group] = replace(votes[group], audits=digests, losses=(MicrobatchDigest(*SUSPECT, 7),))
-    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=0.0)
-    assert isinstance(append, AppendEntry)
-    assert isinstance(append.entry, Retry)
-    assert [(one.is_suspicion, one.asked) for one in append.entry.disputes] == [(False, (1,))]
+    retry = decided(controller, votes)
+    assert isinstance(retry, Retry)
+    assert [(one.is_suspicion, one.asked) for one in retry.disputes] == [(False, (1,))]
 
 
 def test_what_was_asked_in_a_step_is_forgotten_with_it() -> None:
     controller = started()
     fold(controller, asked(controller, {OWNER: [7]}))
-    fold(controller, decided(controller, {OWNER: [7, 7], 0: [7]}))
-    assert isinstance(decided(controller, {OWNER: [9]}), Retry)
+    fold(controller, voted(controller, {OWNER: [7, 7], 0: [7]}))
+    assert isinstance(voted(controller, {OWNER: [9]}), Retry)
     fold(controller, Commit(step=1, attempt=controller.attempt, admit=(Member(GroupId(9), 1),)))

@@ -168,6 +168,7 @@ class Shown:
                 redundancy=2,
                 seeds=1,
                 time_to_train_ratio=estimate,
+                goodput=estimate,
                 availability=estimate,
                 restarts=0,
                 losses=1,

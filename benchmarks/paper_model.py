@@ -9,7 +9,7 @@ from math import floor, gamma, sqrt
 
 import numpy as np
 
-from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
+from spare_megatron.core.saves.survival import FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.tools.plan.facts import CheckpointTimes
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans
 from spare_megatron.tools.plan.plan import closed_form_redundancy

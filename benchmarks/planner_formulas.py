@@ -27,8 +27,7 @@ from benchmarks.paper_model import (
     paper_redundancy,
     paper_time_to_train,
 )
-from spare_megatron.core.saves.endurance import FloatArray, endured_losses
-from spare_megatron.core.saves.survival import optimal_cadence_s
+from spare_megatron.core.saves.survival import FloatArray, endured_losses, optimal_cadence_s
 from spare_megatron.stacking.placement import IntArray, make_placement
 from spare_megatron.tools.plan.domains import (
     LossIntervals,

@@ -117,7 +117,7 @@ def supervise(
     from spare_megatron.machine import end_signal
 
     end_signal.block()
-    from spare_megatron.driver.slurm.steps import end_orphaned_job
+    from spare_megatron.driver.slurm.allocation import end_orphaned_job
     from spare_megatron.journal.records import exit_code
     from spare_megatron.supervisor.node_process import look_after_node
 

@@ -140,9 +140,15 @@ def elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig",
     if config.cluster.launcher != "srun":
         yield config, None
         return
-    from spare_megatron.driver.slurm.allocation import find_racks, nodes_for_run, shared_racks, spread, this_job
+    from spare_megatron.driver.slurm.allocation import (
+        SrunLauncher,
+        find_racks,
+        nodes_for_run,
+        shared_racks,
+        spread,
+        this_job,
+    )
     from spare_megatron.driver.slurm.etcd import etcd_of_the_job
-    from spare_megatron.driver.slurm.steps import SrunLauncher
 
     job_id, racks = this_job(), find_racks()
     nodes = nodes_for_run(job_id, config, racks)

@@ -22,9 +22,8 @@ from spare_megatron.formats.store_space import shortage
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, RestartRecord, UpdateRecord
 from spare_megatron.machine import end_signal
-from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
-from spare_megatron.machine.network import network_of
+from spare_megatron.machine.network import hosts_of, network_of, refuse_loopback
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process import processes, reports
 from spare_megatron.process.specs import NodeSpec, RankMain

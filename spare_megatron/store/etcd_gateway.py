@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.formats.store_space import FULL, REMEDY, StoreSpace
-from spare_megatron.machine.addresses import address_towards, hosts_of, is_loopback
+from spare_megatron.machine.network import address_towards, hosts_of, is_loopback
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec
 

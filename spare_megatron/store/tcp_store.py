@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from spare_megatron.machine.addresses import address_on_the_way_to
+from spare_megatron.machine.network import address_on_the_way_to
 from spare_megatron.store.interface import StoreLost, StoreTimeout
 
 T = TypeVar("T")

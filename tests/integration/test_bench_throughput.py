@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.state.summary import Summary

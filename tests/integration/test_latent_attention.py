@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.model_tensors import model_tensors, parameter_names
+from spare_megatron.config.model.model_tensors import flops_per_token, model_shape, model_tensors, parameter_names
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.run_sizes import rank_memory

@@ -25,7 +25,7 @@ import spare_megatron.devices.gpu
 from spare_megatron.comm import nccl
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.megatron_fields import COUNTED_WITH, FUNCTION_IN_MEGATRON
-from spare_megatron.config.model.model_shape import padded_vocab_size
+from spare_megatron.config.model.model_tensors import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.supported_versions import SUPPORTED, check_version, supported, version_rows
 from spare_megatron.mcore.gradients.fixed_point import fixed_point

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.model_tensors import model_shape
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
 from spare_megatron.config.schema_sections import DataConfig, ValidationCorpus
 from spare_megatron.journal.run_record import RunRecord

@@ -8,8 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.model_tensors import parameter_names
+from spare_megatron.config.model.model_tensors import flops_per_token, model_shape, parameter_names
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index

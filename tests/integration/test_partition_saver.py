@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.core.log.entries import Fence, encode_entry
-from spare_megatron.core.saves.partition_saves import WritePartitions
+from spare_megatron.core.saves.partition_copies import WritePartitions
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.core.saves.endurance import FloatArray
+from spare_megatron.core.saves.survival import FloatArray
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.reorder import initial_owners, reorder_microbatches

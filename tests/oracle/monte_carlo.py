@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spare_megatron.core.saves.endurance import FloatArray
+from spare_megatron.core.saves.survival import FloatArray
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch

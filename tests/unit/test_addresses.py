@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from spare_megatron.machine import addresses
-from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.machine import network
+from spare_megatron.machine.network import address_towards, hosts_of, refuse_loopback
 from spare_megatron.store.etcd_gateway import EtcdGateway
 from spare_megatron.store.spec import EtcdStoreSpec
 
@@ -24,7 +24,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError(1, "no way there")
         return own
 
-    monkeypatch.setattr(addresses, "address_on_the_way_to", way)
+    monkeypatch.setattr(network, "address_on_the_way_to", way)
     return asked
 
 

@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.journal.files import Journal, Line, decode_line, encode_line
 from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import steps_of
-from spare_megatron.journal.proofs.check_audits import _missing
+from spare_megatron.journal.proofs.audit_history import _missing
 from spare_megatron.journal.proofs.check_state import check_restored
 from spare_megatron.journal.proofs.proof import is_due
 from spare_megatron.journal.records import (

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from spare_megatron.config.checks.validate_training import metrics_problems
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.driver.run import run_record

@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import Commit, Fence, encode_entry
-from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, next_move
+from spare_megatron.core.saves.partition_copies import Abandon, Publish, WritePartitions, next_move
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import PartitionSetup, first_ownership
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile

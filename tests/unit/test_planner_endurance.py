@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.paper_model import asymptotic_endured_losses
-from spare_megatron.core.saves import endurance as module
-from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses, lost_counts, wiped_probabilities
+from spare_megatron.core.saves import survival as module
+from spare_megatron.core.saves.survival import coverage_probabilities, endured_losses, lost_counts, wiped_probabilities
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.tools.plan.forecast import Forecast, forecast, forecast_with_rejoin

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.core.saves.endurance import FloatArray
+from spare_megatron.core.saves.survival import FloatArray
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, StateWipeOut, first_ownership

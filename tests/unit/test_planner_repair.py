@@ -7,7 +7,7 @@ import pytest
 from scipy.integrate import trapezoid
 from scipy.stats import binom
 
-from spare_megatron.core.saves.endurance import coverage_probabilities, endured_losses
+from spare_megatron.core.saves.survival import coverage_probabilities, endured_losses
 from spare_megatron.stacking.placement import IntArray, Placement, make_placement
 from spare_megatron.tools.plan.domains import (
     LossIntervals,

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.training.run_sizes import MOST_CHANNELS, rank_memory
-from spare_megatron.core.saves.endurance import endured_losses
+from spare_megatron.core.saves.survival import endured_losses
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EIGHT_STAGES = ("layout.num_groups=4", "layout.tensor_parallel=1", "layout.pipeline_parallel=8", "model.num_layers=16")

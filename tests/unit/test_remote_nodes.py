@@ -16,8 +16,7 @@ import pytest
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Halt, encode_entry
 from spare_megatron.core.machines.failure_detector import ENDED
-from spare_megatron.driver.slurm.allocation import Claims
-from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
+from spare_megatron.driver.slurm.allocation import Claims, SrunLauncher, node_step, step_command
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.frames import Address
 from spare_megatron.journal.files import read_journal
@@ -286,7 +285,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["n1", "n2", "n3"]
-    monkeypatch.setattr("spare_megatron.driver.slurm.steps.nodes_of", lambda job_id: tuple(present))
+    monkeypatch.setattr("spare_megatron.driver.slurm.allocation.nodes_of", lambda job_id: tuple(present))
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(tuple(command)))
     launchers = [SrunLauncher(job_id=1, slurm=SlurmConfig(), nodes=("n1", "n2")) for _ in range(2)]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.building import valid_keys
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.stacking.layout import GroupId

@@ -14,7 +14,7 @@ from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.checks.validate import MachineResources, problems, warnings
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.megatron_fields import field_problems
-from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.model_tensors import model_shape
 from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_sections import CheckpointConfig, SnapshotConfig
 from spare_megatron.config.training.run_sizes import memory_by_length, rank_memory, ranks_per_machine, run_sizes

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
+from spare_megatron.config.model.model_tensors import model_shape, padded_vocab_size
 from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch, tokens_before

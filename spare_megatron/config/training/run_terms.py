@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audits_and_evaluations import audit_policy, units_per_shard
 from spare_megatron.config.training.read_samples import skipped_places

@@ -235,13 +235,9 @@ def _stale_places(theirs: str, config: RunConfig, num_read: int) -> list[str]:
 
 def weights_differences(theirs: Terms, config: RunConfig) -> list[str]:
     """User-facing reasons why a run's model cannot have the weights of a checkpoint with these terms."""
-    return _unequal(theirs, weights_terms_of(config))
-
-
-def _unequal(theirs: Terms, ours: Terms) -> list[str]:
     return [
         f"{key} = {_shown(value)}, and the checkpoint was trained with {_shown(theirs.get(key))}; set it to that"
-        for key, value in ours.items()
+        for key, value in weights_terms_of(config).items()
         if value != theirs.get(key)
     ]
 

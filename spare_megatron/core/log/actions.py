@@ -50,7 +50,7 @@ class SaveCheckpoint:
     hosts: Hosts = ()
     """For each state partition, its hosts; empty if every group holds all state."""
     owners: tuple[Member, ...] = ()
-    """For each state partition, the host that writes it (`core.saves.partition_saves`)."""
+    """For each state partition, the host that writes it (`core.saves.partition_copies`)."""
     is_last: bool = False
     doubtful: tuple[int, ...] = ()
     """Steps of saved checkpoints, with this one, that are not known to be valid."""

@@ -21,10 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from spare_megatron.config.checks.validate import num_etcd_members
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.driver.slurm.allocation import address_of
+from spare_megatron.driver.slurm.allocation import address_of, step_command
 from spare_megatron.driver.slurm.slurm_commands import require
-from spare_megatron.driver.slurm.steps import step_command
-from spare_megatron.machine.addresses import is_address
+from spare_megatron.machine.network import is_address
 from spare_megatron.store.etcd_gateway import silence_of
 from spare_megatron.store.open_store import etcd_spec
 

@@ -10,7 +10,7 @@ from spare_megatron.journal.files import FORMAT, Journal, records_of
 from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log, invalid, unknown
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.proofs import check_state, check_steps
-from spare_megatron.journal.proofs.check_audits import check_audits, check_own_findings
+from spare_megatron.journal.proofs.audit_history import check_audits, check_own_findings
 from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines
 from spare_megatron.journal.proofs.check_terms import check_code, check_reports, check_terms
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, LossRecord, StorageRecord

@@ -25,8 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
-from spare_megatron.config.model.model_shape import padded_vocab_size
-from spare_megatron.config.model.model_tensors import LATENT_NORMS, layer_has_experts
+from spare_megatron.config.model.model_tensors import LATENT_NORMS, layer_has_experts, padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng

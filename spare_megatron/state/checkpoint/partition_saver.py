@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import Fence, decode_entry
-from spare_megatron.core.saves.partition_saves import Abandon, Publish, WritePartitions, next_move
+from spare_megatron.core.saves.partition_copies import Abandon, Publish, WritePartitions, next_move
 from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder

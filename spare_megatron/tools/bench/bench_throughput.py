@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from spare_megatron.config.checks.validate import on_device, resolve_device
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig
 from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig
 from spare_megatron.config.training.run_sizes import run_sizes

@@ -16,8 +16,8 @@ from typing import Any
 
 from spare_megatron.config.schema import RunConfig, SlurmConfig
 from spare_megatron.driver.slurm import allocation
-from spare_megatron.driver.slurm.steps import node_step, start_step
-from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.driver.slurm.allocation import node_step, start_step
+from spare_megatron.machine.network import address_towards, hosts_of, refuse_loopback
 from spare_megatron.process.node_connection import Listener
 
 _POLL_S = 0.2

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import binom
 
-from spare_megatron.core.saves.endurance import FloatArray, wiped_probabilities
+from spare_megatron.core.saves.survival import FloatArray, wiped_probabilities
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.tools.plan.repair import RepairTimes
 

@@ -7,8 +7,7 @@ import numpy as np
 from scipy.integrate import trapezoid
 from scipy.stats import poisson
 
-from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, lost_counts
-from spare_megatron.core.saves.survival import LONGEST_S
+from spare_megatron.core.saves.survival import LONGEST_S, FloatArray, coverage_probabilities, lost_counts
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.plan import domains, readmission, repair
 from spare_megatron.tools.plan import reforming_costs as reforming

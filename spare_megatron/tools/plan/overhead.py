@@ -10,7 +10,7 @@ from math import ceil, comb, floor
 
 import numpy as np
 
-from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities, wiped_probabilities
+from spare_megatron.core.saves.survival import FloatArray, coverage_probabilities, wiped_probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def wait_for_data(
 
     U = N p_k shards have no host left on average; with probability P there is any. Then U / P shards are dealt out in
     single microbatches, ceil(m U / P / (N - k)) of them to each survivor. Derived; p_k from
-    `core.saves.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`, so `num_lost` must rise.
+    `core.saves.survival.wiped_probabilities`, 1 - P from `coverage_probabilities`, so `num_lost` must rise.
 
     >>> wait_for_data(4, 1, 4, 0.5).tolist(), wait_for_data(4, 1, 4, 1.5)[1:].tolist()
     ([0.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5])

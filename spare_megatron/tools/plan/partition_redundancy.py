@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import rank_memory, state_bytes_per_parameter
-from spare_megatron.core.saves.endurance import coverage_probabilities, lost_counts
+from spare_megatron.core.saves.survival import coverage_probabilities, lost_counts
 from spare_megatron.tools.plan.facts import ClusterFacts
 from spare_megatron.tools.plan.plan import TOLERANCE, Plan, best_availability
 from spare_megatron.tools.plan.repair import RepairTimes, survival

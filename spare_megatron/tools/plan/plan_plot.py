@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from spare_megatron.core.saves.endurance import coverage_probabilities
+from spare_megatron.core.saves.survival import coverage_probabilities
 from spare_megatron.formats.output import whole_file
 from spare_megatron.formats.quantities import format_count, format_duration
 from spare_megatron.tools.plan.facts import ClusterFacts

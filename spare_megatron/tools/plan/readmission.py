@@ -11,7 +11,7 @@ from math import sqrt
 import numpy as np
 from scipy.stats import poisson
 
-from spare_megatron.core.saves.endurance import FloatArray, LostCounts
+from spare_megatron.core.saves.survival import FloatArray, LostCounts
 from spare_megatron.tools.plan.overhead import StepTimes, mean_step_s
 from spare_megatron.tools.plan.repair import RepairTimes, Survival, num_down_in_ranges
 

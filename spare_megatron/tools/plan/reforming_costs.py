@@ -12,8 +12,7 @@ from math import inf, sqrt
 import numpy as np
 from scipy.stats import hypergeom, poisson
 
-from spare_megatron.core.saves.endurance import FloatArray, coverage_probabilities
-from spare_megatron.core.saves.survival import LONGEST_S, restart_share, spent_s
+from spare_megatron.core.saves.survival import LONGEST_S, FloatArray, coverage_probabilities, restart_share, spent_s
 from spare_megatron.tools.plan.repair import Pauses, RepairTimes, shard_time_to_wipe_out_s
 
 _NUM_TIMES = 400

@@ -11,8 +11,15 @@ from math import exp, expm1, inf, log1p
 import numpy as np
 from scipy.stats import binom
 
-from spare_megatron.core.saves.endurance import FloatArray, LostCounts
-from spare_megatron.core.saves.survival import LONGEST_S, host_chain, restart_share, shard_survival, spent_s
+from spare_megatron.core.saves.survival import (
+    LONGEST_S,
+    FloatArray,
+    LostCounts,
+    host_chain,
+    restart_share,
+    shard_survival,
+    spent_s,
+)
 
 _RARE = 1e3
 """Wipe-outs at least this many relaxation times apart find the groups in their steady state."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spare_megatron.config.model.model_shape import flops_per_token
+from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import RunSizes
 from spare_megatron.core.saves.survival import optimal_cadence_s

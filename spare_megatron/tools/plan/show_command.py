@@ -66,7 +66,7 @@ def _time(name: str, seconds: float) -> str:
 
 def _endured_losses(config: "RunConfig") -> float:
     """Expected losses before a wipe-out of shards; where every group reads all data, the last group is enough."""
-    from spare_megatron.core.saves.endurance import endured_losses
+    from spare_megatron.core.saves.survival import endured_losses
 
     if config.data.access == "shared":
         return config.layout.num_groups - 1

@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
-from spare_megatron.core.saves.survival import optimal_cadence_s
+from spare_megatron.core.saves.survival import coverage_probabilities, optimal_cadence_s, wiped_probabilities
 from spare_megatron.stacking.layout import Layout, Slabs
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.paces import PipelineTimes, Rounds

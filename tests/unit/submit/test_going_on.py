@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.driver.slurm.allocation import this_job
+from spare_megatron.driver.slurm.allocation import end_orphaned_job, this_job
 from spare_megatron.driver.slurm.batch_script import job_script
-from spare_megatron.driver.slurm.steps import end_orphaned_job
 from spare_megatron.journal.state.summary import Summary
 from tests.unit.submit.job_configs import configured
 

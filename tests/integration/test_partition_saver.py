@@ -14,7 +14,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
 from spare_megatron.state.checkpoint.partition_saver import PartitionSaver, SaveBoard, SaveFailed
 from spare_megatron.store import keys
 from tests.unit.memory_store import MemoryStore
-from tests.unit.test_partition_saves import HEAD, save_of
+from tests.unit.test_checkpoint_validity import HEAD, save_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 

@@ -27,8 +27,8 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import (
 from spare_megatron.state.checkpoint.start_checkpoint import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
 from tests.unit.journal_in_memory import run_record
-from tests.unit.test_checkpoint_cli import invoke
 from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
+from tests.unit.test_cli_commands import invoke
 
 STEP, NUM_RANKS = 7, 2
 COMMITS = [Commit(step=step, attempt=step) for step in range(STEP)]

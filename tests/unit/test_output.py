@@ -1,13 +1,28 @@
-"""Files that are written as a whole or not at all, and errors that say which setting chose the path."""
+"""Files that are written whole or not at all, and streams that are closed, full, slow or of another encoding."""
 
+import contextlib
 import errno
+import io
+import json
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from spare_megatron.cli import progress as progress_module
+from spare_megatron.cli.command import explained_errors
+from spare_megatron.cli.console import RunConsole, Table
+from spare_megatron.cli.progress import DetachedView, RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig
@@ -15,7 +30,10 @@ from spare_megatron.driver import run
 from spare_megatron.driver.run import start_run
 from spare_megatron.formats import output
 from spare_megatron.formats.output import NotWritten, named_errors, whole_file
+from spare_megatron.machine.standard_streams import outlast
+from spare_megatron.process.reports import Message
 from spare_megatron.state.checkpoint.saver import with_folder
+from tests.search_path import with_checkout
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 FULL = "[Errno 28] No space left on device"
@@ -163,3 +181,295 @@ def test_remedies_are_for_the_error() -> None:
     path = Path("/there/file")
     assert str(NotWritten(OSError(errno.EIO, "Input/output error"), "--out", path)).endswith(": choose another")
     assert str(output.NotWritten(OSError("odd"), "--out", path)) == "odd: --out /there/file: choose another"
+
+
+class ListView:
+    """Keeps what it receives; waits first for as long as it is held."""
+
+    def __init__(self) -> None:
+        self.taken: list[object] = []
+        self.goes_on = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.taken.append("end")
+
+    def on_event(self, event: object) -> None:
+        self.goes_on.wait(60.0)
+        self.taken.append(event)
+
+    def refresh(self) -> None:
+        pass
+
+
+LONG = " ".join(["a sentence of many words"] * 20)
+
+
+def shown(*, is_terminal: bool) -> list[str]:
+    """The lines of a long text and of a table of two long cells."""
+    file = io.StringIO()
+    console = RunConsole(file=file, force_terminal=is_terminal)
+    console.line(LONG)
+    console.tables(Table(columns=("name", "value"), rows=[(LONG, LONG)]))
+    return file.getvalue().splitlines()
+
+
+def test_what_goes_to_a_file_is_neither_wrapped_nor_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, to 80 columns, in the logs of Slurm."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = shown(is_terminal=False)
+    assert lines[0] == LONG
+    assert len(lines) == 1 + 3, "a table of a head and a row"
+    assert lines[3].count(LONG) == 2
+    assert max(map(len, lines)) < 3 * len(LONG), "nothing is padded to the width of the console"
+    assert len(shown(is_terminal=True)) > len(lines), "a terminal has an edge"
+
+
+def test_a_width_that_is_asked_for_holds_without_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, shown(is_terminal=False))) <= 60
+
+
+def test_everything_is_shown_in_its_order_by_the_end() -> None:
+    view = ListView()
+    view.goes_on.set()
+    with DetachedView(view) as detached:
+        for event in range(100):
+            detached.on_event(event)
+    assert view.taken == [*range(100), "end"]
+
+
+def test_an_output_that_stalls_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "CLOSE_TIMEOUT_S", 0.01)
+    view = ListView()
+    with DetachedView(view) as detached:
+        for event in range(10_000):
+            detached.on_event(event)
+    assert view.taken == []
+    view.goes_on.set()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["plain lines", "a live view"])
+def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_terminal: bool) -> None:
+    with open("/dev/full", "w") as full:
+        console = RunConsole(file=outlast(full), force_terminal=is_terminal)
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
+            for number in range(3):
+                progress.on_event(Message(text=f"starting: part {number}"))
+        console.line("the end")
+
+
+def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Progress goes to stderr where the summary goes to stdout as JSON."""
+    with open("/dev/full", "w") as full:
+        console = RunConsole(file=outlast(full))
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
+            progress.on_event(Message(text="starting: a test"))
+    print("{}", flush=True)
+    assert capfd.readouterr().out == "{}\n"
+
+
+@contextmanager
+def unread_pipe() -> Iterator[IO[str]]:
+    """The writing end of a pipe whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        yield pipe
+
+
+def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Also where progress goes to stderr and the summary to stdout, which rich itself would have taken for closed."""
+    with unread_pipe() as pipe:
+        console = RunConsole(file=outlast(pipe), force_terminal=False)
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path)) as progress:
+            progress.on_event(Message(text="starting: a test"))
+        console.line("the end")
+    print("{}", flush=True)
+    print("others may", file=sys.stderr)
+    assert capfd.readouterr() == ("{}\n", "others may\n")
+
+
+def test_a_command_whose_reader_has_left_ends_silently(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `spare status --watch RUN_DIR | head -1`, whatever the run goes on to do."""
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "driver.jsonl").touch()
+    with suppress(BrokenPipeError), unread_pipe() as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        patched.setattr(sys, "stderr", sys.stderr)  # click replaces both
+        with pytest.raises(SystemExit) as ended:
+            app(["status", str(tmp_path)])
+    assert ended.value.code == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_connection_that_breaks_is_reported(capfd: pytest.CaptureFixture) -> None:
+    """It is the same error as that of a reader who has left."""
+    with pytest.raises(typer.Exit) as ended, explained_errors("train"):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert ended.value.exit_code == 2
+    assert "spare train" in capfd.readouterr().err
+
+
+CLOSED = [some for number in range(1, 4) for some in combinations((0, 1, 2), number)]
+REPORT = """
+import json, os, sys
+from spare_megatron.machine import standard_streams
+standard_streams.open_closed()
+opened = os.open("/dev/zero", os.O_RDONLY)
+kinds = [os.path.samestat(os.fstat(number), os.stat(os.devnull)) for number in range(3)]
+inherited = [os.get_inheritable(number) for number in range(3)]
+with standard_streams.outlasting():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+json.dump([opened, kinds, inherited, sys.stdin.read(1)], open(sys.argv[1], "w"))
+"""
+
+
+def run_with(
+    streams: Callable[[], None], code: str, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A program whose standard streams are changed just before it begins."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": with_checkout(), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="latin-1",
+        timeout=100,
+        check=False,
+        preexec_fn=streams,
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("closed", CLOSED, ids=str)
+def test_closed_descriptors_are_opened_on_nothing_before_another_file_takes_their_numbers(
+    closed: tuple[int, ...], tmp_path: Path
+) -> None:
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    done = run_with(close, REPORT, str(tmp_path / "report"))
+    assert done.returncode == 0, done.stderr
+    opened, kinds, inherited, read = json.loads((tmp_path / "report").read_text())
+    assert opened > 2
+    assert [number for number in closed if not kinds[number]] == []
+    assert inherited == [True] * 3
+    assert read == ""
+    assert done.stdout == ("" if 1 in closed else "to stdout\n")
+    assert done.stderr == ("" if 2 in closed else "to stderr\n")
+
+
+BOTH = "print('to stdout'); print('to stderr', file=sys.stderr)"
+OUTLASTING = f"""
+import sys
+from spare_megatron.machine import standard_streams
+standard_streams._PATIENCE_S = 0.1
+standard_streams.open_closed()
+with standard_streams.outlasting():
+    {BOTH}
+    {BOTH}
+sys.exit(7)
+"""
+
+
+def onto(file: str) -> Callable[[], None]:
+    def change() -> None:
+        opened = os.open(file, os.O_WRONLY)
+        os.dup2(opened, 1)
+        os.dup2(opened, 2)
+
+    return change
+
+
+def without_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+def full(writer: int) -> None:
+    os.set_blocking(writer, False)
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * size)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+def full_and_not_blocking() -> None:
+    _, writer = os.pipe()
+    full(writer)
+
+
+def of_a_reader_that_has_stopped() -> None:
+    reader, writer = os.pipe()
+    os.dup2(reader, 0)  # keeps it open
+    full(writer)
+    os.set_blocking(writer, True)
+
+
+def of_a_terminal_that_has_stopped() -> None:
+    ours, theirs = os.openpty()
+    os.dup2(ours, 0)
+    full(theirs)
+    os.set_blocking(theirs, True)
+
+
+def of_a_terminal_that_is_gone() -> None:
+    ours, theirs = os.openpty()
+    os.close(ours)
+    os.dup2(theirs, 1)
+    os.dup2(theirs, 2)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "streams",
+    [
+        onto("/dev/full"),
+        without_reader,
+        full_and_not_blocking,
+        of_a_reader_that_has_stopped,
+        of_a_terminal_that_has_stopped,
+        of_a_terminal_that_is_gone,
+        onto("/dev/null"),
+    ],
+)
+def test_output_that_nothing_takes_changes_no_exit_code(streams: Callable[[], None]) -> None:
+    """The last one shows that the program ends so where everything is taken."""
+    assert run_with(streams, OUTLASTING).returncode == 7
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_an_encoding_lacks_are_printed_as_escapes(encoding: str) -> None:
+    text = "caf\u00e9 \u4e2d \udcff"
+    code = f"""
+import sys
+from spare_megatron.machine import standard_streams
+standard_streams.open_closed()
+print({text!r})
+with standard_streams.outlasting():
+    print({text!r})
+"""
+    done = run_with(lambda: None, code, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.encode("latin-1").splitlines()
+    assert lines == [text.encode(encoding, "backslashreplace")] * 2
+
+
+@pytest.mark.timeout(120)
+def test_streams_without_a_descriptor_stay_as_they_are() -> None:
+    stream = io.StringIO()
+    assert outlast(stream) is stream

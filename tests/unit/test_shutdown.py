@@ -1,4 +1,4 @@
-"""How a run's processes are ended: who goes first, and what a second Ctrl-C does."""
+"""How a run's processes are ended, and how their exceptions reach the driver."""
 
 import contextlib
 import multiprocessing
@@ -8,20 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.machine.interrupts import deferred
 from spare_megatron.process import processes
 from spare_megatron.process.processes import Child, await_exit, end_processes, fork_server, kill, start_child
-from spare_megatron.process.reports import StopProcess
-
-pytestmark = pytest.mark.timeout(60)
+from spare_megatron.process.reports import NodeEnded, StopProcess, next_report
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import node_process
 
 ROOT = Path(__file__).parents[2]
 IS_THERE = "the store is there"
@@ -102,6 +104,7 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server, be_parent_without_server])
 def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
     """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
@@ -119,6 +122,7 @@ def test_a_process_that_stays_stopped_does_not_survive_a_driver_that_is_killed(r
                 stopped.kill()
 
 
+@pytest.mark.timeout(60)
 def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[Child]) -> None:
     """It went first, and ranks that took it for gone for good were killed while they saved their state."""
     store = child(children, _serve)
@@ -128,6 +132,7 @@ def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[C
     assert (supervisor.process.exitcode, store.process.exitcode) == (0, -signal.SIGKILL)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_first", [False, True])
 def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child], *, is_first: bool) -> None:
     """After the first one the command ignores it elsewhere. One that is the first takes effect in the end."""
@@ -148,6 +153,7 @@ def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child],
     assert [ended.process.exitcode for ended in (supervisor, store)] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.timeout(60)
 def test_a_killed_process_with_much_memory_has_exited_once_it_is_awaited() -> None:
     code = "import sys; memory = bytearray(1 << 29); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -158,7 +164,56 @@ def test_a_killed_process_with_much_memory_has_exited_once_it_is_awaited() -> No
         assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.timeout(60)
 def test_a_process_that_is_gone_is_not_awaited() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
     await_exit([process.pid])
+
+
+def raise_something(*_: object) -> NoReturn:
+    raise MemoryError("there is [none]\nleft")
+
+
+def serve_and_raise(_address: str, pipe: Any) -> NoReturn:
+    pipe.send(1234)
+    pipe.recv()
+    raise_something()
+
+
+def test_a_store_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user read `exit code 1`."""
+    monkeypatch.setattr(processes, "serve", raise_something)
+    context: Any = multiprocessing.get_context("fork")
+    with pytest.raises(RuntimeError, match=r"the control store died at start: MemoryError: there is \[none\] left$"):
+        processes.start_embedded_store(context, "127.0.0.1")
+
+
+def test_a_store_that_ends_later_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "serve", serve_and_raise)
+    context: Any = multiprocessing.get_context("fork")
+    child, _ = processes.start_embedded_store(context, "127.0.0.1")
+    child.reports.send("end")
+    assert processes.why_ended(child) == "MemoryError: there is [none] left"
+    processes.end_child(child)
+
+
+def test_a_supervisor_that_raises_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its driver knew that it had ended with exit code 1, and the user had to find its log."""
+    monkeypatch.setattr(node_process.processes, "log_to_file", lambda *_: None)
+    monkeypatch.setattr(node_process, "_look_after", raise_something)
+    ours, theirs = Pipe()
+    spec = NodeSpec(
+        node=1,
+        config=RunConfig(),
+        run_dir=tmp_path,
+        store=TcpStoreSpec(host="127.0.0.1", port=1),
+        faults=(),
+        rank_main=raise_something,
+    )
+    with pytest.raises(MemoryError):
+        node_process.look_after(spec, theirs)
+    assert ours.poll(10.0)
+    ended = next_report(ours)
+    assert isinstance(ended, NodeEnded)
+    assert (ended.node, ended.failure) == (1, "its supervisor raised MemoryError: there is [none] left")

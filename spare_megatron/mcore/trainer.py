@@ -164,7 +164,7 @@ class GroupTrainer:
             spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
             return DividedOptimizer(self._config, self.process_groups, spaces)
         optimizer = Optimizer(self._config, self.chunks, self.process_groups)
-        optimizer.outer = OuterState(self.chunks, self._probe.progress) if self._config.sites.is_wanted else None
+        optimizer.outer = OuterState(self.chunks, self._probe.progress) if self._config.sites.is_used else None
         return optimizer
 
     @property

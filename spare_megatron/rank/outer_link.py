@@ -148,11 +148,11 @@ class OuterLink(threading.Thread):
         if done is not None and rounds.phase is Phase.CLOSED and done[:2] == (rounds.round, rounds.attempt):
             vote = Done(site=self._site, incarnation=incarnation, round=done[0], attempt=done[1], digest=done[2])
             log.finish(vote)
-        entry = next_entry(rounds, own, log.votes(rounds, leases), watch, now_s)
-        if entry is not None:
-            log.append(rounds.head, entry)
+        appended = next_entry(rounds, own, log.votes(rounds, leases), watch, now_s)
+        if appended is not None:
+            log.append(rounds.head, appended)
         self._show(log, rounds, own, watch.live(now_s))
-        return entry is not None or arriving is not None
+        return appended is not None or arriving is not None
 
     def _own(self, rounds: Rounds, incarnation: int) -> Own:
         arrived, arriving = self._arrived, self.arriving

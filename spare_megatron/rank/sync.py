@@ -36,7 +36,7 @@ from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.store import keys
 from spare_megatron.store.interface import read_values, write_value
-from spare_megatron.store.open_store import open_store, outer_store_spec
+from spare_megatron.store.open_store import open_outer_store
 from spare_megatron.voting.voting import plain_vote
 
 _TURN_S = 0.02
@@ -119,7 +119,6 @@ class Sites:
         self._round: _Round | None = None
         self._gave_up_on: Revision | None = None  # it could not be taken
         self._offered: Revision | None = None
-        self._spec = outer_store_spec(ctx.config, os.environ)
         self._source = OuterSource()
         host = address_towards(hosts_of(self._settings.endpoints))
         self._server = PieceServer(host, self._source, self._settings.wait_s)
@@ -165,8 +164,9 @@ class Sites:
         self.end(is_final=False)
         self._start = start
         if start:
-            name = self._ctx.store.put_if_absent(keys.site_start(number), secrets.token_hex(8))
-            self._link = OuterLink(lambda: open_store(self._spec), self._settings, name, self._outer.revision)
+            ctx, held = self._ctx, self._outer.revision
+            name = ctx.store.put_if_absent(keys.site_start(number), secrets.token_hex(8))
+            self._link = OuterLink(partial(open_outer_store, ctx.config, os.environ), self._settings, name, held)
             self._link.start()
 
     def _digests(self, results: Mapping[int, Tensor]) -> dict[int, str]:

@@ -131,6 +131,7 @@ class GroupTrainer:
         self.passes = AuditedPasses(self.slabs, groups)
         self._has_lanes = groups.lanes.size() > 1
         self._has_other_lengths = slabs is not None and len(slabs.lengths) > 1
+        self.outer: OuterState | None = None  # if the run is one of several sites
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
             partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
@@ -164,13 +165,9 @@ class GroupTrainer:
             spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
             return DividedOptimizer(self._config, self.process_groups, spaces)
         optimizer = Optimizer(self._config, self.chunks, self.process_groups)
-        optimizer.outer = OuterState(self.chunks, self._probe.progress) if self._config.sites.is_used else None
+        if self._config.sites.is_used:
+            self.outer = optimizer.outer = OuterState(self.chunks, self._probe.progress)
         return optimizer
-
-    @property
-    def outer(self) -> OuterState | None:
-        """What the outer step has here; None in a run that is not one of several sites."""
-        return self._optimizer.outer if isinstance(self._optimizer, Optimizer) else None
 
     def _make_evaluator(self) -> Evaluator:
         return Evaluator(

@@ -54,6 +54,10 @@ class Target(NamedTuple):
     weights: Mapping[SiteId, int]
 
     @property
+    def fetches(self) -> list[tuple[SiteId, str, int]]:
+        return [(site, wanted.kind, wanted.number) for site, wanted in self.wanted.items()]
+
+    @property
     def key(self) -> tuple[int, int, bool]:
         return self.round, self.attempt, bool(self.weights)
 
@@ -89,7 +93,8 @@ class _Round:
     moved: tuple[int, ...] = ()
     offered: dict[int, Tensor] = field(default_factory=dict)
     """What the rank contributes, by index of the slab."""
-    fetches: dict[tuple[SiteId, Wanted | None], Fetch] = field(default_factory=dict)
+    fetches: dict[tuple[SiteId, str, int], Fetch] = field(default_factory=dict)
+    """By site, kind and number of what is wanted."""
     result_of: tuple[int, int, bool] | None = None
     result: dict[int, Tensor] = field(default_factory=dict)
     """By index of the slab."""
@@ -261,7 +266,7 @@ class Sites:
     def _status(self) -> Status:
         now = self._now
         fetched = sum(one.num_fetched for one in now.fetches.values())
-        lacks = frozenset(site for (site, _), one in now.fetches.items() if not one.is_complete and not one.is_left)
+        lacks = frozenset(site for (site, *_), one in now.fetches.items() if not one.is_complete and not one.is_left)
         return Status(lacks, fetched + now.num_computed, now.result_of, now.digests)
 
     def _offer_differences(self) -> str:
@@ -347,16 +352,15 @@ class Sites:
     def _work(self, target: Target) -> None:
         """Fetches what the target needs; computes its result once all is here."""
         now, slabs = self._now, self._ctx.trainer.slabs
-        self._leave_fetches([*target.wanted.items()])
-        for site, wanted in target.wanted.items():
-            fetch = now.fetches.get((site, wanted))
-            if fetch is None or fetch.failure:
-                now.fetches[site, wanted] = fetch = Fetch(wanted, self._num_bytes(wanted.kind), self._settings.wait_s)
-                fetch.start()
-        if now.result_of == target.key or not all(now.fetches[one].is_complete for one in target.wanted.items()):
+        self._leave_fetches(target.fetches)
+        for key, wanted in zip(target.fetches, target.wanted.values(), strict=True):
+            if key not in now.fetches or now.fetches[key].failure:
+                now.fetches[key] = Fetch(wanted, self._num_bytes(wanted.kind), self._settings.wait_s)
+                now.fetches[key].start()
+        if now.result_of == target.key or not all(now.fetches[key].is_complete for key in target.fetches):
             return
         self._ctx.probe(FaultPoint.ROUND_EXCHANGED)
-        contents = {site: now.fetches[site, wanted].contents for site, wanted in target.wanted.items()}
+        contents = {key[0]: now.fetches[key].contents for key in target.fetches}
         for index, slab in enumerate(slabs):
             of_slab = {site: one[slab.position] for site, one in contents.items()}
             with self._ctx.probe.during(Operation.UPDATE):
@@ -380,7 +384,7 @@ class Sites:
             found[slab.position] = 8 * sum(sizes) if kind == _STATE else exchanged_bytes(sizes, self._settings.bits)
         return found
 
-    def _leave_fetches(self, wanted: Sequence[tuple[SiteId, Wanted]]) -> None:
+    def _leave_fetches(self, wanted: Sequence[tuple[SiteId, str, int]]) -> None:
         """Ends the fetches that are not for these."""
         for key, fetch in self._now.fetches.items():
             if key not in wanted and not fetch.is_complete:

@@ -212,7 +212,7 @@ class Sites:
             vote = plain_vote(action, Digests(), lacks_params=False)
         vote = replace(vote, is_complete=is_complete, synced=end if is_complete else None)
         votes = ctx.voting.cast(action, vote)
-        ctx.probe(FaultPoint.ROUND_VOTED)
+        ctx.probe.between_steps(action.step, FaultPoint.ROUND_VOTED)
         return votes
 
     def _await_speaker(self, action: AttemptSync) -> RoundResult | None:
@@ -359,7 +359,7 @@ class Sites:
                 now.fetches[key].start()
         if now.result_of == target.key or not all(now.fetches[key].is_complete for key in target.fetches):
             return
-        self._ctx.probe(FaultPoint.ROUND_EXCHANGED)
+        self._ctx.probe.between_steps(now.key[1], FaultPoint.ROUND_EXCHANGED)
         contents = {key[0]: now.fetches[key].contents for key in target.fetches}
         for index, slab in enumerate(slabs):
             of_slab = {site: one[slab.position] for site, one in contents.items()}

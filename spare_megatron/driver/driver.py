@@ -36,6 +36,7 @@ from spare_megatron.process.processes import (
     kill,
     start_child,
     start_hub,
+    start_outer_store,
     start_store,
     why_ended,
 )
@@ -137,6 +138,7 @@ class Driver:
         end = EndRecord(outcome="interrupted", reason="the driver was interrupted")
         hub: Child | None = None
         store: Child | None = None
+        outer_store: Child | None = None
         spec: StoreSpec | None = None
         try:
             self._on_event(reports.Message(text="starting: control store"))
@@ -147,6 +149,7 @@ class Driver:
             if store is None:
                 with interrupts.allowed():  # etcd may not answer for a while
                     self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
+            outer_store = start_outer_store(self._context, self._config.sites, interrupts.wait)
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
@@ -164,7 +167,7 @@ class Driver:
                 end_processes(
                     supervisors=[child for node, child in self._nodes.items() if node not in lost],
                     lost=[self._nodes[node] for node in lost],
-                    store=store,
+                    stores=(store, outer_store),
                     hub=hub,
                 )
                 end = replace(end, steps_committed=self._num_steps - self._first_step)

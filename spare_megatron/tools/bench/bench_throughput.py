@@ -12,6 +12,7 @@ from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig
 from spare_megatron.config.schema_data import EvalConfig
 from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
@@ -90,6 +91,7 @@ def training_alone(config: RunConfig) -> RunConfig:
             load="",
         ),
         snapshot=SnapshotConfig(),
+        sites=SitesConfig(),
         metrics=MetricsConfig(peak_tflops=config.metrics.peak_tflops),
         profile=ProfileConfig(),
     )

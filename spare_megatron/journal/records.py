@@ -137,6 +137,8 @@ class RoundRecord(OfAttempt):
 
     round: int
     """0: none came about, and `reason` says why."""
+    base_round: int = 0
+    """That whose result the site had before."""
     sites: list[int] = field(default_factory=list)
     """As in the entry `synced`."""
     weights: dict[str, int] = field(default_factory=dict)

@@ -438,6 +438,7 @@ class Sites:
             step=entry.step,
             attempt=entry.attempt,
             round=entry.round,
+            base_round=self._outer.revision.round,
             sites=list(entry.sites),
             weights={str(site): weight for site, weight in now.weights.items()} if entry.sites else {},
             num_bytes=num_bytes,

@@ -70,6 +70,11 @@ class FaultPoint(StrEnum):
     """The group's part of an evaluation is computed, and the group has not voted."""
     EVALUATION_VOTED = "evaluation_voted"
     """The group has voted on an evaluation, whose result is not decided as far as this rank knows."""
+    ROUND_EXCHANGED = "round_exchanged"
+    """The differences of all sites of a round are here, and the result is not computed; only on the group that speaks
+    for its site."""
+    ROUND_VOTED = "round_voted"
+    """The group has voted on a round with other sites, whose end is not decided as far as this rank knows."""
     SAVE = "save"
     """Before the state of a checkpoint is copied, between two steps."""
     SAVE_WRITE = "save_write"

@@ -77,6 +77,16 @@ def restart(group: GroupId) -> str:
     return f"restart/{group}"
 
 
+def site_start(num_restarts: int) -> str:
+    """Unique name of a start of this run as a site. Written by the first leader that speaks; read by later ones."""
+    return f"site-start/{num_restarts}"
+
+
+def round_result(attempt: int) -> str:
+    """How a round with other sites has ended. Written by the leader that speaks; read by those of other groups."""
+    return f"round/{attempt}"
+
+
 def digest(index: int, group: GroupId) -> str:
     """Digest of the group's parameters as of entry `index`. Written by its leader; read by an admitted group's."""
     return f"digest/{index}/{group}"

@@ -39,7 +39,13 @@ _POLL_S = 0.05
 _POLL_S_PER_GROUP = 0.001
 """Every leader reads the announcements of all absent groups."""
 
-Attempt = actions.AttemptReduce | actions.AttemptEvaluation | actions.AttemptFinish | actions.AttemptUndo
+Attempt = (
+    actions.AttemptReduce
+    | actions.AttemptEvaluation
+    | actions.AttemptSync
+    | actions.AttemptFinish
+    | actions.AttemptUndo
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,19 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from os import cpu_count
 
+from tests.protocol.outer_sites import run_outer_histories
 from tests.protocol.sample import Sample, run_histories
 
 _HISTORIES_AT_ONCE = 250
+
+
+def run_both(seeds: range) -> Sample:
+    """Histories of a run, and of as many of sites."""
+    sample = run_histories(seeds)
+    counts, violations = run_outer_histories(seeds)
+    sample.counts.update({f"sites: {what}": times for what, times in counts.items()})
+    sample.violations |= violations
+    return sample
 
 
 def main() -> int:
@@ -23,7 +33,7 @@ def main() -> int:
     parts = [range(seed, min(seed + _HISTORIES_AT_ONCE, end)) for seed in range(first, end, _HISTORIES_AT_ONCE)]
     total, began_s = Sample(), time.monotonic()
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        for sample in pool.map(run_histories, parts):
+        for sample in pool.map(run_both, parts):
             total.add(sample)
             print(f"\r{total.num_histories} histories", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

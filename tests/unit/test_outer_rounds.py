@@ -115,7 +115,6 @@ def test_a_round_that_loses_all_sites_makes_no_state() -> None:
         ([open_round(1), close(1, A, B)], commit(1, A), "in place of"),
         ([open_round(1), close(1, A, B)], WithoutSite(round=1, site=C), "takes no part"),
         (committed(), commit(1, A, B), "is decided, and round 1 is idle"),
-        (committed(), open_round(2, Revision(1, "other")), "which no round has made"),
     ],
 )
 def test_an_entry_that_cannot_follow_is_named_and_changes_nothing(
@@ -132,6 +131,11 @@ def test_a_round_that_continues_an_earlier_state_makes_later_ones_void() -> None
     rounds = after(*committed(), open_round(2, START))
     assert rounds.revision == START
     assert rounds.known[0].sites == {A}
+
+
+def test_a_state_that_the_log_does_not_know_makes_all_that_it_knows_void() -> None:
+    rounds = after(*committed(), open_round(6, Revision(5, "of a log that was lost")))
+    assert [one.revision.round for one in rounds.known] == [5]
 
 
 def test_a_log_that_was_lost_begins_anew_with_any_state() -> None:

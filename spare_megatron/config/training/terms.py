@@ -121,6 +121,11 @@ def sequences_before(config: RunConfig, step: int) -> int:
     return config.data.offset + sequences_per_microbatch(config) * config.spare.ramp.before(step)
 
 
+def microbatches_before(config: RunConfig, step: int) -> int:
+    """Units of work of all groups in all steps before this one, as a step counts them."""
+    return config.layout.num_groups * config.unit_ramp.before(step)
+
+
 def tokens_before(config: RunConfig, step: int) -> int:
     """Tokens in these sequences."""
     return tokens_read(config.data.phases, config.model.seq_length, sequences_before(config, step))

@@ -47,7 +47,7 @@ class Rounds:
 
     def next_round(self, base: Revision) -> int:
         """The number of the round that is opened next. A new log begins after the state that it continues."""
-        return (self.round if self.known else max(self.round, base.round)) + 1
+        return max(self.round, base.round) + 1
 
     def apply(self, entry: entries.OuterEntry) -> tuple[str, ...]:
         """Folds the next entry. Returns why no correct site writes it here; such an entry changes nothing."""
@@ -73,7 +73,7 @@ class Rounds:
 
     def _on_open(self, entry: entries.OpenRound) -> None:
         self.round, self.phase = entry.round, Phase.OPEN
-        while self.known and self.revision != entry.base:
+        while self.known and self.revision != entry.base:  # all of them, if it is of a log that was lost
             self.known.pop()
         if not self.known:
             self._know(entry.base, (entry.site,))
@@ -89,8 +89,6 @@ class Rounds:
                     yield f"{what} is opened while round {self.round} is closed and undecided"
                 if entry.round != (due := self.next_round(entry.base)):
                     yield f"{what} is opened in place of round {due}"
-                if self.known and entry.base not in [one.revision for one in self.known]:
-                    yield f"{what} continues {entry.base}, which no round has made"
                 yield from self._unknown(what, [entry.site])
                 return
             case entries.CloseRound():

@@ -39,6 +39,7 @@ from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
+from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import (
     NamedParameter,
     named_parameters,
@@ -48,7 +49,6 @@ from spare_megatron.mcore.optimizer.parameters import (
     sums_of_squares,
 )
 from spare_megatron.mcore.optimizer.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.outer_step import OuterState
 from spare_megatron.mcore.pass_checks import PassChecks
 from spare_megatron.mcore.state import (
     IncomingState,

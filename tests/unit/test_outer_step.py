@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spare_megatron.core.outer.entries import Revision, SiteId
-from spare_megatron.mcore.outer_step import Message, OuterState, Rule, exchanged_bytes
+from spare_megatron.mcore.optimizer.outer_step import Message, OuterState, Rule, exchanged_bytes
 
 SHAPES = ((3, 171), (256,), (1,), (2, 1, 300))
 """Of parameters: whole blocks, parts of one, and odd numbers."""

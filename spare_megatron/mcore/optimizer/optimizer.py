@@ -22,8 +22,8 @@ from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.core.outer.entries import Revision
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, tied_embedding
 from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, named_parameters, optimized
-from spare_megatron.mcore.outer_step import OuterState
 
 
 class Optimizer:

@@ -111,7 +111,7 @@ GroupStatus = Literal["alive", "slow", "rejoining", "drained", "lost", "given up
 PARAMS = "params"
 """Kind of parameter digests: a long run has many, and only comparisons of two runs read them."""
 
-UNREAD = ("vote", "evaluation", "round", "snapshot", "redundancy", "repair", "terms", "rank", "suspicion")
+UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "rank", "suspicion")
 """Kinds of records that the state of a run does not depend on."""
 
 

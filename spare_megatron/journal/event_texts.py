@@ -105,7 +105,7 @@ def text_of_round(record: records.RoundRecord) -> str:
     """Text of a round with other sites that has come about.
 
     >>> found = {"sites": [0, 2], "weights": {"0": 160, "2": 144}, "num_bytes": 2000000, "spent_s": 1.5}
-    >>> text_of_round(RoundRecord(group=0, step=40, attempt=41, round=2, **found))
+    >>> text_of_round(records.RoundRecord(group=0, step=40, attempt=41, round=2, **found))
     'round 2 after 40 steps: sites 0, 2 (160, 144 microbatches); 2 MB fetched in 1.5 s without training'
     """
     what = f"round {record.round} after {format_steps(record.step)}"

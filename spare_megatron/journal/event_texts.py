@@ -149,9 +149,9 @@ def text_of_loss(record: records.LossRecord, *, is_known: bool) -> str:
 def text_of_culprit(record: records.CulpritRecord) -> str:
     """Text of what holds the run back, or does so no longer.
 
-    >>> text_of_culprit(CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, excess_s=0.12, factor=2.04))
-    'machine 3 makes each step 120 ms longer: compute of group 2 rank 1, 2.0 times the usual time'
-    >>> text_of_culprit(CulpritRecord(machine=3, cause="host", is_over=True))
+    >>> text_of_culprit(records.CulpritRecord(machine=3, cause="compute", of_group=2, excess_s=0.12, factor=2.04))
+    'machine 3 makes each step 120 ms longer: compute of group 2, 2.0 times the usual time'
+    >>> text_of_culprit(records.CulpritRecord(machine=3, cause="host", is_over=True))
     'machine 3 holds the run back no longer: host'
     """
     whose = "" if record.of_group is None else f" of group {record.of_group}"
@@ -187,7 +187,7 @@ def text_of_pause(step: int, shards: Collection[int]) -> str:
 def text_of_paces(record: records.PacesRecord) -> str:
     """Text of a change of the paces by which work is dealt.
 
-    >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
+    >>> text_of_paces(records.PacesRecord(group=0, step=9, permille={"3": 1984}))
     'from step 9 on work is dealt by pace: for a microbatch group 3 takes 1.98 times as long as its like'
     """
     if not record.permille:
@@ -200,7 +200,7 @@ def text_of_paces(record: records.PacesRecord) -> str:
 def text_of_places(record: records.PlacesRecord) -> str:
     """Text of an assignment of places to machines; `record.places` are there if it makes groups train again.
 
-    >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
+    >>> text_of_places(records.PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
     'machine 2 is in quarantine, as it is slow: its link'
     """
     begun = [
@@ -219,7 +219,8 @@ _WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is
 def text_of_examination(record: records.ExaminationRecord) -> str:
     """Text of an examination of a machine in quarantine.
 
-    >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
+    >>> wrong = records.ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={})
+    >>> text_of_examination(wrong)
     'machine 2 stays in quarantine: it hangs; it is examined again in 8 s'
     """
     if not record.reason:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from spare_megatron.core.log.entries import Commit, Finish
 from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import CORRECT, MUTATIONS
+from tests.protocol.rounds import draw_rounds
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
 from tests.protocol.slabs import draw_shapes
@@ -34,6 +35,7 @@ NUM_AUDIT_HISTORIES = 120
 NUM_SUSPECT_HISTORIES = 120
 NUM_OWN_FINDING_HISTORIES = 150
 NUM_UNDO_HISTORIES = 160
+NUM_ROUND_HISTORIES = 160
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -227,6 +229,13 @@ def test_no_history_with_undos_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_UNDO_HISTORIES), draw=draw_undos)
     assert sample.violations == {}
     least = {"Undo": 30, "drift": 120, "outvoted": 60, "refused checkpoint": 10, "FinishRun": 300}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_with_rounds_of_sites_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_ROUND_HISTORIES), draw=draw_rounds)
+    assert sample.violations == {}
+    least = {"Synced": 200, "round after a loss": 4, "Restart": 10, "FinishRun": 100}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.audit_groups import NUM_GROUPS, Case, PlayedGroups
 from benchmarks.origin import origin
 from spare_megatron.config.schema import AuditConfig, LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.audits.audits import default_every_steps
 from spare_megatron.mcore.audited_passes import digest64
 from spare_megatron.mcore.model.training_samples import prepare_index

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.tools.convert.arguments import read_arguments
 from spare_megatron.tools.convert.launch import Launch, read_launch
-from spare_megatron.tools.convert.reading import convert_launch, problems_of
+from spare_megatron.tools.convert.settings import convert_launch, problems_of
 
 _PATHS = "DATA_PATH DATA_CACHE_PATH TENSORBOARD_PATH WANDB_EXPERIMENT WANDB_SAVE_PATH OUTPUT_PATH INFERENCE_OUTPUT_PATH"
 _BEGIN_ELSEWHERE = ("frozen-start", "checkpoint-consistency")

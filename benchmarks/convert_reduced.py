@@ -34,7 +34,7 @@ from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.tools.convert.arguments import read_arguments
 from spare_megatron.tools.convert.launch import Launch
-from spare_megatron.tools.convert.reading import convert_launch
+from spare_megatron.tools.convert.settings import convert_launch
 from tests.integration import megatron_training
 from tests.integration.mcore_group import CPU, Arrays, run_group, run_ranks
 from tests.integration.stacked_groups import values_by_name

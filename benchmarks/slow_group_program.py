@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from spare_megatron import Batch, RunConfig, StepContext, Terms, gpt_forward_step
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.heartbeats import RankProbe
 
 step_under_way = 0
 

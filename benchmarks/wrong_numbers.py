@@ -7,6 +7,8 @@ tokens; what drifts is too large by a relative 1e-3.
 
 `--bounds N` also has one rank compute steps with N faults in products of each kind, all of whose products are checked,
 and prints the share that its checks do not see: errors below what rounding explains, which no check of sums can see.
+`--sound N` has one rank train each of `SOUND` until N products have been checked, and prints how near one came to the
+bound: 1 is a false alarm.
 """
 
 import argparse
@@ -21,22 +23,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.origin import origin
 from benchmarks.peers import corruption
 from benchmarks.peers.corruption import FIRST, LAST, NUM_GROUPS, REPORTS, Outcome, run_ours
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import Fault, FaultKind, FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord
+from spare_megatron.mcore import checked_operations
 from spare_megatron.mcore.corruption import CORRUPTIONS, NO_FAULT, OperationFaults, site_of
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -44,14 +49,30 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.layout import GroupId, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.tools.text.corpus_writer import write_corpus
+from tests.integration.mcore_group import agreed_loss, all_work, reduce_alone
 
 WAYS: dict[str, list[str]] = {
     "default": [],
     **{f"products_{share}": [f"audit.products={share}"] for share in ("0", "0.01", "0.1", "1")},
 }
 """Settings of each way beside those of all; whatever a way does not set is as by default, audits too."""
+SOUND: dict[str, list[str]] = {
+    "LayerNorm, GELU": ["model.hidden_size=64"],
+    "RMSNorm, SwiGLU, rotary, shared keys": [
+        *("model.hidden_size=128", "model.num_layers=2", "model.num_attention_heads=4", "model.seq_length=64"),
+        *("model.num_query_groups=2", "model.normalization=rmsnorm", "model.activation=swiglu"),
+        *("model.position_embedding=rope", "model.linear_bias=false"),
+    ],
+    "mixture": [
+        *("model.hidden_size=64", "model.num_layers=2", "model.seq_length=64", "model.num_experts=4"),
+        *("model.experts_per_token=2", "model.activation=swiglu", "model.linear_bias=false"),
+    ],
+}
+"""Models whose products are checked without any fault."""
 CPU = torch.device("cpu")
 _SEEDS_PER_CASE = 1000
+_MOST_DRAWS = 20
+"""A case whose fault changes no number is drawn again, with the microbatch after."""
 
 
 class Site(NamedTuple):
@@ -140,13 +161,17 @@ def configure(corpus: Path, way: str, case: Case | None, more: Sequence[str] = (
     return corruption.configure(corpus, "ours", case, [*WAYS[way], *more])
 
 
+class NothingChanged(RuntimeError):
+    """An injected fault has changed no number."""
+
+
 def run_case(config: RunConfig, folder: Path) -> Outcome:
-    """Raises RuntimeError if the fault changed no number."""
+    """Raises NothingChanged."""
     outcome = run_ours(config, folder)
     entries = [record.entry for record in read_journal(folder).of(EntryRecord)] if "halt" in outcome.did else []
     for entry in entries:
         if str(entry.get("reason", "")).startswith(NO_FAULT):
-            raise RuntimeError(f"{folder.name}: {entry['reason']}")
+            raise NothingChanged(f"{folder.name}: {entry['reason']}")
     return outcome
 
 
@@ -160,11 +185,27 @@ def measure(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[st
     for way, outcome in calm.items():
         if outcome.did or outcome.params_sha256 != calm[options.ways[0]].params_sha256:
             raise RuntimeError(f"{way}: without any fault it ended as {outcome}")
+    known = _kept(options.keep)
     for index, case in enumerate(cases):
+        for number in range(_MOST_DRAWS):
+            cases[index] = case = replace(case, number=case.number + bool(number))
+            try:
+                for way in options.ways:
+                    key = json.dumps([way, options.precision, asdict(case)])
+                    if key not in known:
+                        began_s = time.monotonic()
+                        config = configure(corpus, way, case, precision)
+                        outcome = run_case(config, scratch / f"{way}-{index}-{number}")
+                        _keep(options.keep, known, key, outcome, time.monotonic() - began_s)
+                break
+            except NothingChanged as error:
+                print(f"case {index} is drawn again: {error}", file=sys.stderr)
+        else:
+            raise NothingChanged(f"case {index}: no microbatch of {_MOST_DRAWS} shows an effect of {case}")
         for way in options.ways:
-            began_s = time.monotonic()
-            outcomes[way].append(run_case(configure(corpus, way, case, precision), scratch / f"{way}-{index}"))
-            times_s[way].append(time.monotonic() - began_s)
+            outcome, seconds = known[json.dumps([way, options.precision, asdict(case)])]
+            outcomes[way].append(outcome)
+            times_s[way].append(seconds)
         found = ", ".join(f"{way}: {' '.join(of_way[-1].did) or 'nothing'}" for way, of_way in outcomes.items())
         print(f"case {index}, {case.kind} at {case.phase} of step {case.step}: {found}", file=sys.stderr)
     params = calm[options.ways[0]].params_sha256
@@ -174,6 +215,22 @@ def measure(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[st
         **summarize(cases, outcomes, params),
         "seconds_per_case": {way: statistics.mean(of_way) for way, of_way in times_s.items() if of_way},
     }
+
+
+def _kept(file: Path | None) -> dict[str, tuple[Outcome, float]]:
+    """What an earlier call has found, by way, precision and case, and how long it took."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    found = {}
+    for key, outcome, seconds in map(json.loads, lines):
+        found[key] = Outcome(**outcome | {name: tuple(outcome[name]) for name in ("did", "lost")}), seconds
+    return found
+
+
+def _keep(file: Path | None, known: dict[str, tuple[Outcome, float]], key: str, outcome: Outcome, s: float) -> None:
+    known[key] = outcome, s
+    if file:
+        with file.open("a") as lines:
+            lines.write(json.dumps([key, asdict(outcome), s]) + "\n")
 
 
 def summarize(cases: Sequence[Case], outcomes: Mapping[str, Sequence[Outcome]], params: str) -> dict[str, Any]:
@@ -249,20 +306,63 @@ def measure_bounds(config: RunConfig, num_faults: int, seed: int, precision: str
             yield f"{kind}, {site}", bool(trainer.checks.found())
 
 
-def bounds(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[str, Any]:
+def bounds(options: argparse.Namespace, corpus: Path) -> dict[str, Any]:
     config = configure(corpus, "products_1", None, [f"model.precision={options.precision}"])
     prepare_index(config)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/store", 1), rank=0, world_size=1)
     seen = list(measure_bounds(config, options.bounds, options.seed, options.precision))
-    dist.destroy_process_group()
     faults, unseen = Counter(what for what, _ in seen), Counter(what for what, is_seen in seen if not is_seen)
     return {
         "bounds": {what: {"faults": faults[what], "unseen": unseen[what] / faults[what]} for what in sorted(faults)}
     }
 
 
+# ---------------------------------------------------------------------------------------------- products without faults
+
+
+def measure_sound(config: RunConfig, num_products: int) -> list[float]:
+    """The excess of each product that one rank has checked while it trained; raises RuntimeError after an alarm."""
+    found: list[Tensor] = []
+    excess_of = checked_operations._excess_of
+
+    def counted(*of_product: Any) -> Tensor:
+        found.append(excess_of(*of_product))
+        return found[-1]
+
+    trainer = GroupTrainer(config, CPU)
+    with mock.patch.object(checked_operations, "_excess_of", counted):
+        step = 0
+        while len(found) < num_products:
+            trainer.begin_step(step % config.train.steps)
+            trainer.compute(all_work(config, step % config.train.steps))
+            if alarm := trainer.checks.found():
+                raise RuntimeError(f"false alarm in step {step}, after {len(found)} products: {alarm}")
+            reduce_alone(trainer)
+            trainer.update(agreed_loss(trainer))
+            step += 1
+    return torch.stack(found).tolist()
+
+
+def sound(options: argparse.Namespace, corpus: Path) -> dict[str, Any]:
+    excesses = {}
+    for name, settings in SOUND.items():
+        more = [f"model.precision={options.precision}", "train.steps=2000", "optimizer.warmup_steps=10", *settings]
+        config = configure(corpus, "products_1", None, more)
+        prepare_index(config)
+        excesses[name] = measure_sound(config, options.sound)
+        print(f"{name}: {len(excesses[name])} products, nearest {max(excesses[name]):.3g}", file=sys.stderr)
+    return {"sound": {name: {"products": len(of_it), "nearest": max(of_it)} for name, of_it in excesses.items()}}
+
+
 def print_tables(result: Mapping[str, Any]) -> None:
-    ways = result["ways"]
+    if ways := result.get("ways"):
+        print_cases(result, ways)
+    for what, one in result.get("bounds", {}).items():
+        print(f"{what}: of {one['faults']} faults {one['unseen']:.1%} are below the bound")
+    for name, one in result.get("sound", {}).items():
+        print(f"{name}: {one['products']} sound products, the nearest at {one['nearest']:.3g} of its bound")
+
+
+def print_cases(result: Mapping[str, Any], ways: Mapping[str, Any]) -> None:
     print(f"{result['cases']} cases, {result['without_effect']} without effect; found, right group, bitwise:")
     print(f"{'':34}{'cases':>6}" + "".join(f"{way:>19}" for way in ways))
     for name in ("all", *(site.name for site in SITES)):
@@ -270,8 +370,6 @@ def print_tables(result: Mapping[str, Any]) -> None:
         counts = "".join(f"{cell['found']:>9},{cell['right_group']:>4},{cell['bitwise']:>4}" for cell in cells)
         print(f"{name:34}{cells[0]['cases']:>6}{counts}")
     print("seconds per case: " + ", ".join(f"{way} {s:.1f}" for way, s in result["seconds_per_case"].items()))
-    for what, one in result.get("bounds", {}).items():
-        print(f"{what}: of {one['faults']} faults {one['unseen']:.1%} are below the bound")
 
 
 def main() -> None:
@@ -281,9 +379,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[way for way in WAYS if way != "default"])
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--bounds", type=int, default=0, help="faults of each kind in products of one rank")
+    parser.add_argument("--sound", type=int, default=0, help="products of each model that are checked without faults")
+    parser.add_argument("--keep", type=Path, help="file of outcomes; those that it has are not computed again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for way in (*options.ways, *(["products_1"] if options.bounds else [])):
+    for way in (*options.ways, *(["products_1"] if options.bounds or options.sound else [])):
         try:
             configure(Path("text"), way, None)
         except ValueError as error:
@@ -292,9 +392,13 @@ def main() -> None:
         scratch, generator = Path(folder), np.random.default_rng(3)
         corpus = scratch / "text"
         write_corpus((generator.integers(0, 256, 400, dtype=np.uint8).tobytes() for _ in range(200)), corpus)
-        result = measure(options, corpus, scratch)
-        if options.bounds:
-            result |= bounds(options, corpus, scratch)
+        result = measure(options, corpus, scratch) if options.cases else {}
+        if options.bounds or options.sound:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/store", 1), rank=0, world_size=1)
+            result |= bounds(options, corpus) if options.bounds else {}
+            result |= sound(options, corpus) if options.sound else {}
+            dist.destroy_process_group()
     print(json.dumps(result | origin())) if options.json else print_tables(result)
 
 

@@ -14,9 +14,8 @@ from spare_megatron.cli import (
     submit,
     train,
 )
-from spare_megatron.cli.command import SpareCommand, SpareGroup
+from spare_megatron.cli.command import SpareCommand, SpareGroup, explained
 from spare_megatron.cli.printing import say
-from spare_megatron.cli.terms import explained
 from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign import campaign_command as campaign
 from spare_megatron.tools.convert import convert_command

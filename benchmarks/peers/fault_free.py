@@ -31,8 +31,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.journal.files import read_journal
-from spare_megatron.tools.bench.bench_plain import run_plain
 from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
+from spare_megatron.tools.bench.plain_megatron import run_plain
 
 
 def configure(options: argparse.Namespace) -> RunConfig:

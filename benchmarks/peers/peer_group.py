@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.mcore.corruption import CORRUPTIONS

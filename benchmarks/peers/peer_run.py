@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.peers.environment import NVRX, ROOT, TORCHFT, peer_variables
 from benchmarks.peers.history import Event, read_events
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig
 
 _TIMEOUT_S = 480.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.peer_group import OUR_FAULT
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 
 _START_TIMEOUT_S = 60.0
 _TRAIN_TIMEOUT_S = 300.0

@@ -13,7 +13,7 @@ from torchft.coordination import LighthouseServer
 from benchmarks.peers.peer_world import forked_server, run_groups
 from benchmarks.peers.torchft_group import train_group
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.planned_faults import groups_hit, resolve_trace
 from spare_megatron.process.processes import log_to_file
 
 _PR_SET_PDEATHSIG = 1

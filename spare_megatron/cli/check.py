@@ -140,7 +140,7 @@ def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
 def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":
     """Verdict and reasons: as the run's summary has them, or found now if that takes no longer."""
     from spare_megatron.config.training.run_terms import terms_in
-    from spare_megatron.formats.whole_files import json_object
+    from spare_megatron.formats.codec import json_object
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.proof import check as check_view
     from spare_megatron.journal.state.summary import NOT_RUN
@@ -148,7 +148,8 @@ def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof"
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():
         found = json_object(summary)
-        return found["verdict"], tuple(found["reasons"])
+        if found.keys() >= {"verdict", "reasons"}:  # versions before had no reasons there
+            return found["verdict"], tuple(found["reasons"])
     try:
         until_s = time.monotonic() + most_s
         verdict = check_view(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))

@@ -118,7 +118,7 @@ def supervise(
 
     end_signal.block()
     from spare_megatron.driver.slurm.steps import end_orphaned_job
-    from spare_megatron.journal.outcomes import exit_code
+    from spare_megatron.journal.records import exit_code
     from spare_megatron.supervisor.node_process import look_after_node
 
     code, concluded = 0, look_after_node(run_dir, node, wait_s)

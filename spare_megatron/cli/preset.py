@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources

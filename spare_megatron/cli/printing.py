@@ -6,7 +6,7 @@ import json
 import sys
 from typing import IO, Any
 
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 
 
 def say(*lines: str, err: bool = False) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from spare_megatron.cli.check import way_back
@@ -75,11 +74,9 @@ class RunProgress:
         self._show_view = self._shown.enter_context(self._console.live())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         try:
-            if kind is None:
+            if error is None:
                 self._next_poll_s = 0.0
                 self.refresh()
         finally:
@@ -279,9 +276,7 @@ class DetachedView:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(queue.Full):  # the thread is blocked on its output
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -291,17 +286,14 @@ class DetachedView:
             self._waiting.put_nowait(event)
 
     def _run(self) -> None:
-        with self._view as view:
-            self._show(view)
-
-    def _show(self, view: RunProgress) -> None:
         next_s = 0.0
-        while True:
-            if time.monotonic() >= next_s:
-                view.refresh()
-                next_s = time.monotonic() + _REFRESH_S
-            with contextlib.suppress(queue.Empty):
-                event = self._waiting.get(timeout=max(0.0, next_s - time.monotonic()))
-                if event is None:
-                    return
-                view.on_event(event)
+        with self._view as view:
+            while True:
+                if time.monotonic() >= next_s:
+                    view.refresh()
+                    next_s = time.monotonic() + _REFRESH_S
+                with contextlib.suppress(queue.Empty):
+                    event = self._waiting.get(timeout=max(0.0, next_s - time.monotonic()))
+                    if event is None:
+                        return
+                    view.on_event(event)

@@ -49,7 +49,8 @@ def view_of(
         def stamp(at_s: float) -> str:
             return f"{datetime.datetime.fromtimestamp(at_s):{form}}"
 
-        lines += [_in_columns(cells) for cells in rows_of(overview, stamp)]
+        rows = rows_of(overview, stamp)
+        lines += [f"{when:<20}  {what:<21}  {cost:>8}  {text}" for when, what, cost, text in rows]
         lines += [f"{stamp(event.at_s)} {event.text}" for event in run_state.events(overview.since_s)[-_EVENTS_SHOWN:]]
     return LiveView(lines=[*lines, *notes], done=done, total=run_state.run.num_steps)
 
@@ -195,8 +196,3 @@ def _grid(states: Sequence[GroupStatus]) -> Iterator[Pieces]:
     counts = Counter(states)
     legend = [f"{_LETTERS[state][0]} {state} {counts[state]}" for state in _LETTERS if counts[state]]
     yield [(f"       {', '.join(legend)}", "")]
-
-
-def _in_columns(cells: tuple[str, str, str, str]) -> str:
-    when, what, cost, text = cells
-    return f"{when:<20}  {what:<21}  {cost:>8}  {text}"

@@ -1,8 +1,11 @@
-"""Shared by the commands that train on this machine."""
+"""Shared by the commands that train on this machine, with the corpus of the demo, which they make."""
 
 import contextlib
 import dataclasses
 import datetime
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +14,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from spare_megatron.cli.console import RunConsole
-from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.printing import message
@@ -22,6 +24,7 @@ from spare_megatron.machine import interrupts
 if TYPE_CHECKING:
     from spare_megatron.config.checks.validate import MachineResources
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.schema_sections import DataConfig
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.observe.metrics import OnStep
     from spare_megatron.process.reports import RunEvent
@@ -30,6 +33,12 @@ if TYPE_CHECKING:
 _LONG_RUN_STEPS = 1000
 _MOST_FAULTS = 4
 """Faults to name before a run; a campaign has hundreds."""
+
+DEMO_CORPUS = "data/demo/corpus"
+"""`data.corpus` of these presets. Like every corpus, it lies below the working directory."""
+
+_SUFFIXES = (".py", ".txt", ".rst", ".html")
+_EXCLUDED = ("site-packages", "dist-packages")
 
 
 def load_runnable(
@@ -62,6 +71,33 @@ def this_machine(command: str, config: "RunConfig") -> "MachineResources":
 
     machine = look_at_machine(config, lambda what: message(command, what))
     return dataclasses.replace(machine, has_corpus=machine.has_corpus or is_to_be_made(config.data))
+
+
+def is_to_be_made(data: "DataConfig") -> bool:
+    """Whether `make_demo_corpus` has yet to write this corpus."""
+    from spare_megatron.config.training.corpus import corpus_files
+
+    return data.corpus == DEMO_CORPUS and not all(file.exists() for file in corpus_files(DEMO_CORPUS))
+
+
+def make_demo_corpus(command: str) -> None:
+    """Makes it of the text files of Python's standard library. ValueError: `spare preprocess` fails, and says why."""
+    text = sysconfig.get_paths()["stdlib"]
+    message(command, f"making the demo's corpus, {DEMO_CORPUS}, of the text files in {text} (about 60 MiB, once)")
+    options = [word for suffix in _SUFFIXES for word in ("--suffix", suffix)]
+    options += [word for name in _EXCLUDED for word in ("--exclude", name)]
+    preprocess = ("-m", "spare_megatron", "preprocess", "--input", text, "--output-prefix", DEMO_CORPUS)
+    done = subprocess.run(
+        # --overwrite: one of its files may be there.
+        [sys.executable, "-P", *preprocess, "--tokenizer", "byte", "--overwrite", *options],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        check=False,
+    )
+    if done.returncode == interrupts.INTERRUPTED:
+        raise KeyboardInterrupt
+    if done.returncode != 0:
+        raise ValueError(f"data.corpus={DEMO_CORPUS} could not be made, see above; set data.corpus to one of yours")
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,8 +179,7 @@ def run_and_show(
 
 def plan_of(config: "RunConfig") -> str:
     """One line about the run to start and the faults to inject."""
-    from spare_megatron.driver.fault_rates import draw_faults
-    from spare_megatron.driver.fault_trace import resolve_trace
+    from spare_megatron.driver.planned_faults import draw_faults, resolve_trace
     from spare_megatron.journal.event_texts import fault_named
 
     layout = config.parallel

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.config import fitting_machine
-from spare_megatron.cli.demo_corpus import is_to_be_made, make_demo_corpus
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import HELP, OverridesOption, load_without_problems
 from spare_megatron.cli.printing import message, say, say_json, write_exactly
-from spare_megatron.cli.running import choose_run_dir
+from spare_megatron.cli.running import choose_run_dir, is_to_be_made, make_demo_corpus
 from spare_megatron.machine.interrupts import deferred
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ def _check_partition(config: "RunConfig") -> None:
     """Refuses a job that would wait forever, and warns of one that may. Without facts from Slurm only sbatch judges.
     ValueError: the partition has too few nodes.
     """
-    from spare_megatron.driver.slurm.slurm_partitions import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.slurm_commands import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []
@@ -202,7 +201,7 @@ def _check_partition(config: "RunConfig") -> None:
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
-    from spare_megatron.config.resolved import write_with_exports
+    from spare_megatron.config.loader import write_with_exports
     from spare_megatron.driver.slurm.batch_script import SCRIPT
     from spare_megatron.driver.slurm.slurm_commands import Unanswered, note_job, require, submit
     from spare_megatron.formats.output import named_errors
@@ -235,7 +234,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
 
 def _write_config(config: "RunConfig", home: Path) -> None:
-    from spare_megatron.config.resolved import dump_run_config, write_with_exports
+    from spare_megatron.config.loader import dump_run_config, write_with_exports
     from spare_megatron.driver.slurm.batch_script import CHECKPOINTS, CONFIG
 
     if not config.checkpoint.folder:  # one for all runs of the job

@@ -18,7 +18,7 @@ from spare_megatron.cli.preset import OverridesOption, PresetArgument, PresetOpt
 from spare_megatron.cli.printing import message, say_json
 from spare_megatron.cli.resuming import go_back, report_finished
 from spare_megatron.cli.running import load_runnable, reported_interruption, run_and_show, run_directory
-from spare_megatron.journal.outcomes import MEANINGS, exit_code
+from spare_megatron.journal.records import MEANINGS, exit_code
 from spare_megatron.machine.standard_streams import outlasting
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ def elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig",
     if config.cluster.launcher != "srun":
         yield config, None
         return
-    from spare_megatron.driver.slurm.allocation import nodes_for_run, this_job
+    from spare_megatron.driver.slurm.allocation import find_racks, nodes_for_run, shared_racks, spread, this_job
     from spare_megatron.driver.slurm.etcd import etcd_of_the_job
-    from spare_megatron.driver.slurm.racks import find_racks, shared_racks, spread
     from spare_megatron.driver.slurm.steps import SrunLauncher
 
     job_id, racks = this_job(), find_racks()

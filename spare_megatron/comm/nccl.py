@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.supported_versions import check_names, check_version
+from spare_megatron.config.training.run_sizes import MOST_CHANNELS
 from spare_megatron.devices import gpu
 from spare_megatron.process.processes import leave, say
 from spare_megatron.process.reports import ExitCode

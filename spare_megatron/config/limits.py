@@ -28,6 +28,7 @@ ChangeableTerm = Literal[
     "corpus", "program", "train.seed", "model.seq_length", "model.precision", "model.activation", "model.norm_eps",
     "model.experts_per_token", "model.rope_base", "model.rope_scaling_factor", "model.sliding_window",
     "data.eod_mask_loss", "data.reset_attention_mask", "data.reset_position_ids", "data.end_of_document",
+    "data.fim_rate", "data.fim_spm_rate", "data.fim_tokens",
     "megatron.activation_func_clamp_value", "megatron.glu_linear_offset", "megatron.moe_apply_probs_on_input",
     "megatron.moe_router_group_topk", "megatron.moe_router_num_groups", "megatron.moe_router_pre_softmax",
     "megatron.moe_router_score_function", "megatron.moe_router_topk_scaling_factor", "megatron.no_rope_freq",

@@ -1,4 +1,4 @@
-"""Loads a run's configuration from TOML presets and `--set` overrides, and records where each value came from.
+"""Loads a run's configuration from TOML presets and `--set` overrides, records origins of values, and writes it.
 
 Precedence, later wins: schema defaults, included presets in order, the preset itself, the cluster preset, overrides.
 """
@@ -6,18 +6,21 @@ Precedence, later wins: schema defaults, included presets in order, the preset i
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from spare_megatron.config.batch_size import IN_SAMPLES
 from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
 from spare_megatron.config.megatron_fields import COUNTED_WITH
-from spare_megatron.config.model_fields import contradictions
+from spare_megatron.config.model_fields import contradictions, replaced_settings
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.formats.codec import parsed_toml
 
 FOLDER = Path(__file__).parents[1] / "configs"
 KINDS = ("run", "model", "cluster")
@@ -254,3 +257,61 @@ def description(file: Path) -> str:
     lines = file.read_text(encoding="utf-8").splitlines()
     end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return " ".join(line.removeprefix("#").strip() for line in lines[:end])
+
+
+_EXPORT = re.compile(r"(\bexport\s+[^\s=]+=).*", re.DOTALL)
+
+
+def write_with_exports(file: Path, text: str, config: RunConfig) -> None:
+    """Writes `text`, for its owner alone if `slurm.setup` exports variables, which may be keys to services."""
+    is_private = any(_EXPORT.search(line) for line in config.slurm.setup)
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
+    with os.fdopen(fd, "w", encoding="utf-8") as stream:
+        if is_private:
+            os.fchmod(fd, 0o600)  # an existing file keeps its mode otherwise
+        stream.write(text)
+
+
+def without_exports(text: str) -> str:
+    """Blanks the exported values in a configuration as TOML.
+
+    >>> without_exports('slurm.setup = ["export KEY=abc"]').split()
+    ['[slurm]', 'setup', '=', '[', '"export', 'KEY=...",', ']']
+    """
+    table = parsed_toml(text)
+    lines = table.get("slurm", {}).get("setup", [])
+    if not any(_EXPORT.search(line) for line in lines):
+        return text
+    table["slurm"]["setup"] = [_EXPORT.sub(r"\1...", line) for line in lines]
+    return tomli_w.dumps(table)
+
+
+def dump_run_config(config: RunConfig) -> str:
+    """The configuration as TOML with every setting that counts spelled out; loads back to an equal one."""
+    table = _plain(config)
+    for name in replaced_settings(config):
+        table["model"].pop(name, None)  # beside the field in its place it would be a contradiction
+    return tomli_w.dumps(table)
+
+
+def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Every setting by dotted key; of `[megatron]` only the keys that are set."""
+    for section in fields(config):
+        value = getattr(config, section.name)
+        if is_dataclass(value):
+            yield from ((f"{section.name}.{item.name}", _plain(getattr(value, item.name))) for item in fields(value))
+        elif isinstance(value, Mapping):
+            yield from ((f"{section.name}.{key}", _plain(item)) for key, item in value.items())
+        else:
+            yield section.name, value
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        named = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {name: _plain(item) for name, item in named.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value

@@ -14,7 +14,7 @@ from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
 from spare_megatron.config.model_fields import is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import parsed_toml
+from spare_megatron.formats.codec import parsed_toml
 
 _TABLE = parsed_toml(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -119,10 +119,19 @@ def _is_window(config: RunConfig) -> bool:
     return False
 
 
+def _is_window_pattern(config: RunConfig) -> bool:
+    match config.megatron["window_attn_skip_freq"]:
+        case int(every):
+            return every >= 2
+        case [*layers]:
+            return len(layers) == config.model.num_layers and set(layers) <= {0, 1}
+    return False
+
+
 # fmt: off
 _NOT_LATENT = (
     "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
-    "rotary_interleaved", "sequence_parallel", "softmax_scale",
+    "rotary_interleaved", "sequence_parallel", "softmax_scale", "softmax_type",
 )
 """Fields that latent attention ignores or refuses, or that were not checked with it."""
 
@@ -205,6 +214,8 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          lambda c: c.model.num_experts is not None
          or not {"moe", "moe_act", "shared_experts"} & {*map(str, _listed(c, "recompute_modules"))},
          "names modules that only experts have; remove them, or set model.num_experts")),
+    ("window_attn_skip_freq", Condition(_is_window_pattern,
+         "must be K from 2 on, where every K-th layer has no window, or a list of 0 or 1 for each layer; change it")),
     ("window_size", Condition(_is_window,
          "must be the number of tokens before and 0, as tokens after never count; change it")),
 )

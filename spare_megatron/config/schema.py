@@ -13,15 +13,13 @@ from spare_megatron.config.limits import (
     Share,
     ShareBelowOne,
 )
-from spare_megatron.config.schema_data import DataConfig, EvalConfig
-from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig, EvalConfig, SnapshotConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
-from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.layout import Layout, Slabs
 from spare_megatron.stacking.paces import PipelineTimes, Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
-from spare_megatron.stacking.slabs import Slabs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,23 +26,9 @@ from spare_megatron.machine.addresses import hosts_of, refuse_loopback
 from spare_megatron.machine.interrupts import Deferral, deferred
 from spare_megatron.machine.network import network_of
 from spare_megatron.machine.timers import Timers
-from spare_megatron.process import reports
-from spare_megatron.process.processes import (
-    Child,
-    await_exit,
-    describe_exit,
-    end_processes,
-    fork_server,
-    kill,
-    start_child,
-    start_hub,
-    start_outer_store,
-    start_store,
-    why_ended,
-)
+from spare_megatron.process import processes, reports
 from spare_megatron.process.specs import NodeSpec, RankMain
-from spare_megatron.slow_machines.culprits import Culprits
-from spare_megatron.slow_machines.slow_machine_drains import SlowMachineDrains
+from spare_megatron.slow_machines.slow_machine_drains import Culprits, SlowMachineDrains
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store import keys
@@ -103,8 +89,8 @@ class Driver:
         self._on_event = on_event
         self._rank_main = rank_main
         self._launcher = launcher
-        self._context = fork_server()
-        self._nodes: dict[int, Child] = {}
+        self._context = processes.fork_server()
+        self._nodes: dict[int, processes.Child] = {}
         self._ended: dict[int, reports.NodeEnded] = {}
         self._start: Start | None = None  # set by the first loss before training begins
         self._last_lost: dict[GroupId, int] = {}  # incarnation
@@ -136,20 +122,22 @@ class Driver:
         """
         self._interrupts = interrupts
         end = EndRecord(outcome="interrupted", reason="the driver was interrupted")
-        hub: Child | None = None
-        store: Child | None = None
-        outer_store: Child | None = None
+        hub: processes.Child | None = None
+        store: processes.Child | None = None
+        outer_store: processes.Child | None = None
         spec: StoreSpec | None = None
         try:
             self._on_event(reports.Message(text="starting: control store"))
             if self._config.cluster.isolate_nodes:
-                hub = start_hub(self._context, interrupts.wait)
-            store, spec = start_store(self._context, self._config.control, self._config.name, hub, interrupts.wait)
+                hub = processes.start_hub(self._context, interrupts.wait)
+            store, spec = processes.start_store(
+                self._context, self._config.control, self._config.name, hub, interrupts.wait
+            )
             self._store_process, self._store_spec, self._hub = store, spec, hub
             if store is None:
                 with interrupts.allowed():  # etcd may not answer for a while
                     self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
-            outer_store = start_outer_store(self._context, self._config.sites, interrupts.wait)
+            outer_store = processes.start_outer_store(self._context, self._config.sites, interrupts.wait)
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
@@ -163,8 +151,8 @@ class Driver:
             # Further signals kill local supervisors only: proxies of remote ones still have to relay the stop.
             here = {node for node in self._nodes if self._main_of(node) is supervise}
             lost = {node for node in here if self._are_lost([node])}
-            with deferred(lambda: kill([self._nodes[node] for node in here])):
-                end_processes(
+            with deferred(lambda: processes.kill([self._nodes[node] for node in here])):
+                processes.end_processes(
                     supervisors=[child for node, child in self._nodes.items() if node not in lost],
                     lost=[self._nodes[node] for node in lost],
                     stores=(store, outer_store),
@@ -174,7 +162,7 @@ class Driver:
                 self._journal.write(end)
             if isinstance(spec, EtcdStoreSpec):
                 # The ranks of a killed supervisor die with it, but a little later.
-                await_exit([pid for node in here for pid in self._pids.get(node, [])])
+                processes.await_exit([pid for node in here for pid in self._pids.get(node, [])])
                 _remove_keys(spec)
         return end
 
@@ -188,7 +176,7 @@ class Driver:
     def _follower(self) -> LogFollower:
         return LogFollower(DecisionLog(self._store), controller_setup(self._config))
 
-    def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
+    def _start_nodes(self, store: StoreSpec, hub: processes.Child | None) -> None:
         layout = self._config.parallel
         num_groups = layout.num_home_groups
         text = f"starting: {num_groups * layout.ranks_per_group} ranks in {num_groups} groups"
@@ -206,7 +194,7 @@ class Driver:
                 rank_main=self._rank_main,
                 hub_pid=None if hub is None else hub.pid,
             )
-            self._nodes[node] = start_child(self._context, spec.name, self._main_of(node), spec)
+            self._nodes[node] = processes.start_child(self._context, spec.name, self._main_of(node), spec)
 
     def _main_of(self, node: int) -> Callable[[NodeSpec, Connection], None]:
         """Main function of the node's process on this machine: its supervisor, or the proxy of a remote one."""
@@ -216,7 +204,7 @@ class Driver:
 
     # ----------------------------------------------------------------------------------------------------- watch
 
-    def _watch(self, store: Child | None) -> None:
+    def _watch(self, store: processes.Child | None) -> None:
         """Handles reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
@@ -287,7 +275,9 @@ class Driver:
             self._handle(report, node)
         child.process.join()
         code = child.process.exitcode or 0
-        failure = f"its supervisor died: {describe_exit(code)}{'' if code < 0 else '; spare logs may say why'}"
+        failure = (
+            f"its supervisor died: {processes.describe_exit(code)}{'' if code < 0 else '; spare logs may say why'}"
+        )
         if node in self._ended:
             failure = self._ended[node].failure
         if failure and not (self._store_failure or self._is_cut_off):
@@ -395,8 +385,8 @@ class Driver:
             store.process.kill()
         self._store_failure = self._store_failure or reason
 
-    def _store_died(self, store: Child) -> None:
-        self._store_failure = self._store_failure or f"the control store died: {why_ended(store)}"
+    def _store_died(self, store: processes.Child) -> None:
+        self._store_failure = self._store_failure or f"the control store died: {processes.why_ended(store)}"
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
         """Reports etcd's size, now and periodically: it has to last for the remaining steps."""

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.machine.interrupts import Deferral, deferred
-from spare_megatron.process.processes import (
-    NO_MAIN_GUARD,
-    Child,
-    describe_exit,
-    end_child,
-    end_fork_server,
-    fork_server,
-    start_child,
-)
+from spare_megatron.process import processes
 from spare_megatron.version import PACKAGE, code_digest, code_mismatch
 
 _END_TIMEOUT_S = 10.0
@@ -28,11 +20,11 @@ def preflight(config: RunConfig) -> Mapping[str, str]:
     ranks here. ValueError: the run cannot start, or the check was killed or exceeded `control.startup_timeout_s`.
     """
     # The fork server forks only after all its imports, and a signal must not wait for that.
-    with deferred(end_fork_server) as interrupts:
-        context = fork_server()
+    with deferred(processes.end_fork_server) as interrupts:
+        context = processes.fork_server()
         interrupts.check()
         try:
-            child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
+            child = processes.start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
         except (OSError, EOFError) as error:
             interrupts.check()
             text = "the server from which all processes of a run are forked has ended; its last line says why"
@@ -40,10 +32,10 @@ def preflight(config: RunConfig) -> Mapping[str, str]:
         try:
             return _await_kernels(child, config.data.named, config.control.startup_timeout_s, interrupts)
         finally:
-            end_child(child)
+            processes.end_child(child)
 
 
-def _await_kernels(child: Child, corpus: str, limit_s: float, interrupts: Deferral) -> Mapping[str, str]:
+def _await_kernels(child: processes.Child, corpus: str, limit_s: float, interrupts: Deferral) -> Mapping[str, str]:
     """The check's answer. ValueError: the problem that it has found, or it was killed or too slow."""
     answer: Mapping[str, str] | str | None = None
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
@@ -64,12 +56,12 @@ def _await_kernels(child: Child, corpus: str, limit_s: float, interrupts: Deferr
 
 def _why_ended(corpus: str, code: int | None) -> str:
     script = getattr(sys.modules["__main__"], "__file__", "the script")
-    if code == NO_MAIN_GUARD:
+    if code == processes.NO_MAIN_GUARD:
         return (
             f"{script} starts a run whenever it is imported, and every process of the run imports it: put what it does "
             f'under `if __name__ == "__main__":`'
         )
-    ended = f"the process that builds the sample index of {corpus} has ended with {describe_exit(code)}"
+    ended = f"the process that builds the sample index of {corpus} has ended with {processes.describe_exit(code)}"
     if code is None or code < 0:
         return f"{ended}; SIGKILL usually means too little memory for the sample index"
     return f"{ended}; its output says why. Like every process of the run, it imports {script}"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.checks.validate import MachineResources, beyond_limits, on_device
+from spare_megatron.config.loader import dump_run_config, write_with_exports
 from spare_megatron.config.program_file import judge_program, resolved_program
-from spare_megatron.config.resolved import dump_run_config, write_with_exports
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import judge_corpus
 from spare_megatron.config.training.run_terms import terms_of_run
@@ -23,15 +23,13 @@ from spare_megatron.config.training.sample_index_folders import leased
 from spare_megatron.config.training.terms import changes_of, step_of
 from spare_megatron.driver.driver import Driver
 from spare_megatron.driver.event_command import EventCommand
-from spare_megatron.driver.fault_rates import draw_faults
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.planned_faults import draw_faults, groups_hit, resolve_trace
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.output import named_errors
-from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.lines import FORMAT, ORIGIN
+from spare_megatron.journal.files import FORMAT, ORIGIN, JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.run_record import RunRecord, digest_of_terms
 from spare_megatron.journal.state.summary import Summary, conclude

@@ -1,9 +1,10 @@
-"""Files written whole or not at all, and errors that name the path and the setting that chose it."""
+"""What is shown and written: text that is safe to show, files written whole or not at all, errors that name a path."""
 
 import errno
 import os
 import re
 import shutil
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,3 +82,32 @@ def _is_about(error: OSError, path: Path) -> bool:
         return True
     other, path = (Path(real_paths(str(one))).absolute() for one in (error.filename, path))
     return other.is_relative_to(path.parent) or path.is_relative_to(other)
+
+
+_SHOWN = frozenset(("Zs", "Co", "Cn"))
+"""Categories that `str.isprintable` refuses though terminals show them: spaces of other scripts, private characters,
+and characters newer than this Python.
+"""
+_JOINERS = "\u200c\u200d"
+"""Parts of Persian and Indian words and of emoji."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Escapes control characters, changes of direction, invisible characters and lone surrogates, except `keep`.
+
+    >>> printable("a\x1b[2Jb\nc"), printable("[/x] :smile: \\n"), printable("a\tb", keep="\t")
+    ('a\\x1b[2Jb\\nc', '[/x] :smile: \\n', 'a\tb')
+    >>> printable("\u202egpj.exe"), printable("\udc80")
+    ('\\u202egpj.exe', '\\udc80')
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_shown(char) or char in keep else _escaped(char) for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char.isprintable() or char in _JOINERS or unicodedata.category(char) in _SHOWN
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()

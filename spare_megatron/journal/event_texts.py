@@ -11,7 +11,8 @@ from spare_megatron.stacking.layout import GroupId
 
 EventKind = Literal[
     "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "undo", "checkpoint",
-    "failed save", "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
+    "failed save", "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "round",
+    "missed round", "halt", "end", "step",
 ]  # fmt: skip
 
 
@@ -87,12 +88,33 @@ def texts_of_record(record: records.Record) -> Iterator[tuple[EventKind, str]]:
         case records.CheckpointRecord():
             what = f"checkpoint after {format_steps(record.step)} {record.outcome}: {record.reason}"
             yield "failed save", f"{what}; the earlier ones are untouched, and training goes on"
+        case records.RoundRecord(round=0):
+            reason = record.reason or "unknown"
+            yield "missed round", f"no round with other sites after {format_steps(record.step)}: {reason}"
+        case records.RoundRecord():
+            yield "round", text_of_round(record)
         case records.DisputeRecord(outcome="saved"):
             size = format_bytes(record.num_bytes)
             yield "checkpoint", f"parameters of step {record.step}, in which groups differ, saved: {size}"
         case records.DisputeRecord():
             what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
             yield "failed save", f"{what}; the step cannot be replayed, and training goes on"
+
+
+def text_of_round(record: records.RoundRecord) -> str:
+    """Text of a round with other sites that has come about.
+
+    >>> found = {"sites": [0, 2], "weights": {"0": 160, "2": 144}, "num_bytes": 2000000, "spent_s": 1.5}
+    >>> text_of_round(records.RoundRecord(group=0, step=40, attempt=41, round=2, **found))
+    'round 2 after 40 steps: sites 0, 2 (160, 144 microbatches); 2 MB fetched in 1.5 s without training'
+    """
+    what = f"round {record.round} after {format_steps(record.step)}"
+    weights = ", ".join(str(record.weights.get(str(site), "?")) for site in record.sites)
+    took = f"{format_bytes(record.num_bytes)} fetched in {format_duration(record.spent_s)} without training"
+    if not record.sites:
+        return f"{what}: its state is taken from another site; {took}"
+    sites = f"site{'s' if len(record.sites) > 1 else ''} {', '.join(map(str, record.sites))}"
+    return f"{what}: {sites} ({weights} microbatches); {took}"
 
 
 def describe_storage(record: records.StorageRecord) -> str:
@@ -127,9 +149,9 @@ def text_of_loss(record: records.LossRecord, *, is_known: bool) -> str:
 def text_of_culprit(record: records.CulpritRecord) -> str:
     """Text of what holds the run back, or does so no longer.
 
-    >>> text_of_culprit(CulpritRecord(machine=3, cause="compute", of_group=2, rank=1, excess_s=0.12, factor=2.04))
-    'machine 3 makes each step 120 ms longer: compute of group 2 rank 1, 2.0 times the usual time'
-    >>> text_of_culprit(CulpritRecord(machine=3, cause="host", is_over=True))
+    >>> text_of_culprit(records.CulpritRecord(machine=3, cause="compute", of_group=2, excess_s=0.12, factor=2.04))
+    'machine 3 makes each step 120 ms longer: compute of group 2, 2.0 times the usual time'
+    >>> text_of_culprit(records.CulpritRecord(machine=3, cause="host", is_over=True))
     'machine 3 holds the run back no longer: host'
     """
     whose = "" if record.of_group is None else f" of group {record.of_group}"
@@ -165,7 +187,7 @@ def text_of_pause(step: int, shards: Collection[int]) -> str:
 def text_of_paces(record: records.PacesRecord) -> str:
     """Text of a change of the paces by which work is dealt.
 
-    >>> text_of_paces(PacesRecord(group=0, step=9, permille={"3": 1984}))
+    >>> text_of_paces(records.PacesRecord(group=0, step=9, permille={"3": 1984}))
     'from step 9 on work is dealt by pace: for a microbatch group 3 takes 1.98 times as long as its like'
     """
     if not record.permille:
@@ -178,7 +200,7 @@ def text_of_paces(record: records.PacesRecord) -> str:
 def text_of_places(record: records.PlacesRecord) -> str:
     """Text of an assignment of places to machines; `record.places` are there if it makes groups train again.
 
-    >>> text_of_places(PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
+    >>> text_of_places(records.PlacesRecord(index=3, num_places=4, holdings=[], quarantined=[[2, "slow", "its link"]]))
     'machine 2 is in quarantine, as it is slow: its link'
     """
     begun = [
@@ -197,7 +219,8 @@ _WHY: Mapping[int | str, str] = {"outvoted": "has computed wrongly", "slow": "is
 def text_of_examination(record: records.ExaminationRecord) -> str:
     """Text of an examination of a machine in quarantine.
 
-    >>> text_of_examination(ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={}))
+    >>> wrong = records.ExaminationRecord(machine=2, number=0, reason="it hangs", wait_s=8.0, own=None, likes={})
+    >>> text_of_examination(wrong)
     'machine 2 stays in quarantine: it hangs; it is examined again in 8 s'
     """
     if not record.reason:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.formats.codec import decode, encode
+from spare_megatron.journal.files import KINDS, Line, decode_line, journal_files, origin_field
 from spare_megatron.journal.journal_view import FREQUENT, Place, Placed, Stretch, is_rare
-from spare_megatron.journal.lines import KINDS, Line, decode_line, journal_files, origin_field
 from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20

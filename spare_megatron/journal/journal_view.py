@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.fold import Committed, Evaluation, Fold, FoldedAttempt
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     AuditRecord,
     CadenceRecord,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spare_megatron.formats.codec import parsed_json
 from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.whole_files import parsed_json
 
 LOCK = "lock"
 _PR_GET_DUMPABLE = 3

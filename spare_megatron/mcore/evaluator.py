@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.validation_sets import units_per_set
+from spare_megatron.config.training.audits_and_evaluations import units_per_set
 from spare_megatron.core.log.loss_sums import FRACTION_BITS, SetSum, added
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.loss_terms import LossTerms

@@ -11,7 +11,7 @@ from spare_megatron.mcore.gradients.gradients import GradientSums, make_gradient
 from spare_megatron.mcore.gradients.ready_buckets import ReadyBuckets
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from spare_megatron.mcore.model.process_groups import build_process_groups
 from spare_megatron.mcore.model.program import LOSS, Program, StepContext
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 
 _CPU = torch.device("cpu")
 _MOST_NUMBERS = 10_000
@@ -39,7 +39,7 @@ def check_program(config: RunConfig, program: Program) -> None:
     """
     corpus = program.corpus(config)
     corpus.digest()
-    if not config.data.document_settings or program.own <= {"datasets_provider"}:
+    if not config.data.mask_settings or program.own <= {"datasets_provider"}:
         return
     try:
         trial = _Trial(config, program, corpus)

@@ -61,9 +61,8 @@ from spare_megatron.mcore.state import (
     save_state,
 )
 from spare_megatron.mcore.weights import load_weights
-from spare_megatron.stacking.layout import PartitionId
+from spare_megatron.stacking.layout import PartitionId, Slabs
 from spare_megatron.stacking.plans import Microbatch, Numbered
-from spare_megatron.stacking.slabs import Slabs
 
 T = TypeVar("T")
 

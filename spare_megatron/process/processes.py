@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.schema_sites import SitesConfig
-from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable, real_paths
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.gpus import maker, restore_shown

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from spare_megatron.config.checks.validate_cluster import ProcessLimits
+from spare_megatron.config.checks.validate import ProcessLimits
 
 _REMEDIES: Mapping[int, str] = {
     errno.EMFILE: "raise `ulimit -n`",

@@ -10,7 +10,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
 from spare_megatron.comm.warm_up import warm_up
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.devices import gpu
@@ -19,7 +19,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.corruption import OperationFaults
 from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.heartbeats import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank.bootstrap import (
     check_same_device,
@@ -143,7 +143,7 @@ class Assembly:
             SumWatch(communicator, lambda: open_store(spec.store), lambda: controller.head).start()
             beat_s = config.control.heartbeat_interval_s / BEATS_PER_INTERVAL
             watch = WaitWatch(
-                communicator, self._probe.wait_for_groups, pause_s=beat_s, timeout_s=config.reduce.timeout_s
+                communicator, self._probe.heartbeat.wait_for_groups, pause_s=beat_s, timeout_s=config.reduce.timeout_s
             )
             watch.start(self._device)
         return communicator

@@ -11,7 +11,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus import maker, visible_gpus
-from spare_megatron.machine.starvation import unstarved_clock
+from spare_megatron.machine.machine_signs import unstarved_clock
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready

@@ -24,9 +24,8 @@ from spare_megatron.journal.records import LOST_A_PEER, RankRecord, TermsRecord
 from spare_megatron.journal.run_record import digest_of_terms
 from spare_megatron.machine.gpus.device_errors import is_memory_error
 from spare_megatron.mcore.corruption import CORRUPTIONS, ChangedNothing
-from spare_megatron.process.heartbeats import HeartbeatWriter
+from spare_megatron.process.heartbeats import HeartbeatWriter, RankProbe
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
-from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import (
     ExitCode,
     FaultStruck,

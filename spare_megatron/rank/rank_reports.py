@@ -86,7 +86,7 @@ class RankReports:
 
     def send_step(self, update: UpdateRecord, recoveries: Sequence[RecoveryRecord], *, is_last: bool) -> None:
         """Reports the committed step, if this rank does."""
-        split_s = self._ctx.probe.end_step()
+        split_s = self._ctx.probe.heartbeat.end_step()
         if not self._sends_steps:
             return
         step = self._ctx.progress.now
@@ -110,7 +110,7 @@ class RankReports:
 
     def send_evaluation(self, action: ReportEvaluation) -> None:
         """Reports the result of an evaluation, if this rank does."""
-        spent_s = sum(self._ctx.probe.take_split().values())  # not the next step's
+        spent_s = sum(self._ctx.probe.heartbeat.take_split().values())  # not the next step's
         if not self._sends_steps:
             return
         report = EvaluationDecided(
@@ -125,7 +125,7 @@ class RankReports:
 
     def _record_stage(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         if self._ctx.agreement.is_leader:
-            self._ctx.probe.recovered(stage, began_s, ended_s)
+            self._ctx.probe.heartbeat.spans.recovered(stage, began_s, ended_s)
 
 
 def by_shard(work: Iterable[Microbatch]) -> dict[str, list[int]]:

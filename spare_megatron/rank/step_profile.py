@@ -39,7 +39,7 @@ class StepProfile:
         self._step, self._profile = step, profile(activities=activities)
         with self._ctx.probe.during(Operation.PROFILE):
             self._profile.start()
-        self._ctx.probe.show_spans(self)
+        self._ctx.probe.heartbeat.spans.ranges = self
         self.push(f"ProfilerStep#{step}")  # as torch's tools expect it
 
     def end_step(self) -> None:
@@ -47,7 +47,7 @@ class StepProfile:
         traced, self._profile = self._profile, None
         if traced is None:
             return
-        self._ctx.probe.show_spans(None)
+        self._ctx.probe.heartbeat.spans.ranges = None
         self.pop()
         with self._ctx.probe.during(Operation.PROFILE):
             traced.stop()

@@ -423,7 +423,7 @@ class Sites:
             self._offer_state()
         self._outer.num_steps = 0
         self._round = None
-        self._ctx.probe.take_split()  # not the next step's
+        self._ctx.probe.heartbeat.take_split()  # not the next step's
         if self._link is not None:
             self._link.hold(self._outer.revision)
 

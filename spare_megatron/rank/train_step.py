@@ -14,7 +14,7 @@ from functools import partial
 
 from spare_megatron.comm.communicators import report_incomplete
 from spare_megatron.comm.slab_exchanges import SlabExchanges
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.audits.suspects import LossWatch
 from spare_megatron.core.log import actions
 from spare_megatron.core.log.entries import Fence, Resume, Undo, entry_fields
@@ -69,7 +69,7 @@ class Components:
 def train(ctx: RankContext, parts: Components) -> Stop | actions.DrainGroups:
     """Trains until the controller stops the run, or the group leaves it. Returns the action that says so."""
     while (end := train_step(ctx, parts)) is None:
-        ctx.probe.pause(ctx.trainer.leave_device)
+        ctx.probe.heartbeat.pause(ctx.trainer.leave_device)
     _stop(ctx, parts, end)
     return end
 
@@ -356,7 +356,7 @@ def _outcome(ctx: RankContext, parts: Components, action: actions.AttemptReduce)
         finding=sums.judge(),
         loss=sums.loss_sum(),
         terms=sums.term_sums(),
-        compute_s=ctx.probe.compute_s(),
+        compute_s=ctx.probe.heartbeat.spans.passes.total_s(),
         pace_s=ctx.probe.pace_s(ctx.config.layout.virtual_pipeline),
         ends=ctx.progress.is_end_asked(),
         wrong_sums=wrong,

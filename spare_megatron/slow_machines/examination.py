@@ -1,35 +1,32 @@
-"""Examines this machine in a process of its own: its devices (`slow_machines.device_checks`), transfers of known
-content between machines, and an exchange with the control store, judged by `core.slow_machines.examination_rules`.
+"""Examines machines: asks for that through the control store, and does it in a process of its own.
+
+A process examines its devices (`slow_machines.device_checks`), transfers of known content between machines, and an
+exchange with the control store, judged by `core.slow_machines.examination_rules`.
 """
 
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from spare_megatron.core.slow_machines.examination_rules import (
-    LEAST_LIMIT_S,
-    LIMIT_INTERVALS,
-    STEP_INTERVALS,
-    TRANSFER_INTERVALS,
-    TRANSFER_S,
-    Figures,
-    Load,
-)
+from spare_megatron.core.machines.failure_detector import ENDED
+from spare_megatron.core.machines.places import Places, Quarantine
+from spare_megatron.core.slow_machines import examination_rules as rules
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.codec import encode
+from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.heartbeats import HeartbeatPage, between_steps
 from spare_megatron.process.processes import Child, end_child, leave, rank_context, say, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
-from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
+from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout, read_values, write_value
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
 
@@ -66,7 +63,7 @@ class ExaminationTask:
     transfer_timeout_s: float
     limit_s: float
     """After which the answer counts no longer."""
-    load: Load
+    load: rules.Load
 
 
 class Examiner:
@@ -92,6 +89,7 @@ class Examiner:
         """Starts an examination; ends the one before it."""
         self.end_all()
         config, now_s = self._spec.config, time.monotonic()
+        interval_s = config.control.heartbeat_interval_s
         gpus = dict.fromkeys(gpus_on(config, self._spec.node))  # of the supervisor's list, which the process sees
         devices = tuple(name_in_torch("cpu" if gpu is None else "gpu", gpu or 0) for gpu in gpus)
         faults = [fault for fault, until_s in self._lasting if now_s < until_s]
@@ -101,10 +99,10 @@ class Examiner:
             devices=devices,
             store=self._spec.store,
             page=None if wanted.is_own else self.page(),
-            step_limit_s=STEP_INTERVALS * config.control.heartbeat_interval_s,
-            transfer_timeout_s=TRANSFER_INTERVALS * config.control.heartbeat_interval_s + TRANSFER_S * len(devices),
-            limit_s=max(LIMIT_INTERVALS * config.control.heartbeat_interval_s, LEAST_LIMIT_S),
-            load=Load(
+            step_limit_s=rules.STEP_INTERVALS * interval_s,
+            transfer_timeout_s=rules.TRANSFER_INTERVALS * interval_s + rules.TRANSFER_S * len(devices),
+            limit_s=max(rules.LIMIT_INTERVALS * interval_s, rules.LEAST_LIMIT_S),
+            load=rules.Load(
                 seed=wanted.number,
                 leaves_waits_out=config.cluster.launcher == "local" or not wanted.is_own,
                 drifts=any(fault.kind != "slow" for fault in faults),
@@ -155,7 +153,7 @@ def _answer(task: ExaminationTask) -> None:
         copy_s = max(device_checks.copy(load, device) for device in devices)
         device_checks.free(devices[0])
     answer_s, exchange_s = _exchange(store, keys.exchanged(wanted.examined, wanted.number, task.machine))
-    figures = Figures(
+    figures = rules.Figures(
         digests=digests,
         product_s=max(times_s),
         copy_s=copy_s,
@@ -211,3 +209,91 @@ def _exchange(store: ControlStore, key: str) -> tuple[float, float]:
     exchanged_s = time.perf_counter()
     store.delete([key])
     return (answered_s - began_s) / _NUM_ANSWERS, exchanged_s - answered_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """An examination under way; `examined` is the machine whose quarantine it may end, which this one may replace."""
+
+    examined: MachineId
+    number: int
+    helpers: tuple[MachineId, ...]
+    begun_at_s: float
+
+
+class Examinations:
+    """The examinations that concern one machine. `start` has it do what an examination asks for."""
+
+    def __init__(self, machine: MachineId, interval_s: float, start: Callable[[ExaminationWanted], None]) -> None:
+        self._machine = machine
+        self._interval_s = interval_s
+        self._start = start
+        self._last: dict[MachineId, int] = {}  # number of the last examination of each other machine that was seen
+        self._open: _Open | None = None
+        self._begins_at_s: float | None = None
+        self._num_failed = 0
+
+    def poll(self, store: ControlStore, places: Places) -> ExaminationRecord | None:
+        """Does what is due. Returns the record of this machine's examination once it has ended; it has passed if
+        `reason` is empty.
+        """
+        others = [one.machine for one in places.quarantines]
+        own = places.quarantine_of(self._machine)
+        if own is not None:
+            others.remove(own.machine)
+        self._help(store, others)
+        if own is None:
+            self._open, self._begins_at_s, self._num_failed = None, None, 0
+            return None
+        now_s = time.monotonic()
+        if self._open is not None:
+            return self._judge(store, self._open, now_s)
+        if self._begins_at_s is None or now_s >= self._begins_at_s:
+            self._begin(store, places, own, now_s)
+        return None
+
+    def _help(self, store: ControlStore, others: Sequence[MachineId]) -> None:
+        """Does the same as other machines that are examined, if they ask for it."""
+        wanted = read_values(store, [keys.examination(one) for one in others], tuple[int, list[MachineId]])
+        for machine, (number, asked) in ((one, found) for one, found in zip(others, wanted, strict=True) if found):
+            if self._last.get(machine) != number:
+                self._last[machine] = number
+                if self._machine in asked:
+                    self._start(ExaminationWanted(examined=machine, number=number, helpers=tuple(asked)))
+
+    def _begin(self, store: ControlStore, places: Places, own: Quarantine, now_s: float) -> None:
+        held = [holding for holding in places.holders if holding.machine != own.machine]
+        beats = store.get([keys.beat(holding.place) for holding in held]) if held else []
+        others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
+        (last,) = read_values(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
+        number = 0 if last is None else last[0] + 1
+        helpers = rules.helpers_of(own.machine, number, others)
+        self._open = _Open(examined=own.machine, number=number, helpers=helpers, begun_at_s=now_s)
+        write_value(store, keys.examination(own.machine), (number, helpers))
+        self._start(ExaminationWanted(examined=own.machine, number=number, helpers=helpers, is_own=True))
+
+    def _judge(self, store: ControlStore, of: _Open, now_s: float) -> ExaminationRecord | None:
+        by = [self._machine, *of.helpers]
+        figures = read_values(store, [keys.examined(of.examined, of.number, one) for one in by], rules.Figures)
+        limit_s = rules.LIMIT_INTERVALS * self._interval_s
+        if figures[0] is None:
+            limit_s = max(limit_s, rules.LEAST_LIMIT_S)
+        if None in figures and now_s < of.begun_at_s + limit_s:
+            return None
+        found = {one: of_one for one, of_one in zip(by, figures, strict=True) if of_one is not None}
+        own = found.pop(self._machine, None)
+        reason = rules.judge_examination(own, found)
+        self._open, wait_s = None, 0.0
+        if reason:
+            self._num_failed += 1
+            wait_s = rules.wait_s(self._num_failed, self._interval_s)
+            self._begins_at_s = now_s + wait_s
+        store.delete([keys.examined(of.examined, of.number, one) for one in by])
+        return ExaminationRecord(
+            machine=self._machine,
+            number=of.number,
+            reason=reason,
+            wait_s=wait_s,
+            own=None if own is None else asdict(own),
+            likes={str(machine): asdict(figures) for machine, figures in found.items()},
+        )

@@ -4,23 +4,19 @@ Shard s has `demand[s]` units. Each is hosted, that is placed on a surviving hos
 survivor, by way of the commons node. Within the makespan T a group that takes p per round has T // p rounds, of them
 (T - fetch) // p for cold units; `stacking.paces.Rounds` says how many units fit, one each by default. On a pair (s, h)
 the first `free[s, h]` units stay at no cost, every other unit moves at cost 1, and a cold one costs more than all moves
-together. Primal-dual minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8).
-Proof: docs/protocol_dealing.md.
+together. docs/protocol_dealing.md has the rules.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import max_flow
+from ortools.graph.python import max_flow, min_cost_flow
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.stacking.paces import ONE_BY_ONE, Rounds
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement
-
-_FAR = np.iinfo(np.int64).max // 4
-_SOURCE, _SINK, _FIRST_NODE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,9 +28,9 @@ class SpreadProblem:
     """For each group; groups beyond those of the placement host nothing and take only cold units."""
     demand: IntArray
     free: IntArray
-    """For each pair, how many units cost nothing there. 0 where the host is lost."""
-    start: IntArray
-    """For each pair, the units placed there at first; at most `free`, and per shard at most its demand."""
+    """For each pair, how many units are no moves there. 0 where the host is lost."""
+    rank: IntArray | int = 0
+    """For each pair, or all: among spreads with as few moves the least sum over free units is the cheapest."""
     pace: IntArray | int = 1
     """Time per round, at least 1, of all groups or of each."""
     rounds: Rounds = ONE_BY_ONE
@@ -60,9 +56,14 @@ class SpreadProblem:
         return int(np.max(self._times(units))) + (self.fetch or 0)
 
     @property
+    def move_cost(self) -> int:
+        """More than all units cost if they stay."""
+        return int(self.demand.sum()) * int(np.max(self.rank)) + 1
+
+    @property
     def cold_cost(self) -> int:
         """More than all units cost if they move to hosts: cold units are as few as possible, whatever moves instead."""
-        return int(self.demand.sum()) + 1
+        return (int(self.demand.sum()) + 1) * self.move_cost
 
     def _units(self, time: int) -> IntArray:
         return self.rounds.num_units(np.asarray(time // self.pace + self.lacking, dtype=np.int64))
@@ -84,13 +85,6 @@ class Spread:
     makespan: int
     num_moves: int
     """Units beyond the free ones, cold units included."""
-    num_phases: int
-    """Distinct lengths of displacement chains that were needed; 0 if the start was complete."""
-    shard_potential: IntArray
-    """For each shard, its distance from the unplaced units."""
-    host_potential: IntArray
-    """For each group, likewise."""
-    commons_potential: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,197 +144,99 @@ def least_spread(problem: SpreadProblem) -> Spread:
 def cheapest_spread(problem: SpreadProblem, makespan: int) -> Spread | Bottleneck:
     """The spread of least cost within a makespan, or the bottleneck that proves there is none.
 
-    Deterministic: nodes and arcs are numbered by ascending ids. Cost: per phase O(number of pairs) and a maximum flow.
+    Deterministic: nodes and arcs are numbered by ascending ids. Cost: a minimum-cost flow over the pairs of the shards
+    that lack units or, if not all free units can stay, of all shards.
     """
-    residual = _Residual(problem, makespan)
-    num_phases = 0
-    while residual.is_incomplete():
-        distances = residual.distances()
-        if isinstance(distances, Bottleneck):
-            return distances
-        residual.augment(distances)
-        num_phases += 1
-    return Spread(
-        flow=residual.flow,
-        cold=residual.cold,
-        lent=residual.lent,
-        makespan=makespan,
-        num_moves=int(np.maximum(residual.flow - problem.free, 0).sum() + residual.cold.sum()),
-        num_phases=num_phases,
-        shard_potential=residual.shard_potential,
-        host_potential=residual.host_potential,
-        commons_potential=residual.commons_potential,
-    )
+    network = _Network(problem, makespan)
+    return network.with_all_free_units() or network.cheapest() or network.bottleneck()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Distances:
-    """Reduced distances from the excess; `nearest` is that of the nearest host with spare capacity."""
-
-    to_shard: IntArray
-    to_host: IntArray
-    to_commons: int
-    nearest: int
+_Arcs = tuple[IntArray | int, IntArray | int, IntArray | int, IntArray | int]
+"""Tails, heads, capacities and the cost of a unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Link:
-    """Arcs between nodes of the network: how many more units each can carry, and how many it can give back."""
-
-    tails: IntArray
-    heads: IntArray
-    ahead: IntArray
-    back: IntArray
-
-
-class _Residual:
-    """A flow of least cost for the units placed so far, with the potentials that prove it."""
+class _Network:
+    """Demand, pairs and room within a makespan. Nodes: shards, groups, the commons, and the two ends of the flow."""
 
     def __init__(self, problem: SpreadProblem, makespan: int) -> None:
-        placement = problem.placement
-        self.problem = problem
-        self.num_shards, self.redundancy = placement.host_array.shape
-        self.num_groups = problem.is_alive.size
-        self.hosts = placement.host_array.ravel()
-        self.host_array, self.pair_array = placement.host_array, placement.pair_array
-        self.stack_array = placement.stack_array
-        self.is_alive = problem.is_alive
-        self.free = problem.free
-        self.flow = problem.start.copy()
-        self.unplaced = problem.demand - self.flow.reshape(self.num_shards, self.redundancy).sum(axis=1)
-        load = np.bincount(self.hosts, weights=self.flow, minlength=self.num_groups).astype(np.int64)
-        total, self.most_lent = problem.capacities(makespan)
-        self.spare = np.where(self.is_alive, total - load, 0)
-        """Units a host can still take; negative where it must give some away."""
-        self.cold = np.zeros(self.num_shards, dtype=np.int64)
-        self.lent = np.zeros(self.num_groups, dtype=np.int64)
-        self.cold_cost = problem.cold_cost
-        self.shard_potential = np.zeros(self.num_shards, dtype=np.int64)
-        self.host_potential = np.zeros(self.num_groups, dtype=np.int64)
-        self.commons_potential = 0
+        self._problem, self._makespan = problem, makespan
+        self._num_shards, self._redundancy = problem.placement.host_array.shape
+        self._hosts = problem.placement.host_array.ravel()
+        self._groups = self._num_shards + np.arange(problem.is_alive.size)
+        self._commons = self._num_shards + problem.is_alive.size
+        self._sink, self._source = self._commons + 1, self._commons + 2
+        self._room, self._most_lent = problem.capacities(makespan)
+        self._pairs = np.flatnonzero(problem.is_alive[self._hosts])
 
-    def is_incomplete(self) -> bool:
-        return bool((self.unplaced > 0).any() or (self.spare < 0).any())
+    def with_all_free_units(self) -> Spread | None:
+        """A spread in which they all stay, and no unit is cold: no other moves fewer. None if there is none."""
+        problem = self._problem
+        left = problem.demand - problem.free.reshape(-1, self._redundancy).sum(axis=1)
+        room = self._room - np.bincount(self._hosts, problem.free, self._room.size).astype(np.int64)
+        if min(left.min(), room.min()) < 0:
+            return None
+        pairs = self._pairs[left[self._pairs // self._redundancy] > 0]
+        return self._solved(left, self._arcs_of_pairs(left, room, pairs), pairs, problem.free)
 
-    def distances(self) -> _Distances | Bottleneck:
-        """Dial's algorithm; upper bounds beyond the nearest host with spare capacity. `Bottleneck`: there is none."""
-        ahead, back = self._reduced_costs()
-        from_shard, from_host, on_to_shard, on_to_host = self._commons_costs()
-        to_shard, to_commons = np.where(self.unplaced > 0, 0, _FAR), _FAR
-        to_host = np.where(self.spare < 0, 0, _FAR)
-        has_spare = self.spare > 0
-        level = 0
-        while level < _FAR:
-            shards, hosts = np.flatnonzero(to_shard == level), np.flatnonzero(to_host == level)
-            is_commons_left = to_commons >= level
-            while shards.size or hosts.size or (is_commons_left and to_commons == level):
-                if not (shards.size or hosts.size):
-                    is_commons_left = False
-                    hosts = _relax(to_host, np.arange(self.num_groups), on_to_host, level)
-                    shards = _relax(to_shard, np.arange(self.num_shards), on_to_shard, level)
-                    continue
-                entry = min(from_shard[shards].min(initial=_FAR), from_host[hosts].min(initial=_FAR))
-                to_commons = min(to_commons, level + int(entry))
-                next_hosts = _relax(to_host, self.host_array[shards], ahead[shards], level)
-                hosting = hosts[hosts < self.num_shards]
-                shards = _relax(to_shard, self.stack_array[hosting], back[hosting], level)
-                hosts = next_hosts
-            if has_spare[to_host == level].any():
-                return _Distances(to_shard=to_shard, to_host=to_host, to_commons=to_commons, nearest=level)
-            further = [int(distance[distance > level].min(initial=_FAR)) for distance in (to_shard, to_host)]
-            level = min(*further, to_commons if to_commons > level else _FAR)
-        is_lender = self.is_alive & (to_host >= _FAR) & (to_commons < _FAR)
-        demand = int(self.problem.demand[to_shard < _FAR].sum())
-        return Bottleneck(demand=demand, is_host=to_host < _FAR, is_lender=is_lender)
+    def cheapest(self) -> Spread | None:
+        """The spread of least cost; None if demand exceeds the room of its hosts."""
+        return self._solved(self._problem.demand, self._arcs(), self._pairs, np.zeros_like(self._problem.free))
 
-    def _reduced_costs(self) -> tuple[IntArray, IntArray]:
-        """Reduced costs of one unit more per pair, by shard, and of one unit less, by host; `_FAR` where impossible."""
-        gap = self.host_potential[self.host_array] - self.shard_potential[:, None]
-        flow, free = self.flow.reshape(gap.shape), self.free.reshape(gap.shape)
-        ahead = np.where(self.is_alive[self.host_array], (flow >= free) - gap, _FAR)
-        back = np.where(flow > 0, gap - (flow > free), _FAR)
-        return ahead, back.ravel()[self.pair_array]
+    def bottleneck(self) -> Bottleneck:
+        """What stands on the side of the source of a minimum cut, if demand exceeds the room of its hosts."""
+        demand, solver = self._problem.demand, max_flow.SimpleMaxFlow()
+        solver.add_arcs_with_capacity(self._source, np.arange(self._num_shards), demand)
+        for tails, heads, most, _ in self._arcs():
+            solver.add_arcs_with_capacity(tails, heads, most)
+        status = solver.solve(self._source, self._sink)
+        assert status == solver.OPTIMAL, status
+        is_near = np.zeros(self._source + 1, dtype=np.bool_)
+        is_near[solver.get_source_side_min_cut()] = True
+        is_host = is_near[self._groups]
+        is_lender = self._problem.is_alive & ~is_host & is_near[self._commons]
+        return Bottleneck(demand=int(demand[is_near[: self._num_shards]].sum()), is_host=is_host, is_lender=is_lender)
 
-    def _commons_costs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Reduced costs into the commons from each shard and host, and out of it to each; `_FAR` where impossible."""
-        gap = self.commons_potential - self.shard_potential
-        beyond = self.host_potential - self.commons_potential
-        is_open = self.problem.fetch is not None
-        return (
-            np.where(is_open, self.cold_cost - gap, _FAR),
-            np.where(self.lent > 0, beyond, _FAR),
-            np.where(self.cold > 0, gap - self.cold_cost, _FAR),
-            np.where(self.lent < self.most_lent, -beyond, _FAR),
-        )
+    def _arcs(self) -> list[_Arcs]:
+        """All arcs. Free units are arcs of their own, and those through the commons come last."""
+        problem, shards = self._problem, np.arange(self._num_shards)
+        arcs = self._arcs_of_pairs(problem.demand, self._room, self._pairs, problem.free[self._pairs])
+        if problem.fetch is not None:
+            arcs.append((shards, self._commons, problem.demand, problem.cold_cost))
+            arcs.append((self._commons, self._groups, self._most_lent, 0))
+        return arcs
 
-    def augment(self, distances: _Distances) -> None:
-        level = distances.nearest
-        self.shard_potential += np.minimum(distances.to_shard, level)
-        self.host_potential += np.minimum(distances.to_host, level)
-        self.commons_potential += min(distances.to_commons, level)
-        near_host = (distances.to_host <= level) & self.is_alive
-        near_shard = distances.to_shard <= level
-        shards = np.flatnonzero(near_shard)
-        pairs = (shards[:, None] * self.redundancy + np.arange(self.redundancy)).ravel()
-        pairs = pairs[near_host[self.hosts[pairs]]]
-        gap = self.host_potential[self.hosts[pairs]] - self.shard_potential[pairs // self.redundancy]
-        pairs, gap = pairs[gap >= 0], gap[gap >= 0]
-        is_near = distances.to_commons <= level
-        lacking = np.flatnonzero(
-            is_near & near_shard & (self.commons_potential - self.shard_potential == self.cold_cost)
-        )
-        lenders = np.flatnonzero(is_near & near_host & (self.host_potential == self.commons_potential))
-        changes = self._push(pairs, gap, lacking, lenders, np.where(near_host, self.spare, 0))
-        placed, cold, lent = changes
-        self.flow[pairs] += placed
-        self.cold[lacking] += cold
-        self.lent[lenders] += lent
-        n, m = self.num_shards, self.num_groups
-        self.spare -= np.bincount(self.hosts[pairs], weights=placed, minlength=m).astype(np.int64)
-        self.spare[lenders] -= lent
-        self.unplaced -= np.bincount(pairs // self.redundancy, weights=placed, minlength=n).astype(np.int64)
-        self.unplaced[lacking] -= cold
-
-    def _push(
-        self, pairs: IntArray, gap: IntArray, lacking: IntArray, lenders: IntArray, spare: IntArray
-    ) -> list[IntArray]:
-        """Maximum flow from excess to spare capacity over some pairs, and over the commons from some shards to some
-        hosts: units that each of the three gains (negative: loses).
-        """
-        shards, hosts = pairs // self.redundancy, self.hosts[pairs]
-        is_shard = np.bincount(shards, minlength=self.num_shards) > 0
-        is_host = np.bincount(hosts, minlength=self.num_groups) > 0
-        is_shard[lacking] = is_host[lenders] = True
-        shard_node = _FIRST_NODE + np.cumsum(is_shard) - 1
-        host_node = _FIRST_NODE + int(is_shard.sum()) + np.cumsum(is_host) - 1
-        commons = int(host_node[-1]) + 1
-        flow, free = self.flow[pairs], self.free[pairs]
-        total = int(self.unplaced.sum() + np.maximum(-self.spare, 0).sum())
-        links = [
-            _Link(
-                tails=shard_node[shards],
-                heads=host_node[hosts],
-                ahead=np.where(gap == 0, free - flow, total),
-                back=np.where(gap == 0, flow, flow - free),
-            ),
-            _Link(
-                tails=shard_node[lacking],
-                heads=np.full(lacking.size, commons),
-                ahead=np.full(lacking.size, total),
-                back=self.cold[lacking],
-            ),
-            _Link(
-                tails=np.full(lenders.size, commons),
-                heads=host_node[lenders],
-                ahead=(self.most_lent - self.lent)[lenders],
-                back=self.lent[lenders],
-            ),
+    def _arcs_of_pairs(
+        self, demand: IntArray, room: IntArray, pairs: IntArray, free: IntArray | int = 0
+    ) -> list[_Arcs]:
+        shards, groups = pairs // self._redundancy, self._groups[self._hosts[pairs]]
+        ranks = np.broadcast_to(self._problem.rank, self._hosts.shape)[pairs]
+        return [
+            (self._groups, self._sink, room, 0),
+            (shards, groups, demand[shards], self._problem.move_cost),
+            (shards, groups, free, ranks),
         ]
-        waiting = np.flatnonzero(is_shard & (self.unplaced > 0))
-        giving, taking = np.flatnonzero(is_host & (spare < 0)), np.flatnonzero(is_host & (spare > 0))
-        sources = (np.concatenate((shard_node[waiting], host_node[giving])), host_node[taking])
-        limits = (np.concatenate((self.unplaced[waiting], -spare[giving])), spare[taking])
-        return _changes_by_maximum_flow(links, sources, limits)
+
+    def _solved(self, demand: IntArray, arcs: list[_Arcs], pairs: IntArray, start: IntArray) -> Spread | None:
+        """The cheapest flow of this demand, beside the units of `start`; None if there is no flow of all of it."""
+        solver = min_cost_flow.SimpleMinCostFlow()
+        numbers = [solver.add_arcs_with_capacity_and_unit_cost(*of_kind) for of_kind in arcs]
+        solver.set_nodes_supplies(np.arange(self._num_shards), demand)
+        solver.set_node_supply(self._sink, -int(demand.sum()))
+        if (status := solver.solve()) == solver.INFEASIBLE:
+            return None
+        assert status == solver.OPTIMAL, status
+        _, moved, stayed, *through_commons = (solver.flows(of_kind) for of_kind in numbers)
+        nothing = np.zeros_like(demand), np.zeros_like(self._room)
+        cold, lent = through_commons or nothing
+        flow = start.copy()
+        flow[pairs] += moved + stayed
+        return Spread(
+            flow=flow,
+            cold=cold,
+            lent=lent,
+            makespan=self._makespan,
+            num_moves=int(np.maximum(flow - self._problem.free, 0).sum() + cold.sum()),
+        )
 
 
 def match_slots(rows: IntArray, hosts: IntArray, num_rows: int, num_slots: int) -> IntArray | None:
@@ -355,41 +251,3 @@ def match_slots(rows: IntArray, hosts: IntArray, num_rows: int, num_slots: int) 
     )
     found = maximum_bipartite_matching(graph, perm_type="column")
     return None if (found < 0).any() else found.astype(np.int64) // num_slots
-
-
-def _changes_by_maximum_flow(
-    links: list[_Link], ends: tuple[IntArray, IntArray], limits: tuple[IntArray, IntArray]
-) -> list[IntArray]:
-    """Units that each arc of the links gains under a maximum flow from the first ends to the second, within limits."""
-    can_go = [np.flatnonzero(link.ahead > 0) for link in links]
-    can_return = [np.flatnonzero(link.back > 0) for link in links]
-    tails, heads, most = [], [], []
-    for link, go, back in zip(links, can_go, can_return, strict=True):
-        tails += [link.tails[go], link.heads[back]]
-        heads += [link.heads[go], link.tails[back]]
-        most += [link.ahead[go], link.back[back]]
-    tails += [np.full(ends[0].size, _SOURCE), ends[1]]
-    heads += [ends[0], np.full(ends[1].size, _SINK)]
-    solver = max_flow.SimpleMaxFlow()
-    arcs = solver.add_arcs_with_capacity(*map(np.concatenate, (tails, heads, [*most, *limits])))
-    status = solver.solve(_SOURCE, _SINK)
-    assert status == max_flow.SimpleMaxFlow.OPTIMAL, status
-    flows = solver.flows(arcs)
-    changes = []
-    for link, go, back in zip(links, can_go, can_return, strict=True):
-        change = np.zeros(link.tails.size, dtype=np.int64)
-        change[go] += flows[: go.size]
-        change[back] -= flows[go.size : go.size + back.size]
-        flows = flows[go.size + back.size :]
-        changes.append(change)
-    return changes
-
-
-def _relax(distance: IntArray, heads: IntArray, cost: IntArray, level: int) -> IntArray:
-    """Lowers distances in place along arcs that leave a level; returns the nodes that now are at that level, too."""
-    better = cost < distance[heads] - level
-    heads, cost = heads[better], cost[better]
-    np.minimum.at(distance, heads, cost + level)
-    is_next = np.zeros(distance.size, dtype=np.bool_)
-    is_next[heads[cost == 0]] = True
-    return np.flatnonzero(is_next)

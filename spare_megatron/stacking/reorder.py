@@ -119,7 +119,6 @@ def _problem(
         is_alive=is_alive,
         demand=demand,
         free=kept,
-        start=kept,
         pace=pace,
         rounds=ONE_BY_ONE if unlike is None else paces.rounds,
         lacking=lacking,

@@ -12,14 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.stacking.matching import (
-    Spread,
-    SpreadProblem,
-    cheapest_spread,
-    least_spread,
-    makespan_bound,
-    match_slots,
-)
+from spare_megatron.stacking.matching import Spread, SpreadProblem, cheapest_spread, least_spread
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, read_only
 
@@ -63,28 +56,25 @@ def reorder_stacks(
     earlier state. The unit of `paces` is a shard. Raises WipeOut.
 
     Phase 1 keeps the order at depth S if every shard is covered and no lesser depth is possible; coverage replaces the
-    paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: Hopcroft-Karp with S slots per
-    group and any host allowed, S growing from the proven bound; by the least time where paces differ. Phase 3:
-    `stacking.matching.cheapest_spread`, where hosts are free for the shards within their first S. Ties: phase 1 picks
-    the host that has the shard earliest, then the lowest id; shards move by id to the earliest positions not owned.
+    paper's Hopcroft-Karp matching, as no choice of owners overloads a group. Phase 2: the least depth, or time where
+    paces differ, of any owners (`stacking.matching.least_spread`). Phase 3: `cheapest_spread` within it, where hosts
+    are free for the shards within their first S. Ties: hosts that have shards earliest, in phase 1 then the lowest id;
+    shards move by id to the earliest positions not owned.
     """
     placement.require_hosts(alive)
     is_alive = placement.alive_mask(alive)
     position = _positions(placement, order)
-    problem = _one_unit_per_shard(placement, is_alive)
-    if (unlike := paces.among(is_alive)) is not None:
+    nothing, ones = np.zeros(placement.host_array.size, dtype=np.int64), np.ones(placement.num_groups, dtype=np.int64)
+    problem = SpreadProblem(placement=placement, is_alive=is_alive, demand=ones, free=nothing)
+    unlike = paces.among(is_alive)
+    if unlike is not None:
         problem = replace(problem, pace=unlike[0], rounds=paces.rounds, lacking=unlike[1])
-        return _fewest_moves(problem, order, position, least_spread(problem).makespan)
-    bound = makespan_bound(problem)
+    makespan = least_spread(problem).makespan
     is_covered = (is_alive[placement.host_array] & (position < order.depth)).any(axis=1).all()
-    if is_covered:
-        depth = next((s for s in range(bound, order.depth) if _has_matching(problem, s)), order.depth)
-    else:
-        depth = next(s for s in range(bound, placement.redundancy + 1) if _has_matching(problem, s))
-    if is_covered and depth == order.depth:
+    if unlike is None and is_covered and makespan == order.depth:
         owners = _earliest_host(placement, is_alive, position)
         return StackReorder(owners=owners, order=order, num_moves=0, phase=1)
-    return _fewest_moves(problem, order, position, depth)
+    return _fewest_moves(problem, order, position, makespan)
 
 
 def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray, makespan: int) -> StackReorder:
@@ -92,11 +82,7 @@ def _fewest_moves(problem: SpreadProblem, order: StackOrder, position: IntArray,
     placement = problem.placement
     depths, _ = problem.capacities(makespan)
     free = (position < depths[placement.host_array]).astype(np.int64)
-    start = np.zeros_like(free)
-    earliest = np.where(free > 0, position * placement.num_groups + placement.host_array, np.iinfo(np.int64).max)
-    rows = np.arange(placement.num_groups)
-    start[rows, earliest.argmin(axis=1)] = free[rows, earliest.argmin(axis=1)]
-    spread = cheapest_spread(replace(problem, free=free.ravel(), start=start.ravel()), makespan)
+    spread = cheapest_spread(replace(problem, free=free.ravel(), rank=position.ravel()), makespan)
     assert isinstance(spread, Spread), spread
     is_owner = spread.flow.reshape(free.shape) > 0
     return StackReorder(
@@ -117,19 +103,6 @@ def _positions(placement: Placement, order: StackOrder) -> IntArray:
     position = np.empty(placement.host_array.size, dtype=np.int64)
     position[np.take_along_axis(placement.pair_array, home_by_shard, axis=1)] = by_shard
     return position.reshape(placement.host_array.shape)
-
-
-def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProblem:
-    nothing = np.zeros(placement.host_array.size, dtype=np.int64)
-    ones = np.ones(placement.num_groups, dtype=np.int64)
-    return SpreadProblem(placement=placement, is_alive=is_alive, demand=ones, free=nothing, start=nothing)
-
-
-def _has_matching(problem: SpreadProblem, depth: int) -> bool:
-    """Whether every shard gets a slot if every surviving group offers `depth` slots."""
-    hosts = problem.placement.host_array
-    shards, columns = np.nonzero(problem.is_alive[hosts])
-    return match_slots(shards, hosts[shards, columns], len(hosts), depth) is not None
 
 
 def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray) -> StackArray:

@@ -13,7 +13,7 @@ from spare_megatron.formats.frames import Address
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import Record
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.heartbeats import RankProbe
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch, Numbered

@@ -21,21 +21,12 @@ from spare_megatron.machine import end_signal
 from spare_megatron.machine.gpus import XidWatch, gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
 from spare_megatron.machine.lock import held_path
 from spare_megatron.machine.network import NodeNetwork
+from spare_megatron.process import processes
 from spare_megatron.process.node_connection import connect
-from spare_megatron.process.processes import (
-    close_or_report,
-    describe_error,
-    leave,
-    log_to_file,
-    report_held,
-    say,
-    set_environment_of_ranks,
-)
 from spare_megatron.process.reports import NodeEnded
 from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.slow_machines.examination import Examiner
-from spare_megatron.slow_machines.quarantine import Examinations
+from spare_megatron.slow_machines.examination import Examinations, Examiner
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
@@ -54,9 +45,9 @@ def supervise(spec: NodeSpec, driver: Connection) -> None:
     try:
         look_after(spec, driver)
     except Exception:  # noqa: BLE001  (the driver knows of it)
-        say(real_paths(traceback.format_exc()))
-        leave(1)
-    leave(0)  # the store link's thread may be blocked
+        processes.say(real_paths(traceback.format_exc()))
+        processes.leave(1)
+    processes.leave(0)  # the store link's thread may be blocked
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> int | None:
@@ -65,10 +56,10 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     """
     link = DriverLink(driver, is_needed=not spec.is_remote)
     try:
-        log_to_file(spec.run_dir, spec.name)
+        processes.log_to_file(spec.run_dir, spec.name)
         return _look_after(spec, link)
     except Exception as error:
-        failure = f"its supervisor raised {describe_error(error)}"
+        failure = f"its supervisor raised {processes.describe_error(error)}"
         with contextlib.suppress(Stopped):
             link.close(NodeEnded(node=spec.node, exits={}, failure=failure))
         raise
@@ -95,7 +86,7 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
             return None
         if taken is not None:
             spec = dataclasses.replace(spec, node=taken.holding.place, incarnation=taken.holding.incarnation)
-            log_to_file(spec.run_dir, spec.name)
+            processes.log_to_file(spec.run_dir, spec.name)
         budget = None if former is None else former.budget
         supervisor = Supervisor(spec, link, network, examiner, xids, taken, budget)
         end_signal.listen(supervisor.end_requests.on_signal)
@@ -119,12 +110,12 @@ def _keep_gpus(spec: NodeSpec) -> tuple[str, ...]:
     found = gpus_of_machine(kept, here)
     for number, uuid in enumerate(found):
         if uuid not in here:
-            say(f"GPU {number} of this machine is lost: the driver does not list {uuid}, and {file} does")
+            processes.say(f"GPU {number} of this machine is lost: the driver does not list {uuid}, and {file} does")
     if found != kept:
         try:
             write_list(file, found)
         except OSError as error:  # a disk that is full
-            say(f"{file} cannot be written: {error}; if a GPU is lost, later ranks may get those of others")
+            processes.say(f"{file} cannot be written: {error}; if a GPU is lost, later ranks may get those of others")
     show(found)
     return found
 
@@ -145,7 +136,7 @@ def _passes(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Exam
     interval_s = spec.config.control.heartbeat_interval_s
     follower = LogFollower(DecisionLog(store), controller_setup(spec.config))
     examinations = Examinations(machine, interval_s, examiner.start)
-    journal = JournalWriter(spec.run_dir, f"machine-{machine}", on_held=report_held(link.report))
+    journal = JournalWriter(spec.run_dir, f"machine-{machine}", on_held=processes.report_held(link.report))
     try:
         while not isinstance(follower.stop(), FinishRun | StopHalted):
             if (examined := examinations.poll(store, assignments.read())) is not None:
@@ -160,7 +151,7 @@ def _passes(spec: NodeSpec, machine: MachineId, link: DriverLink, examiner: Exam
         link.close(NodeEnded(node=spec.node, exits={}, failure="stopped"))
     finally:
         examiner.end_all()
-        close_or_report(journal, link.report)
+        processes.close_or_report(journal, link.report)
     return False
 
 
@@ -176,7 +167,7 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, R
     """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
     driver is lost. ValueError: the node is not awaited, its code is another one, or it cannot use the control store.
     """
-    set_environment_of_ranks()
+    processes.set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
     importlib.import_module("spare_megatron.rank.rank")  # so that forked ranks have it
     gc.freeze()  # a collection in a rank would copy all of that

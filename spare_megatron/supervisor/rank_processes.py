@@ -20,19 +20,9 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
 from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.gpus.device_errors import code_of
-from spare_megatron.machine.starvation import Starvation
+from spare_megatron.machine.machine_signs import Starvation
+from spare_megatron.process import processes
 from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
-from spare_megatron.process.processes import (
-    Child,
-    end_child,
-    kill,
-    leave,
-    log_to_file,
-    rank_context,
-    say,
-    set_gpu_environment,
-    start_child,
-)
 from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec, fault_record, gpu_of
 from spare_megatron.stacking.layout import GroupId, Member
@@ -46,7 +36,7 @@ _FAREWELL_S = 5.0
 class RankProcess:
     """A process that is a rank or waits to become one, its heartbeat page and its lack of processors."""
 
-    child: Child
+    child: processes.Child
     page: HeartbeatPage
     starvation: Starvation
 
@@ -81,17 +71,17 @@ class Spares:
         """Starts a process that is not kept as a spare."""
         page = new_page(self._context)
         with shown_to_children(gpu):
-            child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page)
+            child = processes.start_child(self._context, "rank", _wait_for_place, self._rank_main, page)
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
     def end_all(self) -> None:
         for waiting in self._waiting.values():
             while waiting:
-                end_child(waiting.pop().child)
+                processes.end_child(waiting.pop().child)
 
     def _drop_dead(self, waiting: deque[RankProcess]) -> None:
         for process in [process for process in waiting if not process.child.process.is_alive()]:
-            end_child(process.child)
+            processes.end_child(process.child)
             waiting.remove(process)
 
 
@@ -106,12 +96,12 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
     would wait for transfers that cannot end.
     """
     try:
-        log_to_file(spec.run_dir, spec.name)
+        processes.log_to_file(spec.run_dir, spec.name)
         rank_main(spec, reports)
     except BaseException as error:  # noqa: BLE001  (any exception ends this rank and is reported)
         text = real_paths(traceback.format_exc())
         try:
-            say(text.rstrip())
+            processes.say(text.rstrip())
             reports.send(
                 RankRaised(
                     group=spec.group,
@@ -124,8 +114,8 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
             # The supervisor ends the whole group with this cause; a peer that missed the rank first would give none.
             reports.poll(_FAREWELL_S)
         finally:
-            leave(ExitCode.RAISED)
-    leave(ExitCode.FINISHED)
+            processes.leave(ExitCode.RAISED)
+    processes.leave(ExitCode.FINISHED)
 
 
 class RankProcesses:
@@ -135,9 +125,9 @@ class RankProcesses:
 
     def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
-        self._context = rank_context(spec.config.cluster.device, multiprocessing.get_context("fork"))
+        self._context = processes.rank_context(spec.config.cluster.device, multiprocessing.get_context("fork"))
         if spec.config.cluster.device == "gpu":
-            set_gpu_environment(spec.config.parallel)
+            processes.set_gpu_environment(spec.config.parallel)
         self._ends_at_s = spec.ends_at_s
         self._keys = spec.config.parallel.ranks_on(spec.node)
         self._spares = Spares(self._context, spec.rank_main, self._num_spares())
@@ -199,8 +189,8 @@ class RankProcesses:
             _end_all(former)
         gpus = [self._gpu_of(key) for key in keys]
         spares = [self._spares.pop(gpu) if takes_spares else None for gpu in gpus]
-        processes = [spare or self._spares.new(gpu) for gpu, spare in zip(gpus, spares, strict=True)]
-        for key, process in zip(keys, processes, strict=True):
+        starting = [spare or self._spares.new(gpu) for gpu, spare in zip(gpus, spares, strict=True)]
+        for key, process in zip(keys, starting, strict=True):
             self._start(key, process, wiped_out_at_s)
         _end_all(former)  # last: they were killed before, and end while the new ones start
         return len(spares) - spares.count(None)
@@ -290,7 +280,7 @@ class RankProcesses:
     def pids(self) -> Mapping[RankKey, int]:
         return {key: process.child.pid for key, process in self._processes.items()}
 
-    def child(self, key: RankKey) -> Child:
+    def child(self, key: RankKey) -> processes.Child:
         return self._processes[key].child
 
     def is_there(self, key: RankKey, pid: int) -> bool:
@@ -347,7 +337,7 @@ class RankProcesses:
         _end_all(children)
 
 
-def _end_all(children: Sequence[Child]) -> None:
-    kill(children)
+def _end_all(children: Sequence[processes.Child]) -> None:
+    processes.kill(children)
     for child in children:
-        end_child(child)
+        processes.end_child(child)

@@ -8,8 +8,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.machines.failure_detector import ENDED
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.outcomes import Outcome
-from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.process.processes import say
 from spare_megatron.process.reports import ExitCode, RankKey
 from spare_megatron.process.specs import NodeSpec

@@ -20,10 +20,8 @@ from spare_megatron.core.machines.places import Holding, Quarantine
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.process.readiness import note_ready
 from spare_megatron.process.reports import StoreAway, StoreBack
-from spare_megatron.slow_machines.examination import ExaminationWanted
-from spare_megatron.slow_machines.quarantine import Examinations
-from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.slow_machines.examination import Examinations, ExaminationWanted
+from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost

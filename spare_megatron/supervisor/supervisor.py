@@ -15,18 +15,18 @@ from spare_megatron.machine.gpus import ClockReader, XidWatch
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process import reports
+from spare_megatron.process.heartbeats import CUT_OFF
 from spare_megatron.process.processes import close_or_report, report_held, say
-from spare_megatron.process.rank_probe import CUT_OFF
 from spare_megatron.process.shortages import limits_reached
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
-from spare_megatron.slow_machines.measurements import Measurements
 from spare_megatron.stacking.layout import GroupId, MachineId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor import store_watch
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.supervisor.end_requests import EndRequests
+from spare_megatron.supervisor.measurements import Measurements
 from spare_megatron.supervisor.node_faults import NodeFaults
+from spare_megatron.supervisor.node_requests import EndRequests, RequestWatch
 from spare_megatron.supervisor.places.group_reforming import Assigned, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.places.group_rendezvous import PartFenced, PartsReady
 from spare_megatron.supervisor.rank_exits import (
@@ -38,7 +38,6 @@ from spare_megatron.supervisor.rank_exits import (
 )
 from spare_megatron.supervisor.rank_processes import RankProcesses
 from spare_megatron.supervisor.rank_watch import RankWatch
-from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import end_without_driver, stopped, write_end
 from spare_megatron.supervisor.span_files import Timeline

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy, units_per_shard
 from spare_megatron.config.training.terms import step_of
-from spare_megatron.config.training.validation_sets import units_per_shard
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut

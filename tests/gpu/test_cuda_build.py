@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.config.model.rank_memory import MOST_CHANNELS
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
+from spare_megatron.config.training.run_sizes import MOST_CHANNELS
 from spare_megatron.devices import gpu
 from spare_megatron.tools.doctor.node_survey import FactsWanted, examine_node
 

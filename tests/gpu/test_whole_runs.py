@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.machine.gpus import visible_gpus
-from spare_megatron.tools.bench.bench_plain import run_plain
+from spare_megatron.tools.bench.plain_megatron import run_plain
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
 
 pytestmark = pytest.mark.timeout(900)

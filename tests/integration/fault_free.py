@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import FaultsConfig, OptimizerConfig, ReduceConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, SnapshotConfig
 from tests.integration.whole_run import CALM_HEARTBEAT_S, CPU, Run, assert_masked, complete_run, read_run
 
 

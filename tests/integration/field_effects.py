@@ -126,7 +126,9 @@ ON_CPUS: Mapping[str, Case] = {
     "rotary_interleaved": Case(ROPE, (True,), GRADIENTS),
     "rotary_scaling_factor": Case(YARN, (2.0, 8.0), GRADIENTS),
     "softmax_scale": Case((), (0.1, 2.0), GRADIENTS),
+    "softmax_type": Case((), ("off-by-one", "learnable"), GRADIENTS),
     "v_head_dim": Case(LATENT, (4, 16), SHAPES),
+    "window_attn_skip_freq": Case(WINDOW, (2, [0, 1]), GRADIENTS),
     "window_size": Case((), ([0, 0], [3, 0], [7, 0]), GRADIENTS),
 }
 """Fields that ranks on CPUs honour."""
@@ -167,8 +169,6 @@ ON_GPUS: Mapping[str, Case] = {
     "recompute_modules": Case(("megatron.recompute_granularity=selective",), (["mlp"], ["layernorm"]), FUNCTIONS),
     "recompute_num_layers": Case(FULL, (2,), FUNCTIONS),
     "sequence_parallel": Case(TENSOR, (True,), FUNCTIONS),
-    "softmax_type": Case(BF16, ("off-by-one", "learnable"), GRADIENTS),
-    "window_attn_skip_freq": Case((*WINDOW, *BF16), (2,), GRADIENTS),
 }
 """Fields that need a GPU, most of them transformer-engine, too; `tests/gpu/test_megatron_fields.py` tries them."""
 

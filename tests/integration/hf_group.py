@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import terms_of
 from spare_megatron.mcore.group_checkpoint import model_state

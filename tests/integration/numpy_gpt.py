@@ -1,5 +1,7 @@
 """A GPT in NumPy with float64, written from the papers: what the settings of `[model]` mean."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import erf
 
 import numpy as np
@@ -9,8 +11,12 @@ from spare_megatron.config.schema import ModelConfig
 Arrays = dict[str, np.ndarray]
 
 
-def token_losses(model: ModelConfig, parameters: Arrays, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The cross entropy at each position of [batch, sequence], over the tokens of the vocabulary alone."""
+def token_losses(
+    model: ModelConfig, parameters: Arrays, tokens: np.ndarray, labels: np.ndarray, windows: Sequence[int] = ()
+) -> np.ndarray:
+    """The cross entropy at each position of [batch, sequence], over the tokens of the vocabulary alone. `windows`: of
+    which layers the window is; absent, of all.
+    """
     weights = {name: value.astype(np.float64) for name, value in parameters.items()}
     table = weights["embedding.word_embeddings.weight"][: model.vocab_size]
     hidden = table[tokens]
@@ -19,7 +25,8 @@ def token_losses(model: ModelConfig, parameters: Arrays, tokens: np.ndarray, lab
     for index in range(model.num_layers):
         prefix = f"decoder.layers.{index}."
         layer = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        hidden = hidden + _attention(model, layer, _norm(model, layer, "input_layernorm", hidden))
+        of_layer = replace(model, sliding_window=None) if windows and not windows[index] else model
+        hidden = hidden + _attention(of_layer, layer, _norm(model, layer, "input_layernorm", hidden))
         compute = _mixture if "mlp.router.weight" in layer else _feed_forward
         hidden = hidden + compute(model, layer, _norm(model, layer, "pre_mlp_layernorm", hidden))
     output = table if model.tie_embeddings else weights["output_layer.weight"][: model.vocab_size]
@@ -74,8 +81,11 @@ def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndar
         query, key = _rotated(query, angles[:, None, None, :]), _rotated(key, angles[:, None, :])
     scores = np.einsum("bqgnw,bkgw->bgnqk", query, key) / np.sqrt(width)
     scores[..., ~may_attend(model, length)] = -np.inf
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
+    sinks = layer.get("self_attention.core_attention.softmax_offset")
+    highest = scores.max(-1, keepdims=True)
+    shares = np.exp(scores - highest)
+    unused = 0.0 if sinks is None else np.exp(sinks.reshape(num_groups, num_queries)[:, :, None, None] - highest)
+    shares /= shares.sum(-1, keepdims=True) + unused
     attended = np.einsum("bgnqk,bkgw->bqgnw", shares, value).reshape(batch, length, -1)
     return _linear(layer, "self_attention.linear_proj", attended, model.linear_bias)
 

@@ -19,9 +19,8 @@ from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.gradients import Totals
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, Slabs
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion, RankOutcome
 from tests.integration.mcore_group import CPU, TIMEOUT_S, agreed_loss, reduce_alone, staged, sums_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.audits.audits import combined_digest, first_difference
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64

@@ -91,7 +91,10 @@ ALONE = {
         "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
         {"ratio", "optimum", "steps_to_deal"},
     ),
-    "wrong_numbers": ("--cases 1 --ways default", {"cases", "ways", "without_effect", "seconds_per_case"}),
+    "wrong_numbers": (
+        "--cases 1 --ways products_1 --bounds 1 --sound 1",
+        {"cases", "ways", "without_effect", "seconds_per_case", "bounds", "sound"},
+    ),
 }
 """Likewise, of those with models of their own."""
 

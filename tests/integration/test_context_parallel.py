@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.attention import chunks_of, whole_sequence
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "heads apart": ("two with two tensor-parallel ranks each", UNGATED, False),
     "lanes": ("two in two lanes", {}, False),
     "a window": ("four", {**ROPE, "sliding_window": 6}, False),
+    "heads that attend to nothing": ("two with two tensor-parallel ranks each", {**UNGATED, "is_sinking": True}, False),
     "documents": ("two of each of two stages", {}, True),
     "documents in a window": ("four", {**ROPE, "sliding_window": 6}, True),
 }
@@ -45,8 +46,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 def make_config(corpus: Path, layout: str, model: dict[str, Any], has_documents: bool, mode: str = "fast") -> RunConfig:
+    settings = {name: value for name, value in model.items() if name != "is_sinking"}
     config = RunConfig(
-        model=ModelConfig(num_layers=2, hidden_size=64, seq_length=32, **model),
+        model=ModelConfig(num_layers=2, hidden_size=64, seq_length=32, **settings),
+        megatron={"softmax_type": "learnable"} if "is_sinking" in model else {},
         layout=LayoutConfig(num_groups=2, **LAYOUTS[layout]),
         spare=SpareConfig(redundancy=2, microbatches_per_shard=2),
         data=DataConfig(corpus=str(corpus), reset_attention_mask=has_documents, end_of_document=7),

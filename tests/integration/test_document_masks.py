@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model import batches, model
 from spare_megatron.mcore.model.attention import (
     TorchCoreAttention,

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.model_tensors import model_tensors
-from spare_megatron.config.model.parameter_rules import parameter_names
+from spare_megatron.config.model.model_tensors import model_tensors, parameter_names
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.step_values import model_figures
 from spare_megatron.mcore.model.training_samples import prepare_index

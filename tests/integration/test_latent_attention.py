@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.model_tensors import model_tensors
-from spare_megatron.config.model.parameter_rules import parameter_names
-from spare_megatron.config.model.rank_memory import rank_memory
+from spare_megatron.config.model.model_tensors import model_tensors, parameter_names
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
+from spare_megatron.config.training.run_sizes import rank_memory
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group, latent_group
 from tests.integration import mcore_group as group

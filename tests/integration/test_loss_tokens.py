@@ -19,7 +19,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model.batches import on_device
 from spare_megatron.mcore.model.pipeline import summed_loss

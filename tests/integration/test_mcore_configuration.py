@@ -190,12 +190,11 @@ def test_what_megatron_refuses_is_one_line_that_names_what_was_set(monkeypatch: 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device: str) -> None:
     """They trained without such layers, and nothing was reported."""
-    model = ModelConfig(transformer_impl="local", sliding_window=8)
-    for fields in ({"window_attn_skip_freq": 2}, {"softmax_type": "learnable"}):
-        config = RunConfig(model=model, megatron=fields)
-        transformer = transformer_config(config, torch.device(device))
-        with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):
-            layer_spec(config, transformer, torch.device(device))
+    config = RunConfig(model=ModelConfig(transformer_impl="local", position_embedding="rope"))
+    config = replace(config, megatron={"fused_single_qkv_rope": True})
+    transformer = transformer_config(config, torch.device(device))
+    with pytest.raises(ValueError, match=r"megatron\.fused_single_qkv_rope=.*only layers of transformer-engine"):
+        layer_spec(config, transformer, torch.device(device))
 
 
 @pytest.mark.parametrize("field", ["sequence_parallel", "layernorm_zero_centered_gamma"])

@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
 from spare_megatron.mcore.model.training_samples import (

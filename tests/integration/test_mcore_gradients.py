@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import mcore_group as group

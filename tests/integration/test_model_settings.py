@@ -10,7 +10,7 @@ import torch
 
 from spare_megatron.config.model.model_shape import model_shape
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import DataConfig, ValidationCorpus
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.mcore.model.attention import window_mask
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index
@@ -93,6 +93,39 @@ def test_each_model_computes_what_its_settings_say(text_corpus: Path) -> None:
         assert model_shape(config).num_parameters == count, name
         if config.model.position_embedding == "rope":
             np.testing.assert_allclose(radians, numpy_gpt.inverse_wavelengths(config.model, 8), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("model", [{}, {"num_query_groups": 2, "sliding_window": 5, "position_embedding": "rope"}])
+def test_heads_may_attend_to_nothing(text_corpus: Path, model: dict[str, Any]) -> None:
+    """By a learned offset, and by one of 0; also in windows of some layers, whose heads share keys."""
+    plain = config_of(text_corpus, **model)
+    windows = {"window_attn_skip_freq": [1, 0]} if model else {}
+    configs = [replace(plain, megatron={"softmax_type": kind, **windows}) for kind in ("learnable", "off-by-one")]
+    (answers,) = run_group(computed, plain, configs)
+    for config, (count, values, batch, losses, _) in zip(configs, answers, strict=True):
+        name = "decoder.layers.{}.self_attention.core_attention.softmax_offset"
+        offsets = {name.format(layer): np.zeros(4) for layer in range(2)}
+        learned = {key: values[key] for key in offsets if key in values}
+        assert len(learned) == (2 if config.megatron["softmax_type"] == "learnable" else 0)
+        assert all(values.any() for values in learned.values())
+        given = (batch["tokens"], batch["labels"], (1, 0) if model else ())
+        expected = numpy_gpt.token_losses(config.model, {**values, **offsets, **learned}, *given)
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
+        assert model_shape(config).num_parameters == count
+        without = numpy_gpt.token_losses(config.model, values, *given) if not learned else 0.0
+        assert not np.allclose(losses, without, rtol=1e-3)
+
+
+def test_windows_of_some_layers(text_corpus: Path) -> None:
+    """Given by number, the second of three has none; given as a list, the others."""
+    patterns = {2: (1, 0, 1), (0, 1, 0): (0, 1, 0)}
+    plain = config_of(text_corpus, num_layers=3, sliding_window=5, position_embedding="rope")
+    fields: list[Any] = [list(field) if isinstance(field, tuple) else field for field in patterns]
+    configs = [replace(plain, megatron={"window_attn_skip_freq": field}) for field in fields]
+    (answers,) = run_group(computed, plain, configs)
+    for windows, (_, values, batch, losses, _) in zip(patterns.values(), answers, strict=True):
+        expected = numpy_gpt.token_losses(plain.model, values, batch["tokens"], batch["labels"], windows)
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("length", "num_before"), [(7, 0), (7, 2), (6, 5), (6, 9), (1, 0)])

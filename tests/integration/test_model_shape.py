@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.parameter_rules import parameter_names
+from spare_megatron.config.model.model_tensors import parameter_names
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.optimizer.optimizer import names_for_rules
 from spare_megatron.mcore.trainer import GroupTrainer

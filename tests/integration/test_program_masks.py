@@ -22,7 +22,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig, EvalConfig
+from spare_megatron.config.schema_sections import DataConfig, EvalConfig
 from spare_megatron.driver.run import start_run
 from spare_megatron.mcore.model.batches import (
     BadSample,

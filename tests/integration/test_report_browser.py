@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Error, Page, ViewportSize, sync_playwri
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.tools.report import page as report_page
 from spare_megatron.tools.report.report_commands import open_server

@@ -12,10 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config, load_run_config
 from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sections import SnapshotConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.proofs.audit_history import UndoneSteps
 from spare_megatron.journal.records import (

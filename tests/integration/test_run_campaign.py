@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.loader import dump_run_config
+from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.driver.run import start_run
 from spare_megatron.faults.points import FaultKind
 from spare_megatron.journal.files import read_journal
 from tests.integration.whole_run import alert_config, entries_of, kill, tiny_config
@@ -78,6 +79,30 @@ def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path
     fired = {kind: count["fired"] for kind, count in figures["faults"].items() if count["fired"]}
     assert fired == {"slow": 1, "param_flip": 1, "kill": 2}
     assert figures["losses"] == 3
+
+
+def test_nodes_that_are_away_as_in_a_trace_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+    """Three machines of a trace on three nodes; a fourth has no place."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "seconds,machine,repair_s,cause\n0,early,900,\n90000,a,14400,\n93600,b,1,\n108000,a,7200,\n"
+        "108000,b,14400,\n110000,c,14400,\n110000,c,21600,\n120000,d,1,\n900000,b,1,late\n"
+    )
+    config = alert_config(
+        text_corpus, LayoutConfig(num_groups=3), steps=120, rejoins=100, max_restarts=10, mode="reproducible",
+        cluster=ClusterConfig(device="cpu", num_nodes=3),
+    )  # fmt: skip
+    code, figures = campaign(config, tmp_path, "--trace", str(trace), "--days", "1", "2", "--day", "25s")
+    assert figures["problems"] == []
+    assert (code, figures["verdict"], figures["steps_committed"]) == (0, "valid", 120)
+    absences = figures["faults"]["absence"]
+    assert absences["planned"] == 5
+    assert absences["masked"] == absences["fired"] >= absences["due"] >= 1
+    assert figures["trace"]["machines"] == ["a", "b", "c"]
+    assert figures["trace"]["left_out"] == 1
+    assert figures["losses"] >= 1
+    plain = start_run(config, tmp_path / "plain", lambda _: None)
+    assert figures["params_sha256"] == plain.params_sha256
 
 
 def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path, tmp_path: Path) -> None:

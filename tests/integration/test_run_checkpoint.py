@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
+from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import LossRecord, RankRecord, UpdateRecord

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import AuditConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.config.schema_data import EvalConfig
+from spare_megatron.config.schema_sections import EvalConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path

@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, ProgramConfig, RunConfig
-from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import EvalConfig, ValidationCorpus
 from spare_megatron.core.log.loss_sums import losses_of as losses_in
 from spare_megatron.core.log.loss_sums import mean_loss
 from spare_megatron.driver.run import look_at_machine

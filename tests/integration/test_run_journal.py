@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.files import Line, encode_line, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.journal.run_record import digest_of_terms

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.config.schema_data import EvalConfig
+from spare_megatron.config.schema_sections import EvalConfig
 from spare_megatron.faults.points import FaultPoint
 from tests.integration.test_run_buckets import bucketed, run_of
 from tests.integration.whole_run import Run, assert_masked, evaluations_of, kill, losses_of, params_of, patched_in

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal

@@ -9,7 +9,7 @@ import pytest
 
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.config.schema_data import EvalConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import EvalConfig, ValidationCorpus
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord

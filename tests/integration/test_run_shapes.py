@@ -17,8 +17,7 @@ from spare_megatron.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import PlacesRecord, RestartRecord, StartRecord
 from spare_megatron.process.reports import GroupRejoined, RunEvent

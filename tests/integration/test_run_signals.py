@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord

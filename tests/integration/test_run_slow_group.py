@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, LayoutConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, FaultRecord, PacesRecord
 from spare_megatron.journal.state.follow import read_run_state

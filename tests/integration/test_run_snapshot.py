@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sections import SnapshotConfig
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord

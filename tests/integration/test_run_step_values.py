@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, MetricsConfig, RunConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
+from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.journal.step_values import MEMORY
 from spare_megatron.tools.text.corpus_writer import write_corpus

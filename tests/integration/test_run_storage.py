@@ -18,9 +18,8 @@ from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.outcomes import exit_code
 from spare_megatron.journal.proofs.proof import check
-from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
+from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord, exit_code
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
 from spare_megatron.process.specs import RankSpec
 from spare_megatron.rank import rank

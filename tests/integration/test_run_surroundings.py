@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import LossRecord

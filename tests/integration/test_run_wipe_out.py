@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord

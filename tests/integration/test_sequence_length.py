@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import BlendedCorpus, CheckpointConfig, DataConfig
 from spare_megatron.config.training.sample_index_folders import epoch_seed
 from spare_megatron.mcore.model.attention import document_mask
 from spare_megatron.mcore.model.training_samples import Corpus, prepare_index

@@ -19,9 +19,9 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 from tests.integration import slab_groups
 from tests.integration.mcore_group import all_work, reference_sums, run_group, work_of
 from tests.integration.reference import relative_distance
@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32, dropout": ("fast", DROPOUT),
     "bf16": ("fast", BF16),
     "bf16, dropout, reproducible": ("reproducible", {**BF16, **DROPOUT}),
+    "windows of some layers": ("fast", {"sliding_window": 4, "window_attn_skip_freq": [1, 0, 1, 1, 0, 0]}),
     "experts": ("fast", EXPERTS),
     "experts, bf16, dropout": ("fast", {**EXPERTS, **BF16, **DROPOUT}),
 }
@@ -46,6 +47,7 @@ GradientDigests = dict[str, dict[str, str]]
 
 def config_of(corpus: Path, length: int, mode: str, *, lanes: int = 1, **model: Any) -> RunConfig:
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    windows = {name: model.pop(name) for name in ("window_attn_skip_freq",) if name in model}
     config = RunConfig(
         model=ModelConfig(hidden_size=32, seq_length=16, **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **model}),
         layout=LayoutConfig(num_groups=2, pipeline_parallel=length, data_parallel=lanes),
@@ -54,7 +56,7 @@ def config_of(corpus: Path, length: int, mode: str, *, lanes: int = 1, **model: 
         train=TrainConfig(steps=4),
         optimizer=OptimizerConfig(clip_grad=0.01),
         reduce=ReduceConfig(mode=mode, bucket_mib=0.01),
-        megatron=balancing if "num_experts" in model else {},
+        megatron={**(balancing if "num_experts" in model else {}), **windows},
     )
     prepare_index(config)
     return config

@@ -19,7 +19,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_parameters
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import UpdateResult

@@ -22,9 +22,8 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig
+from spare_megatron.driver.planned_faults import groups_hit, resolve_trace
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal, read_journal

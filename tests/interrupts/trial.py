@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import LayoutConfig
 from tests.integration.whole_run import tiny_config
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig
-from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
+from spare_megatron.driver.planned_faults import PHASES_AFTER_A_LOSS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,

@@ -19,7 +19,7 @@ from spare_megatron.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from spare_megatron.config.schema_data import BlendedCorpus, EvalConfig
+from spare_megatron.config.schema_sections import BlendedCorpus, EvalConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.faults.points import PHASES_OF_AN_EVALUATION, FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, RecoveryRecord, UpdateRecord

@@ -30,9 +30,8 @@ from spare_megatron.journal.records import ExaminationRecord, LadderRecord, Plac
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
-from spare_megatron.slow_machines import quarantine
-from spare_megatron.slow_machines.examination import ExaminationWanted
-from spare_megatron.slow_machines.quarantine import Examinations
+from spare_megatron.slow_machines import examination
+from spare_megatron.slow_machines.examination import Examinations, ExaminationWanted
 from spare_megatron.stacking.layout import GroupId, MachineId, Member, PlaceId
 from spare_megatron.store import decision_log, keys
 from spare_megatron.supervisor import restarts, store_watch
@@ -101,7 +100,7 @@ def clocked() -> Iterator[Clock]:
     """Has everything that a supervisor uses read this clock."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timers, group_rendezvous, group_reforming, quarantine, restarts, store_watch):
+        for module in (timers, group_rendezvous, group_reforming, examination, restarts, store_watch):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
         patch.setattr(decision_log, "time", SimpleNamespace(monotonic=lambda: 0.0))  # no store loses its log here
         yield clock

@@ -7,9 +7,8 @@ from random import Random
 from typing import NamedTuple
 
 from spare_megatron.stacking.batch_ramp import BatchRamp
-from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.layout import Member, Slabs
 from spare_megatron.stacking.order import Granularity
-from spare_megatron.stacking.slabs import Slabs
 
 MAX_BREAKS = 4
 """Reductions that break between living groups; the controller halts a run at more than five in a row."""

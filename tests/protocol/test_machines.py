@@ -11,8 +11,8 @@ import pytest
 from spare_megatron.core.machines import reforming
 from spare_megatron.core.machines.places import Assignment, Places, Quarantine
 from spare_megatron.core.machines.reforming import lengths_to_make
+from spare_megatron.core.slow_machines import examination_rules
 from spare_megatron.formats.codec import encode
-from spare_megatron.slow_machines import quarantine
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId
 from spare_megatron.store import keys
 from spare_megatron.store.interface import ControlStore
@@ -249,7 +249,7 @@ BUGS: dict[str, Planted] = {
         "is in quarantine, and gets place",
     ),
     "ends a quarantine though the examination has failed": (
-        {quarantine: {"judge_examination": lambda own, likes: ""}},
+        {examination_rules: {"judge_examination": lambda own, likes: ""}},
         {},
         "and it computes wrongly",
     ),

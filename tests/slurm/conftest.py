@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import (
     ClusterConfig,
     ControlConfig,
@@ -18,7 +18,7 @@ from spare_megatron.config.schema import (
     ReduceConfig,
     SlurmConfig,
 )
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import tiny_config
 from tests.search_path import with_checkout

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config, load_run_config
 from spare_megatron.config.schema import ControlConfig, FaultsConfig, LayoutConfig, SlurmConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.journal.files import read_journal
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import CPU, complete_run, losses_of, tiny_config

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.records import CheckpointRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.journal.lines import FORMAT, Line, encode_line
+from spare_megatron.journal.files import FORMAT, Line, encode_line
 from spare_megatron.journal.records import (
     CheckpointRecord,
     ContributionRecord,

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.resuming import go_back
 from spare_megatron.commands import app
-from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.loader import dump_run_config
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint.audited_checkpoints import audited_steps_in, go_back_to_audited
 from spare_megatron.state.checkpoint.checkpoint_folder import MANIFEST, all_checkpoints, digest_of

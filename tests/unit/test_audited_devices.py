@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import AuditConfig, ClusterConfig, LayoutConfig, ReduceConfig, RunConfig, SpareConfig
-from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.schema_sections import DataConfig
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.machine import gpus
 from spare_megatron.machine.gpus import nvidia
 from spare_megatron.rank import bootstrap

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import num_microbatches_calculator as calculators
 
-from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import ConfigError, dump_run_config, load_run_config
 from spare_megatron.config.schema import RunConfig, TrainConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.config.training.run_terms import terms_of_run
@@ -21,8 +20,7 @@ from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.log.actions import ComputeStep
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import GroupId, Member

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 
 from spare_megatron.config.model.model_shape import model_shape
-from spare_megatron.config.model.rank_memory import rank_memory
 from spare_megatron.config.schema import ClusterConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.training.run_sizes import rank_memory
 from spare_megatron.core.log.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 
 

@@ -6,8 +6,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EntryRecord,

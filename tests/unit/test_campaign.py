@@ -19,8 +19,7 @@ from spare_megatron.cli.running import RunDirectory
 from spare_megatron.commands import app
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Journal, Line, encode_line
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput

@@ -10,9 +10,8 @@ import pytest
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.event_texts import text_of_places
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.fold import placement_of
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.check_machines import check_places
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.journal.run_record import RunRecord

@@ -138,5 +138,5 @@ def test_a_damaged_manifest_cannot_be_shown(tmp_path: Path) -> None:
 
 def test_the_help_of_exports_names_every_family() -> None:
     output = " ".join(invoke("export", "--help")[1].replace("│", " ").split())
-    assert "Llama, Qwen2, Qwen3, Mixtral and GPT-2 models" in output
-    assert {name.removesuffix("ForCausalLM") for name in FAMILIES.values()} == {"Llama", "Qwen2", "Qwen3", "Mixtral"}
+    assert "Llama, Qwen2, Qwen3, Mixtral, DeepSeek-V3 and GPT-2 models" in output
+    assert list(FAMILIES) == ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3", "gpt2"]

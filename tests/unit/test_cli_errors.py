@@ -16,7 +16,7 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver import run
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.machine.lock import LOCK, is_held, locked
 from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.state.checkpoint import start_checkpoint as loading

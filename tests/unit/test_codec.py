@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spare_megatron.core.log.entries import VERSION, Entry, decode_entry, encode_entry
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.formats.codec import decode, encode, set_fields
-from spare_megatron.journal.lines import KINDS, Line, decode_line, encode_line
+from spare_megatron.journal.files import KINDS, Line, decode_line, encode_line
 
 DRAWN = settings(max_examples=60, deadline=None, derandomize=True)
 VALUE = st.none() | st.integers() | st.floats() | st.text(st.characters()) | st.lists(st.integers())

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.journal.lines import Line, decode_line, encode_line
-from spare_megatron.journal.outcomes import exit_code
-from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.files import Line, decode_line, encode_line
+from spare_megatron.journal.records import EndRecord, exit_code
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state import summary
 from spare_megatron.journal.state.summary import conclude

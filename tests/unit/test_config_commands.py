@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.loader import load_run_config, shipped_presets
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config, load_run_config, shipped_presets
 
 PRESETS = {name: file.parent.name for name, file in shipped_presets().items()}
 CLUSTER_ONLY = "h100"

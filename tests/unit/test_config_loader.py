@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.building import valid_keys
-from spare_megatron.config.loader import RETIRED, ConfigError, load_run_config
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import RETIRED, ConfigError, dump_run_config, load_run_config
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 

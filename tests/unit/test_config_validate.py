@@ -9,7 +9,7 @@ from spare_megatron.config.checks.validate import MachineResources, problems, re
 from spare_megatron.config.loader import load_and_judge
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import CorpusFacts
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.supervisor.places.group_reforming import reform_after_s
@@ -208,8 +208,8 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu",
         ),
         (
-            ["megatron.window_attn_skip_freq=2", "model.sliding_window=8"],
-            "megatron.window_attn_skip_freq=2 does not work on CPUs",
+            ["megatron.window_attn_skip_freq=[1,0,1]", "model.sliding_window=8"],
+            "megatron.window_attn_skip_freq=[1, 0, 1] must be K from 2 on, where every K-th layer has no window, or a",
         ),
         (["megatron.glu_linear_offset=1.0"], "glu_linear_offset=1.0 has no effect without a gated model.activation"),
         (["megatron.is_hybrid_model=true"], "megatron.is_hybrid_model=True cannot be had: layers are those of a GPT"),

@@ -9,12 +9,11 @@ from spare_megatron.core.log.actions import AppendEntry, ChangePaces, ComputePat
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, decode_entry, encode_entry
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, Slabs
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.pace_evidence import PROBE_STEPS, PaceException
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.slabs import Slabs
 
 SETUP = ControllerSetup(
     placement=make_placement("golomb", 8, 3), microbatches_per_shard=16, num_steps=1000, rounds=Rounds()

@@ -34,10 +34,9 @@ from spare_megatron.core.log.entries import (
 from spare_megatron.core.log.events import EndRequested, EntryRead, HostsRead, RunStarted
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, Slabs
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.state_partitions import PartitionSetup
 
 WAIT_S = 60.0

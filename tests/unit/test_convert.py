@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.building import build_run_config
-from spare_megatron.formats.whole_files import parsed_toml
-from spare_megatron.tools.convert import reading
+from spare_megatron.formats.codec import parsed_toml
+from spare_megatron.tools.convert import settings as reading
 from spare_megatron.tools.convert.arguments import TAKEN, Arguments, class_of, read_arguments
 from spare_megatron.tools.convert.launch import read_launch
 from spare_megatron.tools.convert.settings import preset_of, steps_of

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.schema import ModelConfig, RunConfig
-from spare_megatron.config.schema_data import BlendedCorpus, DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.training import corpus as corpus_module
 from spare_megatron.config.training.corpus import (
     CorpusFacts,

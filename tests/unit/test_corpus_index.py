@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import judge_corpus
 from tests.unit.tiny_corpus import DTYPE_CODES
 

@@ -21,7 +21,7 @@ from benchmarks.peers.corruption import (
 )
 from benchmarks.peers.peer_group import END_SUFFIX
 from spare_megatron.config.checks.validate_faults import fault_problems
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 
 NOTHING = Outcome(params_sha256="calm", did=(), lost=())
 WAYS = ("ours", "ours_each_step", "torchft", "nvrx")

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.journal.state.run_state import RunState
 from tests.unit.journal_in_memory import run_record, summarize

@@ -44,7 +44,7 @@ def test_a_store_that_ends_later_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_supervisor_that_raises_says_so_to_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its driver knew that it had ended with exit code 1, and the user had to find its log."""
-    monkeypatch.setattr(node_process, "log_to_file", lambda *_: None)
+    monkeypatch.setattr(node_process.processes, "log_to_file", lambda *_: None)
     monkeypatch.setattr(node_process, "_look_after", raise_something)
     ours, theirs = Pipe()
     spec = NodeSpec(

@@ -7,13 +7,12 @@ from itertools import combinations_with_replacement, product
 import numpy as np
 import pytest
 
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, ShardId, Slabs
 from spare_megatron.stacking.order import Dealing, initial_order
 from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.plans import Microbatch, Owners, work_of
 from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 from spare_megatron.stacking.stack_reorder import reorder_stacks
 

@@ -9,10 +9,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from typer.testing import CliRunner
 
 from spare_megatron.cli import running, submit
-from spare_megatron.cli.demo_corpus import is_to_be_made
+from spare_megatron.cli.running import is_to_be_made
 from spare_megatron.commands import app
 from spare_megatron.config.loader import shipped_presets
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.driver import run
 
 TEXTS = {"b.py": "import this\n", "a.txt": "text", "site-packages/other.py": "no", "c.pyc": "no", "lib/d.rst": "=="}

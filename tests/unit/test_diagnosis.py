@@ -8,13 +8,21 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import ValidationCorpus
+from spare_megatron.config.schema_sections import ValidationCorpus
 from spare_megatron.config.supported_versions import version_problem
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.formats.store_space import STEP_BYTES, StoreSpace
 from spare_megatron.machine.gpus import Gpu
-from spare_megatron.tools.doctor.diagnosis import NodeFinding, diagnose, nodes_per_group, own_etcd_ports
-from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
+from spare_megatron.tools.doctor.diagnosis import (
+    ClockOffset,
+    NodeFacts,
+    NodeFinding,
+    NodeMeasurements,
+    Rate,
+    diagnose,
+    nodes_per_group,
+    own_etcd_ports,
+)
 
 H100 = Path(__file__).parents[2] / "configs/run/gpt_7b_h100.toml"
 GIB = 2**30

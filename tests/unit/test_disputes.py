@@ -11,18 +11,25 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.check import way_back
 from spare_megatron.commands import app
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.core.audits.audits import AuditPolicy, Boundary, combined_digest
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Retry, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line, encode_line
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.proofs.audit_history import Spoiled, audit_history, find_spoiled, text_of_spoiled
-from spare_megatron.journal.proofs.disputes import DisputedStep, Place, Stated, disputed_step
+from spare_megatron.journal.proofs.audit_history import (
+    DisputedStep,
+    Place,
+    Spoiled,
+    Stated,
+    audit_history,
+    disputed_step,
+    find_spoiled,
+    text_of_spoiled,
+)
 from spare_megatron.journal.records import AuditRecord, DisputeRecord, EntryRecord, ParamsRecord, Record
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.machine.gpus import Gpu

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.controller.controller import Controller, ControllerSetup
 from spare_megatron.core.controller.decision import departures
 from spare_megatron.core.controller.start import EarlyLoss, Start
@@ -19,9 +19,8 @@ from spare_megatron.core.log.entries import Commit
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, LossRecord, PlacesRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.machine.timers import Timers
@@ -30,8 +29,8 @@ from spare_megatron.process.requests import asked_to_leave, read_requests, reque
 from spare_megatron.stacking.layout import GroupId, Layout, Member, PartitionId
 from spare_megatron.stacking.placement import Placement, make_placement
 from spare_megatron.stacking.state_partitions import PartitionCopy, PartitionSetup, first_ownership
+from spare_megatron.supervisor.node_requests import RequestWatch
 from spare_megatron.supervisor.rank_exits import Consequence, consequence_of
-from spare_megatron.supervisor.request_watch import RequestWatch
 from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec

@@ -16,8 +16,8 @@ from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.process.heartbeats import HeartbeatWriter, new_page
 from spare_megatron.process.reports import EndAsked
 from spare_megatron.process.span_ring import PassTimes
-from spare_megatron.supervisor import end_requests
-from spare_megatron.supervisor.end_requests import EndRequests
+from spare_megatron.supervisor import node_requests
+from spare_megatron.supervisor.node_requests import EndRequests
 
 NUM_DRAWN = 1500
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
@@ -167,7 +167,7 @@ def test_a_supervisor_keeps_the_first_limit_and_reports_every_signal() -> None:
         done = [act for act in acts if act != "asked"]
         assert len(done) == 2 * bool(limits), "one limit, however many requests"
         if limits:
-            (began_s, limit_s), share = limits[0], end_requests.SHARE_OF_STEP
+            (began_s, limit_s), share = limits[0], node_requests.SHARE_OF_STEP
             assert done == [("cut off", began_s + share * limit_s), ("ended", began_s + limit_s)]
         asked = requests.poll()
         assert (asked is None) == (not times)

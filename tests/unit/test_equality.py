@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.tools.report.equality import compare

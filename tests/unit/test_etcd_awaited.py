@@ -10,7 +10,7 @@ from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.driver import run
 from spare_megatron.process.reports import Message, RunEvent
 from spare_megatron.store import etcd_gateway

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from spare_megatron.driver.slurm.certificates import issue
-from spare_megatron.driver.slurm.etcd import member_commands
+from spare_megatron.driver.slurm.etcd import issue, member_commands
 
 
 def urls(command: tuple[str, ...], option: str) -> list[str]:

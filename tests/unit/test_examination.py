@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
 from spare_megatron.tools.doctor import node_survey as node_facts
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
+from spare_megatron.tools.doctor.diagnosis import NodeMeasurements, Rate
 from spare_megatron.tools.doctor.node_preflight import examine, serve_examination
+from spare_megatron.tools.doctor.node_processes import Meeting, StartNode
 from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 
 LOOPBACK = "127.0.0.1"
@@ -40,15 +41,15 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def examined(config: RunConfig, folder: Path, num_nodes: int, wait_s: float = WAIT_S) -> list[NodeMeasurements]:
-    return examine(
-        config,
-        names=[f"node {index}" for index in range(num_nodes)],
-        folder=folder,
-        checkpoints=folder / "checkpoints",
-        host=LOOPBACK,
-        start=None,
-        wait_s=wait_s,
-    )
+    names = [f"node {index}" for index in range(num_nodes)]
+    return examine(config, names, folder / "checkpoints", meeting_in(folder, wait_s))
+
+
+def meeting_in(folder: Path, wait_s: float = WAIT_S, start: StartNode | None = None) -> Meeting:
+    def words(node: int) -> tuple[str, ...]:
+        return ("doctor", "--node", str(node), "--folder", str(folder))
+
+    return Meeting(folder=folder, host=LOOPBACK, logs=folder / "doctor", words=words, start=start, wait_s=wait_s)
 
 
 def serving(folder: Path, node: int) -> threading.Thread:
@@ -117,15 +118,7 @@ def test_a_step_that_ends_before_it_comes_is_reported_with_its_last_output(confi
         with log.open("wb") as file:
             return subprocess.Popen(["sh", "-c", "echo one; echo python: not found; exit 127"], stdout=file)
 
-    reports = examine(
-        config,
-        names=["n1", "n2"],
-        folder=tmp_path / "folder",
-        checkpoints=tmp_path,
-        host=LOOPBACK,
-        start=start,
-        wait_s=WAIT_S,
-    )
+    reports = examine(config, ["n1", "n2"], tmp_path, meeting_in(tmp_path / "folder", start=start))
     assert [(report.name, report.failure) for report in reports] == [
         ("n1", "its step has ended: python: not found"),
         ("n2", "its step has ended: python: not found"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config import schema
 from spare_megatron.config.loader import load_run_config, shipped_presets
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from tests.unit.test_readme import PAGES, ROOT, settings
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import dump_run_config, without_exports, write_with_exports
+from spare_megatron.config.loader import dump_run_config, load_run_config, without_exports, write_with_exports
 from spare_megatron.config.schema import MetricsConfig, RunConfig, SlurmConfig
 from spare_megatron.driver import telemetry
 from spare_megatron.tools.report.report_commands import config_of

@@ -7,8 +7,7 @@ import pytest
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.checks.validate_faults import survivable_kinds
 from spare_megatron.driver import driver
-from spare_megatron.driver.fault_rates import draw_faults
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.planned_faults import draw_faults, groups_hit, resolve_trace
 from spare_megatron.faults import injection
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.kinds import KINDS, Kind

@@ -17,8 +17,7 @@ from spare_megatron.config.checks.validate_faults import rate_problems, survivab
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import SHORT_STOP_S
-from spare_megatron.driver.fault_rates import FIRST_STEP, LLAMA3_INTERRUPTIONS, draw_faults, kind_weights
-from spare_megatron.driver.fault_trace import groups_hit
+from spare_megatron.driver.planned_faults import FIRST_STEP, LLAMA3_INTERRUPTIONS, draw_faults, groups_hit, kind_weights
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,

@@ -10,7 +10,7 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import groups_hit, resolve_trace
+from spare_megatron.driver.planned_faults import groups_hit, resolve_trace
 from spare_megatron.faults.injection import InjectedFault, Injector, Slowable
 from spare_megatron.faults.points import Fault, FaultPoint
 from spare_megatron.stacking.layout import GroupId

@@ -13,8 +13,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, T
 from spare_megatron.core.log.actions import StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Retry, encode_entry
 from spare_megatron.process.readiness import note_ready
-from spare_megatron.stacking.layout import GroupId, Layout, Member
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import GroupId, Layout, Member, Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.places.group_rendezvous import publish_fence

@@ -25,9 +25,9 @@ from spare_megatron.cli.progress import RunProgress, print_summary
 from spare_megatron.commands import app
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 from spare_megatron.journal.records import EndRecord, LossRecord, StorageRecord
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.process.reports import GroupLost, Message
@@ -35,8 +35,7 @@ from spare_megatron.tools.bench import bench
 from spare_megatron.tools.campaign.campaign_figures import CampaignFigures, FaultCount, print_campaign
 from spare_megatron.tools.campaign.process_watch import Holdings, ProcessReport
 from spare_megatron.tools.doctor import doctor
-from spare_megatron.tools.doctor.diagnosis import NodeFinding
-from spare_megatron.tools.doctor.node_facts import NodeMeasurements
+from spare_megatron.tools.doctor.diagnosis import NodeFinding, NodeMeasurements
 from spare_megatron.tools.plan import plan_plot
 from spare_megatron.tools.plan.show_command import print_config
 from spare_megatron.tools.report import page
@@ -377,7 +376,7 @@ WRITERS = {"cli/printing.py", "cli/console.py"}
 PROCESSES = {
     "process/processes.py",
     "process/fork_server.py",
-    "tools/replay/replay_rank.py",
+    "tools/replay/replay_ranks.py",
     "tools/doctor/program_trial.py",
 }
 """Processes that write to a log, or lines that their parent reads."""

@@ -16,8 +16,7 @@ from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.journal import files
-from spare_megatron.journal.files import AppendingFile, BytesLost, JournalWriter, read_journal
-from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.files import FORMAT, AppendingFile, BytesLost, JournalWriter, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord, StorageRecord, UpdateRecord, VoteRecord
 from spare_megatron.journal.state.summary import conclude
 from spare_megatron.process.reports import RecordsHeld, RecordsLost

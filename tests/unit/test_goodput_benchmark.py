@@ -18,7 +18,7 @@ from benchmarks.outcomes import Commit, commits_of, outcome_of
 from benchmarks.peers.history import Event, events_of_journal
 from benchmarks.peers.peer_world import run_groups
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, Record, UpdateRecord
 from tests.unit.test_peers_benchmark import events_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.machine import gpus
 from spare_megatron.machine.gpus import Gpu, XidWatch, nvidia, visible_gpus

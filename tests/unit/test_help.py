@@ -7,8 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from spare_megatron.cli.command import SpareCommand
-from spare_megatron.cli.terms import TERMS
+from spare_megatron.cli.command import TERMS, SpareCommand
 from spare_megatron.commands import app
 
 LONGEST_SUMMARY = 64

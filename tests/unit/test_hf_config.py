@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.config.building import build_run_config
 from spare_megatron.config.schema import ModelConfig, RunConfig
-from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -76,7 +76,7 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
     content = config_json(found, "float32")
     assert content["model_type"] == family
     assert architecture_in(content) == found
-    tables = settings_of(found, "bf16")
+    tables = found.settings("bf16")
     flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
     back, mistakes = build_run_config(flat)
     assert (list(mistakes), back.model.precision) == ([], "bf16")
@@ -94,9 +94,11 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
         (RunConfig(model=ModelConfig(activation="squared_relu")), "model.activation=squared_relu"),
         (RunConfig(model=ModelConfig(), megatron={"kv_channels": 8}), "megatron.kv_channels=8"),
         (config_of(sliding_window=4), "model.sliding_window=4"),
-        (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True with model.qk_norm=True"),
-        (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True with model.qk_norm=True"),
+        (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True"),
+        (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True"),
         (config_of(num_experts=4, qk_norm=True), "model.qk_norm=True"),
+        (config_of(num_experts=4, linear_bias=True), "model.linear_bias=True"),
+        (RunConfig(model=ModelConfig(num_experts=4)), "megatron.num_moe_experts=4"),
         (
             config_of({"moe_router_score_function": "sigmoid"}, num_experts=4),
             "megatron.moe_router_score_function=sigmoid",
@@ -189,7 +191,7 @@ def test_a_deepseek_without_an_equal_is_refused_with_its_field(changes: dict[str
 def test_a_bias_of_the_attention_alone_is_refused_also_where_the_other_is_not_mentioned() -> None:
     content = config_json(architecture_of(config_of()), "float32")
     del content["mlp_bias"]
-    assert not architecture_in(content).has_bias
+    assert not architecture_in(content).model["linear_bias"]
     with pytest.raises(ValueError, match="attention_bias=True with mlp_bias=False is not supported"):
         architecture_in({**content, "attention_bias": True})
 
@@ -198,7 +200,7 @@ def test_rope_is_read_as_transformers_5_writes_it() -> None:
     content = config_json(architecture_of(config_of(rope_base=7.0, rope_scaling_factor=3.0)), "float32")
     rope = {**content.pop("rope_scaling"), "rope_theta": content.pop("rope_theta")}
     found = architecture_in({**content, "rope_parameters": rope})
-    assert (found.rope_base, found.rope_scaling_factor) == (7.0, 3.0)
+    assert (found.model["rope_base"], found.model["rope_scaling_factor"]) == (7.0, 3.0)
 
 
 @pytest.mark.parametrize(

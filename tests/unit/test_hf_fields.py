@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from spare_megatron.config.foreign_fields import require_kinds
-from spare_megatron.tools.weights.hf_config import Architecture, Model, architecture_in
-from spare_megatron.tools.weights.hf_deepseek import DeepSeek
+from spare_megatron.tools.weights.hf_config import Architecture, architecture_in, config_json
 from spare_megatron.tools.weights.hf_fields import (
     DEFAULT_ROPE_BASE,
     FIELDS,
@@ -32,9 +31,9 @@ from spare_megatron.tools.weights.hf_fields import (
     ONLY,
     OTHER_NAMES,
     WITHOUT_EFFECT,
+    YARN,
     token_ids_in,
 )
-from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -201,59 +200,68 @@ def built(content: dict[str, Any]) -> PreTrainedConfig | None:
     return config
 
 
-def assert_same(ours: Model, theirs: PreTrainedConfig) -> None:
-    if isinstance(ours, DeepSeek):
+def assert_same(ours: Architecture, theirs: PreTrainedConfig) -> None:
+    model, family = ours.model, theirs.model_type
+    sizes = {"num_layers": "num_hidden_layers", "seq_length": "max_position_embeddings"}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size"):
+        assert model[name] == getattr(theirs, sizes.get(name, name)), name
+    assert (ours.family, ours.is_tied) == (family, theirs.tie_word_embeddings)
+    if family == "deepseek_v3":
         assert_same_deepseek(ours, theirs)
         return
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (ours.num_layers, ours.hidden_size, ours.num_heads, ours.head_dim, ours.seq_length, ours.vocab_size) == (
-        theirs.num_hidden_layers,
-        theirs.hidden_size,
-        theirs.num_attention_heads,
-        head_dim,
-        theirs.max_position_embeddings,
-        theirs.vocab_size,
-    )
-    assert ours.is_tied is theirs.tie_word_embeddings
-    if isinstance(ours, Gpt2):
-        assert ours.norm_eps == theirs.layer_norm_epsilon
-        assert ours.ffn_hidden_size == (4 * theirs.n_embd if theirs.n_inner is None else theirs.n_inner)
+    assert ours.head_dim == head_dim
+    if family == "gpt2":
+        assert model["norm_eps"] == theirs.layer_norm_epsilon
+        assert model["ffn_hidden_size"] == (4 * theirs.n_embd if theirs.n_inner is None else theirs.n_inner)
         names = {"gelu_tanh": {"gelu_new", "gelu_pytorch_tanh"}, "gelu": {"gelu"}}
-        assert theirs.activation_function in names[ours.activation]
+        assert theirs.activation_function in names[model["activation"]]
         return
-    assert (ours.ffn_hidden_size, ours.num_query_groups) == (theirs.intermediate_size, theirs.num_key_value_heads)
-    assert (ours.norm_eps, theirs.hidden_act) == (theirs.rms_norm_eps, "silu")
+    assert (model["ffn_hidden_size"], ours.num_query_groups) == (theirs.intermediate_size, theirs.num_key_value_heads)
+    assert (model["norm_eps"], theirs.hidden_act) == (theirs.rms_norm_eps, "silu")
     assert_same_positions(ours, theirs)
-    assert ours.has_bias == (theirs.model_type == "llama" and theirs.attention_bias and theirs.mlp_bias)
-    if theirs.model_type == "mixtral":
-        assert (ours.num_experts, ours.experts_per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    assert model["linear_bias"] == (family == "llama" and theirs.attention_bias and theirs.mlp_bias)
+    if family == "mixtral":
+        experts = (model["num_experts"], model["experts_per_token"])
+        assert experts == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert theirs.sliding_window is None
 
 
-def assert_same_deepseek(ours: DeepSeek, theirs: PreTrainedConfig) -> None:
-    assert {name: getattr(theirs, name) for name in ours.fields} == ours.fields
-    assert ours.is_tied is theirs.tie_word_embeddings
-    assert (theirs.rms_norm_eps, theirs.num_key_value_heads) == (1e-6, theirs.num_attention_heads)
+def assert_same_deepseek(ours: Architecture, theirs: PreTrainedConfig) -> None:
+    written = config_json(ours, "float32")
+    apart = {
+        "architectures",
+        "torch_dtype",
+        "attention_dropout",
+        "rope_theta",
+        "rope_scaling",
+        "num_nextn_predict_layers",
+    }
+    assert {name: getattr(theirs, name) for name in written.keys() - apart} == {
+        name: written[name] for name in written.keys() - apart
+    }
     rope = {"beta_fast": 32, "beta_slow": 1, **theirs.rope_parameters}
-    assert (ours.rope_base, "yarn" if ours.yarn else "default") == (float(rope["rope_theta"]), rope["rope_type"])
+    is_yarn = ours.megatron["rope_type"] == "yarn"
+    assert (ours.model["rope_base"], is_yarn) == (float(rope["rope_theta"]), rope["rope_type"] == "yarn")
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
         rope |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    assert ours.yarn == {name: rope[name] for name in ours.yarn}
+    assert all(ours.megatron[field] == rope[name] for name, field in YARN.items() if is_yarn)
 
 
 def assert_same_positions(ours: Architecture, theirs: PreTrainedConfig) -> None:
-    rope = theirs.rope_parameters
-    assert (ours.rope_base, rope.get("partial_rotary_factor", 1.0)) == (float(rope["rope_theta"]), 1.0)
+    rope, factor = theirs.rope_parameters, ours.model["rope_scaling_factor"]
+    assert (ours.model["rope_base"], rope.get("partial_rotary_factor", 1.0)) == (float(rope["rope_theta"]), 1.0)
     if rope["rope_type"] == "default":
-        assert ours.rope_scaling_factor == 1.0
+        assert factor == 1.0
     else:
         assert {name: rope[name] for name in LLAMA3_CONSTANTS} == LLAMA3_CONSTANTS
-        assert (rope["rope_type"], rope["factor"]) == ("llama3", ours.rope_scaling_factor)
+        assert (rope["rope_type"], rope["factor"]) == ("llama3", factor)
+    window = ours.model.get("sliding_window")
     if theirs.model_type in ("qwen2", "qwen3"):
         windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-        assert windows == [ours.sliding_window] * ours.num_layers
+        assert windows == [window] * ours.num_layers
     else:
-        assert ours.sliding_window is None
+        assert window is None
 
 
 def test_drawn_files_are_what_transformers_builds_or_refused_by_the_name_of_a_field() -> None:

@@ -19,7 +19,7 @@ from spare_megatron.config.building import build_run_config
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import model_tensors
 from spare_megatron.config.schema import DataConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights import hf_folder
 from spare_megatron.tools.weights.hf_folder import export_hf, import_hf

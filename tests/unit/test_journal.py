@@ -14,9 +14,8 @@ import pytest
 
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import print_summary
-from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
+from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, Line, decode_line, read_journal
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.lines import Line, decode_line
 from spare_megatron.journal.proofs.audit_history import Spoiled
 from spare_megatron.journal.records import (
     ContributionRecord,

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.records import (
     ContributionRecord,

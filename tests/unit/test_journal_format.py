@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.files import JournalWriter, read_journal
+from spare_megatron.journal.files import FORMAT, JournalWriter, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, VoteRecord
 from spare_megatron.journal.run_record import FirstTerms, RunRecord, digest_of_terms

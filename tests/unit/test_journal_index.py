@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.files import Line, encode_line, read_journal
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.proofs.proof import check
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.state.summary import sum_up

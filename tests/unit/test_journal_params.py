@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.journal_view import steps_of
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record
 from tests.unit.journal_in_memory import JournalInMemory, run_record

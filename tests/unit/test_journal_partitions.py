@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.records import EndRecord, EntryRecord, VoteRecord
 from spare_megatron.journal.run_record import RunRecord

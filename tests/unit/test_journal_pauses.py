@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.journal.state.overview import UNPROVEN, overview_of
 from spare_megatron.journal.state.run_state import RunState

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.fold import Finding, Fold, fold_log
 from spare_megatron.journal.journal_view import steps_of
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.check_state import check_restored
 from spare_megatron.journal.records import ParamsRecord
 from tests.unit.journal_in_memory import JournalInMemory, run_record

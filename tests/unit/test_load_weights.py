@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import AuditConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import differences, terms_of
 from spare_megatron.journal.run_record import FirstTerms, digest_of_terms

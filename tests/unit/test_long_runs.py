@@ -8,8 +8,8 @@ import pytest
 from spare_megatron.cli.console import RunConsole
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.config.schema_sections import CheckpointConfig
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec

@@ -12,7 +12,7 @@ from spare_megatron.process import processes
 from spare_megatron.process.processes import Child, stop_children
 from spare_megatron.process.reports import StopProcess
 from spare_megatron.tools.doctor import node_preflight as examination
-from spare_megatron.tools.doctor.node_facts import Rate
+from spare_megatron.tools.doctor.diagnosis import Rate
 
 
 class FakeProcess:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ortools.graph.python import min_cost_flow
+from scipy.optimize import linprog
 
 from spare_megatron.stacking.matching import (
     Bottleneck,
@@ -16,7 +16,6 @@ from spare_megatron.stacking.matching import (
 )
 from spare_megatron.stacking.paces import Rounds
 from spare_megatron.stacking.placement import Placement, make_placement
-from tests.unit.certificate import is_certified
 
 COLD_COST = 10**6
 
@@ -33,39 +32,29 @@ def units_within(time: int, pace: int, rounds: Rounds, lacking: int) -> int:
 
 
 def oracle_cost(problem: SpreadProblem, makespan: int) -> int | None:
-    """Cost by cost scaling on the whole network with every pair as two arcs; None where there is no spread."""
-    placement, n = problem.placement, problem.placement.num_groups
+    """Cost by linear programming with a variable for each arc; None where there is no spread."""
+    placement, n, m = problem.placement, problem.placement.num_groups, problem.is_alive.size
     hosts, r = placement.host_array.ravel(), placement.redundancy
-    pairs = np.flatnonzero(problem.is_alive[hosts])
-    alive = np.flatnonzero(problem.is_alive)
-    pace, lacking = (
-        np.broadcast_to(of_groups, problem.is_alive.shape)[alive].tolist()
-        for of_groups in (problem.pace, problem.lacking)
-    )
-    solver = min_cost_flow.SimpleMinCostFlow()
+    pairs, alive = np.flatnonzero(problem.is_alive[hosts]), np.flatnonzero(problem.is_alive)
+    pace, lacking = (np.broadcast_to(of_groups, m)[alive].tolist() for of_groups in (problem.pace, problem.lacking))
+    most = [units_within(makespan, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
+    left = makespan - (makespan + 1 if problem.fetch is None else problem.fetch)
+    most_cold = [units_within(left, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
+    commons = n + m
+    tails = np.concatenate([pairs // r, pairs // r, n + alive, np.arange(n), np.full(alive.size, commons)])
+    heads = [n + hosts[pairs], n + hosts[pairs], np.full(alive.size, commons + 1), np.full(n, commons), n + alive]
     total = int(problem.demand.sum())
-    add = solver.add_arcs_with_capacity_and_unit_cost
-    add(pairs // r, n + hosts[pairs], problem.free[pairs], np.zeros(pairs.size, int))
-    add(pairs // r, n + hosts[pairs], np.full(pairs.size, total), np.ones(pairs.size, int))
-    commons, sink = n + problem.is_alive.size, n + problem.is_alive.size + 1
-    total_units = [units_within(makespan, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
-    add(n + alive, np.full(alive.size, sink), total_units, np.zeros(alive.size, int))
-    if problem.fetch is not None and makespan >= problem.fetch:
-        add(np.arange(n), np.full(n, commons), problem.demand, np.full(n, COLD_COST))
-        left = makespan - problem.fetch
-        cold_units = [units_within(left, p, problem.rounds, k) for p, k in zip(pace, lacking, strict=True)]
-        add(np.full(alive.size, commons), n + alive, cold_units, np.zeros(alive.size, int))
-    solver.set_nodes_supplies(np.arange(n), problem.demand)
-    solver.set_node_supply(sink, -total)
-    return int(solver.optimal_cost()) if solver.solve() == solver.OPTIMAL else None
-
-
-def oracle(problem: SpreadProblem) -> tuple[int, int]:
-    """The least makespan, trying each, and the least cost."""
-    makespan = 0
-    while (cost := oracle_cost(problem, makespan)) is None:
-        makespan += 1
-    return makespan, cost
+    limits = [problem.free[pairs], np.full(pairs.size, total), most, problem.demand, most_cold]
+    costs = np.repeat([0, 1, 0, COLD_COST, 0], [len(one) for one in limits])
+    arcs = np.arange(tails.size)
+    balance = np.zeros((commons + 2, tails.size))
+    np.add.at(balance, (tails, arcs), 1)
+    np.add.at(balance, (np.concatenate(heads), arcs), -1)
+    supplies = np.concatenate([problem.demand, np.zeros(m + 1), [-total]])
+    bounds = np.column_stack([np.zeros(tails.size), np.concatenate(limits)])
+    found = linprog(costs, A_eq=balance, b_eq=supplies, bounds=bounds, method="highs")
+    assert found.status in (0, 2), found.message
+    return round(found.fun) if found.status == 0 else None
 
 
 def cost_of(problem: SpreadProblem, spread: Spread) -> int:
@@ -75,7 +64,7 @@ def cost_of(problem: SpreadProblem, spread: Spread) -> int:
     return hosted + COLD_COST * num_cold
 
 
-def random_problem(rng: np.random.Generator, *, start_is_free: bool) -> SpreadProblem:
+def random_problem(rng: np.random.Generator, *, may_stay: bool) -> SpreadProblem:
     n = int(rng.integers(3, 14))
     r = int(rng.integers(1, min(n, 5) + 1))
     placement = make_placement("golomb" if rng.random() < 0.7 else "consecutive", n, r)
@@ -83,11 +72,10 @@ def random_problem(rng: np.random.Generator, *, start_is_free: bool) -> SpreadPr
     is_alive[placement.host_array[~is_alive[placement.host_array].any(axis=1), 0]] = True
     demand = rng.integers(0, 6, n)
     free = np.where(is_alive[placement.host_array], rng.integers(0, 4, (n, r)), 0)
-    if start_is_free:
+    if may_stay:
         over = np.cumsum(free, axis=1) - demand[:, None]
         free = np.clip(free - np.maximum(over, 0), 0, None)
-    start = free if start_is_free else np.zeros_like(free)
-    return SpreadProblem(placement=placement, is_alive=is_alive, demand=demand, free=free.ravel(), start=start.ravel())
+    return SpreadProblem(placement=placement, is_alive=is_alive, demand=demand, free=free.ravel())
 
 
 def with_rounds(problem: SpreadProblem, rng: np.random.Generator) -> SpreadProblem:
@@ -103,7 +91,6 @@ def two_shards_on_one_pair() -> SpreadProblem:
         is_alive=np.array([True, True]),
         demand=np.array([2, 2]),
         free=np.array([2, 0, 0, 2]),
-        start=np.array([2, 0, 0, 2]),
     )
 
 
@@ -117,7 +104,6 @@ def with_commons(problem: SpreadProblem, rng: np.random.Generator, *, is_even: b
         problem,
         is_alive=is_alive,
         free=free,
-        start=np.minimum(problem.start, free),
         pace=3 if is_even else rng.integers(1, 5, is_alive.size),
         fetch=int(rng.choice([0, 1, 2, 3, 7, 20])),
     )
@@ -133,7 +119,7 @@ def test_what_fits_as_it_lies_is_left_alone() -> None:
     spread = cheapest_spread(two_shards_on_one_pair(), 4)
     assert isinstance(spread, Spread)
     assert spread.flow.tolist() == [2, 0, 0, 2]
-    assert (spread.num_moves, spread.num_phases) == (0, 0)
+    assert spread.num_moves == 0
 
 
 def test_too_small_a_capacity_yields_shards_that_prove_it() -> None:
@@ -153,36 +139,53 @@ def test_a_chain_of_displacements_is_found_where_no_direct_hop_fits() -> None:
         is_alive=np.array([False, True, True, True]),
         demand=np.full(4, 3),
         free=kept.ravel(),
-        start=kept.ravel(),
     )
     spread = least_spread(problem)
     # 12 units on 3 groups: group 3 takes 3, hands on 2, of which group 2 hands on 1.
-    assert (spread.makespan, spread.num_moves, spread.num_phases) == (4, 6, 3)
+    assert (spread.makespan, spread.num_moves) == (4, 6)
     assert spread.flow.reshape(4, 2).tolist() == [[0, 3], [3, 0], [2, 1], [1, 2]]
+
+
+def check_is_placed(problem: SpreadProblem, spread: Spread) -> None:
+    """All demand is placed, on survivors that have the time for it."""
+    hosts, m = problem.placement.host_array, problem.is_alive.size
+    by_shard = spread.flow.reshape(hosts.shape)
+    assert min(spread.flow.min(), spread.cold.min(), spread.lent.min()) >= 0
+    assert (by_shard.sum(axis=1) + spread.cold).tolist() == problem.demand.tolist()
+    assert spread.lent.sum() == spread.cold.sum()
+    hosted = np.bincount(hosts.ravel(), spread.flow, m).astype(int)
+    left = spread.makespan - (problem.fetch or 0)
+    for group, (p, k) in enumerate(
+        zip(*(np.broadcast_to(one, m) for one in (problem.pace, problem.lacking)), strict=True)
+    ):
+        most = units_within(spread.makespan, p, problem.rounds, k) if problem.is_alive[group] else 0
+        assert hosted[group] + spread.lent[group] <= most
+        assert not spread.lent[group] or spread.lent[group] <= units_within(left, p, problem.rounds, k)
 
 
 def check_against_oracle(problem: SpreadProblem, slack: int) -> Spread:
     """The least spread, after comparing it, a longer one and a shorter one with the oracle."""
     spread = least_spread(problem)
-    assert (spread.makespan, cost_of(problem, spread)) == oracle(problem)
+    assert cost_of(problem, spread) == oracle_cost(problem, spread.makespan)
     assert makespan_bound(problem) <= spread.makespan
-    assert is_certified(problem, spread)
+    check_is_placed(problem, spread)
     roomy = cheapest_spread(problem, spread.makespan + slack)
     assert isinstance(roomy, Spread)
-    assert is_certified(problem, roomy)
+    check_is_placed(problem, roomy)
     assert cost_of(problem, roomy) == oracle_cost(problem, roomy.makespan)
     if spread.makespan:
+        assert oracle_cost(problem, spread.makespan - 1) is None
         tight = cheapest_spread(problem, spread.makespan - 1)
         assert isinstance(tight, Bottleneck)
         assert spread.makespan - 1 < tight.least_makespan(problem) <= spread.makespan
     return spread
 
 
-@pytest.mark.parametrize("start_is_free", [True, False])
-@pytest.mark.parametrize("seed", range(150))
-def test_makespan_and_cost_agree_with_a_general_solver(seed: int, start_is_free: bool) -> None:
+@pytest.mark.parametrize("may_stay", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_makespan_and_cost_agree_with_a_general_solver(seed: int, may_stay: bool) -> None:
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng, start_is_free=start_is_free)
+    problem = random_problem(rng, may_stay=may_stay)
     spread = check_against_oracle(problem, int(rng.integers(1, 4)))
     assert not spread.cold.any()
     paces = replace(problem, pace=rng.integers(1, 5, problem.is_alive.size))
@@ -191,10 +194,10 @@ def test_makespan_and_cost_agree_with_a_general_solver(seed: int, start_is_free:
 
 
 @pytest.mark.parametrize("is_even", [True, False])
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_makespan_and_cost_with_a_commons_agree_with_a_general_solver(seed: int, is_even: bool) -> None:
     rng = np.random.default_rng(seed)
-    problem = with_commons(random_problem(rng, start_is_free=seed % 3 > 0), rng, is_even=is_even)
+    problem = with_commons(random_problem(rng, may_stay=seed % 3 > 0), rng, is_even=is_even)
     spread = check_against_oracle(problem, int(rng.integers(1, 9)))
     load = np.bincount(problem.placement.host_array.ravel(), spread.flow, problem.is_alive.size) + spread.lent
     pace = np.broadcast_to(problem.pace, load.shape)
@@ -213,7 +216,6 @@ def test_cold_units_are_taken_only_for_a_shorter_makespan_and_by_any_survivor() 
         is_alive=np.array([False, True, True, True, False, True]),
         demand=np.array([4, 0, 0, 0]),
         free=nothing,
-        start=nothing,
         pace=10,
     )
     at_host, at_once, later, too_late = (least_spread(replace(problem, fetch=fetch)) for fetch in (None, 0, 12, 30))
@@ -221,25 +223,3 @@ def test_cold_units_are_taken_only_for_a_shorter_makespan_and_by_any_survivor() 
     assert (at_once.makespan, at_once.flow[1], at_once.lent.tolist()) == (10, 1, [0, 1, 1, 0, 0, 1])
     assert (later.makespan, later.flow[1], later.lent.sum()) == (22, 2, 2), "its host computes two meanwhile"
     assert (too_late.makespan, too_late.flow[1], too_late.lent.sum()) == (40, 4, 0)
-
-
-def test_the_certificate_rejects_a_spread_that_costs_too_much() -> None:
-    problem = two_shards_on_one_pair()
-    spread = cheapest_spread(problem, 4)
-    assert isinstance(spread, Spread)
-    assert is_certified(problem, spread)
-    assert not is_certified(problem, replace(spread, flow=np.array([1, 1, 0, 2]), num_moves=1))
-
-
-def test_the_certificate_rejects_a_cold_unit_that_a_host_has_room_for() -> None:
-    problem = replace(two_shards_on_one_pair(), fetch=0)
-    spread = cheapest_spread(problem, 2)
-    assert isinstance(spread, Spread)
-    assert is_certified(problem, spread)
-    colder = replace(spread, flow=np.array([1, 0, 0, 2]), cold=np.array([1, 0]), lent=np.array([0, 1]))
-    assert not is_certified(problem, colder)
-    for shard_potential, commons_potential in ((0, 1), (0, 5), (1, 5)):
-        moved = replace(
-            colder, shard_potential=np.full(2, shard_potential), commons_potential=commons_potential, num_moves=1
-        )
-        assert not is_certified(problem, moved)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from spare_megatron.driver.fault_trace import PHASES_AFTER_A_LOSS
+from spare_megatron.driver.planned_faults import PHASES_AFTER_A_LOSS
 from spare_megatron.faults.points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_BUCKET,

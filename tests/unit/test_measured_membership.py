@@ -2,8 +2,7 @@
 
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, UpdateRecord
 from spare_megatron.tools.simulate.measured import JoinTime, LossTime, MeasuredStep, in_order, read_joins, read_losses
 from tests.unit.journal_in_memory import run_record

@@ -15,10 +15,10 @@ from spare_megatron.machine.machine_signs import read_machine, starved_s, thrott
 from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page
 from spare_megatron.process.reports import NodeMeasured, RankKey
 from spare_megatron.process.span_ring import PassTimes
-from spare_megatron.slow_machines.culprits import Culprits
-from spare_megatron.slow_machines.measurements import Measurements
+from spare_megatron.slow_machines.slow_machine_drains import Culprits
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.supervisor.measurements import Measurements
 
 KEY = (GroupId(3), 1)
 

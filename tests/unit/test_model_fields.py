@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.checks.validate import MachineResources, problems
-from spare_megatron.config.loader import ConfigError, load_and_judge, load_run_config
+from spare_megatron.config.loader import ConfigError, dump_run_config, load_and_judge, load_run_config
 from spare_megatron.config.megatron_fields import by_field, honoured_row
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.model.rank_memory import rank_memory
-from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.run_sizes import rank_memory
 from spare_megatron.config.training.terms import differences, terms_of
 
 SPELLINGS = [

@@ -95,7 +95,7 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
 
     monkeypatch.setattr(node_process, "Supervisor", TwoPlaces)
     monkeypatch.setattr(node_process, "DriverLink", lambda *_, **__: None)
-    monkeypatch.setattr(node_process, "log_to_file", lambda *_: None)
+    monkeypatch.setattr(node_process.processes, "log_to_file", lambda *_: None)
     monkeypatch.setattr(node_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node_process.end_signal, "listen", listeners.append)
     node_process.look_after(spec_of(tmp_path, minutes=2.0), None)  # type: ignore[arg-type]

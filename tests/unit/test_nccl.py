@@ -22,7 +22,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.comm.warm_up import Call, warm_up
-from spare_megatron.config.model.rank_memory import MOST_CHANNELS
+from spare_megatron.config.training.run_sizes import MOST_CHANNELS
 from spare_megatron.devices import gpu
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.stacking.layout import GroupId

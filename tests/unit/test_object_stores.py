@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.loader import ConfigError, load_run_config
+from spare_megatron.config.loader import ConfigError, load_run_config, settings
 from spare_megatron.config.object_stores import refusal_of_address
-from spare_megatron.config.resolved import settings
 from tests.unit.configured import CPU, configured
 from tests.unit.test_help import COMMANDS
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.outcomes import EXIT_CODES, MEANINGS, Outcome, exit_code
+from spare_megatron.journal.records import EXIT_CODES, MEANINGS, Outcome, exit_code
 from spare_megatron.machine.interrupts import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.run import start_run
 from spare_megatron.formats import output

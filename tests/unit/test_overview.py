@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import (
     CheckpointRecord,
     CulpritRecord,

@@ -19,8 +19,7 @@ from spare_megatron.core.log.loss_sums import LossSum
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.formats.codec import decode, encode, set_fields
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.proofs.audit_history import audit_history
 from spare_megatron.journal.proofs.proof import Verdict, fold_view
 from spare_megatron.journal.records import AuditRecord, EntryRecord, Record

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.rank_paces import MOST_SAMPLES, RankPaces, find_slowest, over_others

@@ -17,7 +17,7 @@ DIGESTS = {
     "checkpoint-only": "a80f271c80281efa3f2b41d76c17ea1dab0dd4d8c000e00084de87ea17109da7",
     "replication": "e6b0f2f08839f416ab46b105601614da2db02e027cfc5e020e10b58024aaa526",
     "spare, stack": "e07d608719d69b5daee588da4d8c77183922bd4aaa9d9e048a230889485b8aa2",
-    "spare, microbatch": "1c40a046828ab16894b1fb5b7aa984709e5ebd494cab7991f2e0bbed1cba50f9",
+    "spare, microbatch": "3f26752934e9a1574dc9884211c65ea5749e6cb4ff9bb9ba0ebb034e64467892",
 }
 
 

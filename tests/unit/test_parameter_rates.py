@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.parameter_rules import parameter_names, rule_of
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config, load_run_config
+from spare_megatron.config.model.model_tensors import parameter_names, rule_of
 from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.mcore.optimizer.optimizer import names_for_rules
 

@@ -17,7 +17,7 @@ from benchmarks.peers.history import Event, cost_of, events_of_journal, read_eve
 from benchmarks.peers.processor_time import INTERVAL_S, ProcessorTime
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.driver.planned_faults import resolve_trace
 from spare_megatron.journal import records
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, FaultRecord, Record, UpdateRecord

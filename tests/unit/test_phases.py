@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.loader import ConfigError
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.phases import left_over, phases_in, tokens_read
+from spare_megatron.config.training.read_samples import left_over, phases_in, tokens_read
 from spare_megatron.config.training.run_terms import terms_of_run
 from spare_megatron.config.training.terms import changes_of, differences, phases_after, terms_of
 from spare_megatron.journal.run_record import digest_of_terms

@@ -9,7 +9,7 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, RunConfig
 from spare_megatron.machine.gpus import Gpu
-from spare_megatron.tools.bench import bench_plain
+from spare_megatron.tools.bench import plain_megatron
 
 
 class Refused(Exception):
@@ -31,14 +31,14 @@ def test_on_gpus_plain_ranks_are_no_forks_of_a_server_that_may_have_used_one(
             raise Refused
 
     gpus = tuple(Gpu(uuid=f"GPU-{letter}", name="H100", memory_bytes=1, free_bytes=1) for letter in "ba")
-    monkeypatch.setattr(bench_plain, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(plain_megatron, "visible_gpus", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    monkeypatch.setattr(bench_plain, "preflight", lambda _config: None)
-    monkeypatch.setattr(bench_plain.processes, "fork_server", lambda: multiprocessing.get_context("forkserver"))
-    monkeypatch.setattr(bench_plain.processes, "start_embedded_store", lambda *_arguments, **_options: (None, None))
-    monkeypatch.setattr(bench_plain.processes, "start_child", start_child)
+    monkeypatch.setattr(plain_megatron, "preflight", lambda _config: None)
+    monkeypatch.setattr(plain_megatron.processes, "fork_server", lambda: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(plain_megatron.processes, "start_embedded_store", lambda *_arguments, **_options: (None, None))
+    monkeypatch.setattr(plain_megatron.processes, "start_child", start_child)
     with pytest.raises(Refused):
-        bench_plain.run_plain(RunConfig(cluster=ClusterConfig(device=device)))
+        plain_megatron.run_plain(RunConfig(cluster=ClusterConfig(device=device)))
     assert [type(context) for context in contexts] == [expected] * 2
     assert shown == (["GPU-b", "GPU-a"] if device == "gpu" else ["1,0"] * 2), "each sees its own alone"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

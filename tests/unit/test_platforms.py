@@ -23,7 +23,7 @@ from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import MachineResources, problems, warnings
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.outcomes import EXIT_CODES
+from spare_megatron.journal.records import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

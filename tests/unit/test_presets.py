@@ -17,9 +17,8 @@ from spare_megatron.cli.running import plan_of
 from spare_megatron.config import loader
 from spare_megatron.config.checks.validate import MachineResources, on_device, problems, resolve_device, warnings
 from spare_megatron.config.loader import ConfigError, load_run_config
-from spare_megatron.config.model.rank_memory import rank_memory
-from spare_megatron.driver.fault_rates import draw_faults
-from spare_megatron.driver.fault_trace import resolve_trace
+from spare_megatron.config.training.run_sizes import rank_memory
+from spare_megatron.driver.planned_faults import draw_faults, resolve_trace
 from tests.search_path import with_checkout
 
 CONFIGS = Path(__file__).parents[2] / "configs"

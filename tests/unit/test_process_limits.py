@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.config.checks.validate import MachineResources
-from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, open_files_needed
+from spare_megatron.config.checks.validate import MachineResources, ProcessLimits, limit_problems, open_files_needed
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, LayoutConfig, RunConfig
 from spare_megatron.driver import run
 from spare_megatron.process.shortages import process_limits

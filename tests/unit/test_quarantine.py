@@ -30,9 +30,8 @@ from spare_megatron.machine.timers import Timers
 from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, between_steps
 from spare_megatron.process.span_ring import PassTimes
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.slow_machines import device_checks, examination, quarantine
-from spare_megatron.slow_machines.examination import ExaminationWanted, Examiner
-from spare_megatron.slow_machines.quarantine import Examinations
+from spare_megatron.slow_machines import device_checks, examination
+from spare_megatron.slow_machines.examination import Examinations, ExaminationWanted, Examiner
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId
 from spare_megatron.store import keys
@@ -134,7 +133,7 @@ class Machines:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(quarantine, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(examination, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.store: Any = MemoryStore({keys.beat(place): "1" for place in range(3)})
         self.list = AssignmentList(self.store, Layout(num_groups=3, num_nodes=3))
         self.figures = {MachineId(machine): GOOD for machine in range(3)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import SpareConfig
-from spare_megatron.driver.slurm.racks import find_racks, nodes_per_domain, order_by_rack, shared_racks, spread
+from spare_megatron.driver.slurm.allocation import find_racks, nodes_per_domain, order_by_rack, shared_racks, spread
 from spare_megatron.stacking.layout import Layout
 from spare_megatron.stacking.placement import make_placement
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.rank_memory import MOST_CHANNELS, rank_memory
+from spare_megatron.config.training.run_sizes import MOST_CHANNELS, rank_memory
 from spare_megatron.core.saves.endurance import endured_losses
 
 CONFIGS = Path(__file__).parents[2] / "configs"

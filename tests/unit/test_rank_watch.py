@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.core.machines.failure_detector import Operation, Pulse
-from spare_megatron.machine.starvation import Starvation
+from spare_megatron.machine.machine_signs import Starvation
 from spare_megatron.process.reports import RankKey
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_watch import RankWatch, read_state

@@ -10,16 +10,15 @@ from typing import Any, get_args
 import pytest
 
 import spare_megatron.config.schema as schema
-import spare_megatron.config.schema_data as schema_data
-import spare_megatron.config.schema_saving as schema_saving
+import spare_megatron.config.schema_sections as schema_sections
 import spare_megatron.config.schema_sites as schema_sites
-from spare_megatron.cli.terms import TERMS
+from spare_megatron.cli.command import TERMS
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.log.entries import Entry
 from spare_megatron.faults import kinds
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.lines import KINDS
+from spare_megatron.journal.files import KINDS
 from tests.matrix.cells import CELLS, MEMBERSHIP_CELLS, PAUSE_CELLS, REFORM_CELLS
 from tests.protocol import test_histories
 from tests.stages.cells import CELLS as STAGE_CELLS
@@ -38,7 +37,7 @@ def settings(kind: type[Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name = f"{field.name.capitalize()}Config"
-        section = getattr(schema, name, getattr(schema_data, name, None))
+        section = getattr(schema, name, getattr(schema_sections, name, None))
         if section is not None and prefix == "":
             found |= settings(section, f"{field.name}.")
         elif field.name != "megatron":
@@ -63,7 +62,7 @@ def as_text(default: Any) -> str:
 
 
 def sections_in_source() -> dict[str, ast.ClassDef]:
-    files = (Path(module.__file__) for module in (schema, schema_data, schema_saving, schema_sites))
+    files = (Path(module.__file__) for module in (schema, schema_sections, schema_sites))
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 

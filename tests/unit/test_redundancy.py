@@ -2,8 +2,7 @@
 
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line, decode_line, encode_line
+from spare_megatron.journal.files import Journal, Line, decode_line, encode_line
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
 from spare_megatron.journal.state.goodput import full_redundancy_s
 from tests.unit.journal_in_memory import summarize

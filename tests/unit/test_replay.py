@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.recoveries import find_recoveries

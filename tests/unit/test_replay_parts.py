@@ -18,12 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.driver.slurm.allocation import Claims
 from spare_megatron.driver.slurm.slurm_commands import note_job
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.machine.gpus import Gpu, list_file, write_list
 from spare_megatron.process.node_connection import Listener, connect

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs_version
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId

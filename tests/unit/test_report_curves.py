@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.records import CheckpointRecord, PacesRecord, UpdateRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.tools.report.history import History

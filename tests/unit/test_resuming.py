@@ -8,9 +8,9 @@ import pytest
 
 from spare_megatron.cli.resuming import Resumption, resume
 from spare_megatron.cli.running import warn_of_no_checkpoints
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig, TrainConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.machine.lock import locked
 from tests.unit.test_checkpoints import CONFIG, save
 

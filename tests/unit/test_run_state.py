@@ -19,8 +19,7 @@ from spare_megatron.cli.run_view import NewLines, step_line, view_of
 from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.store_space import StoreSpace, shortage
-from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line, read_journal
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,

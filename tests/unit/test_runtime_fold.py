@@ -13,8 +13,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.core.log.actions import AwaitHosts, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Resume, Retry, encode_entry
-from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import GroupId, Member, Slabs
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.supervisor.rank_exits import with_xid_events

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.core.log.entries import Commit, Fence, encode_entry
 from spare_megatron.core.machines.places import Holding
 from spare_megatron.driver import driver as driver_module
@@ -149,7 +149,7 @@ class _StoppedStore:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    monkeypatch.setattr(driver_module, "fork_server", lambda: None)
+    monkeypatch.setattr(driver_module.processes, "fork_server", lambda: None)
     return Driver(
         config=RunConfig(),
         run_dir=tmp_path,

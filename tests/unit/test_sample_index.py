@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.sample_index_folders import (
     LEASE_S,
     NUM_KEPT,

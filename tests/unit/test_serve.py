@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.commands import app
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.tools.report.report_commands import open_server
 from spare_megatron.tools.report.server import PageContent, ReportServer, Updated
 from spare_megatron.tools.simulate.engine import simulate

@@ -5,8 +5,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.shapes import SmallerScene, median_steps, optimum, stages_admitted
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import EntryRecord
 
 

@@ -19,17 +19,15 @@ from spare_megatron.core.log.entries import Commit, Entry, Fence, GiveUp, Restar
 from spare_megatron.core.log.events import EntryRead, RestartState, RunStarted
 from spare_megatron.core.saves.checkpoint_policy import emergency_save
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, WholeSnapshot
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Journal, Line, encode_line
 from spare_megatron.journal.proofs.check_terms import check_code
 from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.records import EntryRecord, RankRecord, Record, StartRecord, UpdateRecord
 from spare_megatron.journal.state.goodput import Stretches
 from spare_megatron.journal.state.overview import UNPROVEN, overview_of
 from spare_megatron.journal.state.run_state import RunState, SavePlan
-from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.stacking.layout import GroupId, Layout, Member, Slabs
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.tools.report.history import history_of
 from spare_megatron.tools.report.page import _figures_of
 from tests.unit.journal_in_memory import JournalInMemory, run_record

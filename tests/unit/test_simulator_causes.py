@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureKind, FailureSpec, LossCause, make_process

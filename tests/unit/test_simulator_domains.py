@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.tools.simulate.engine import simulate

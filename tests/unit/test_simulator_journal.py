@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Journal, Line, encode_line
 from spare_megatron.journal.proofs.proof import Verdict
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, LossRecord, ParamsRecord, VoteRecord
 from spare_megatron.stacking.layout import GroupId

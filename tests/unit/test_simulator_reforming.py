@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, make_process

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.core.log.entries import Commit
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.plan.facts import CheckpointTimes, ClusterFacts

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from spare_megatron.config.checks.validate import problems
+from spare_megatron.config.training.read_samples import SkippedPlaces, skip_differences
 from spare_megatron.config.training.run_terms import terms_of_run
-from spare_megatron.config.training.skipped import SkippedPlaces, skip_differences
 from spare_megatron.config.training.terms import differences, terms_of
 from tests.unit.configured import CPU, configured
 

@@ -5,7 +5,7 @@ from math import gcd, lcm
 
 import pytest
 
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 
 
 def stage_of(layer: int, num_layers: int, length: int) -> int:

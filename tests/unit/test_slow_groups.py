@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Line
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.tools.plan.overhead import StepTimes

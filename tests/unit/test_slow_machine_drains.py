@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.slow_machines.culprit import Cause, Culprit
 from spare_megatron.core.slow_machines.slow_machine_policy import MARGIN, REST_S, Situation, decide
 from spare_megatron.journal.files import JournalWriter, read_journal
@@ -206,29 +206,8 @@ def findings(*records: Any) -> list[str]:
     return [finding.reason for finding in check_quarantines(view)]
 
 
-def test_the_proof_replays_decisions_from_their_inputs() -> None:
+def test_the_proof_finds_nothing_in_what_was_decided() -> None:
     assert findings(DRAIN, SLOW) == []
-    random = Random(5)
-    for _ in range(500):
-        situation = replace(
-            LINK,
-            excess_s=random.uniform(0.1, 2),
-            mended_ratio=random.choice((0.0, 1.2, 1.5)),
-            lost_steps=random.randint(0, 200),
-            steps_left=random.randint(0, 400),
-            num_members=random.randint(2, 5),
-            num_leaving=random.randint(0, 2),
-            least_hosts=random.choice((None, 1, 2, 3)),
-            replacement=random.choice(("group", "machine", "none")),
-            since_drain_s=random.choice((None, 10.0, REST_S)),
-            under_way=random.random() < 0.2,
-        )
-        decision = decide(situation)
-        fields = {**asdict(situation), "cause": "link"}
-        record = LadderRecord(rule=decision.rule, gain_s=decision.gain_s, cost_s=decision.cost_s, **fields)
-        assert findings(record) == []
-        if decision.rule != "drain":
-            assert findings(replace(record, rule="drain")) != [], "each rule that keeps it is found if it is broken"
 
 
 @pytest.mark.parametrize(
@@ -236,9 +215,10 @@ def test_the_proof_replays_decisions_from_their_inputs() -> None:
     [
         ([SLOW], "which no decision asks for"),
         ([replace(DRAIN, rule="not yet"), SLOW], "which no decision asks for"),
+        ([replace(DRAIN, rule="not yet")], "lead to `drain`"),
         ([replace(DRAIN, gain_s=0.7), SLOW], "by its inputs 0.5 s"),
-        ([replace(DRAIN, least_hosts=1), SLOW], "fewer than two groups or hosts"),
-        ([replace(DRAIN, steps_left=int(MARGIN * 39)), SLOW], "gain less than twice the cost"),
+        ([replace(DRAIN, least_hosts=1), SLOW], "lead to `redundancy`"),
+        ([replace(DRAIN, steps_left=int(MARGIN * 39)), SLOW], "lead to `too late`"),
     ],
 )
 def test_a_drain_that_nothing_asked_for_is_found(records: list[Any], found: str) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.fault_rates import draw_faults
+from spare_megatron.driver.planned_faults import draw_faults
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership

@@ -1,6 +1,6 @@
 """The clock that leaves out waits for a processor."""
 
-from spare_megatron.machine.starvation import UnstarvedClock, unstarved_clock
+from spare_megatron.machine.machine_signs import UnstarvedClock, unstarved_clock
 
 MS = 1_000_000
 

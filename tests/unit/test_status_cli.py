@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli import status
 from spare_megatron.commands import app
-from spare_megatron.journal.lines import encode_line
+from spare_megatron.journal.files import encode_line
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.journal.state.follow import read_run_state
 from tests.unit.test_run_state import STAMP, commit, simulated, write

@@ -28,15 +28,13 @@ class FakeProbe:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.ranges: Ranges | None = None
+        self.heartbeat = SimpleNamespace(spans=self)
 
     @contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
         assert self.ranges is None, "it would be in the trace that it writes"
         self.operations.append(operation)
         yield
-
-    def show_spans(self, ranges: Ranges | None) -> None:
-        self.ranges = ranges
 
 
 def profile_in(run_dir: Path, device: str, *steps: int) -> tuple[StepProfile, FakeProbe]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.files import Line, encode_line
 from spare_megatron.journal.records import EndRecord, LossRecord
 from spare_megatron.journal.state.follow import JournalTail
 

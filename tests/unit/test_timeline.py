@@ -13,8 +13,7 @@ import pytest
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page

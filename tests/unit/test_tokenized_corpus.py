@@ -21,7 +21,7 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from spare_megatron.commands import app
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import judge_corpus, read_corpus
 from spare_megatron.tools.text import documents as documents_module
 from spare_megatron.tools.text import tokenizer as tokenizer_module

@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import RunConfig, TrainConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.journal.state.summary import Summary
 from spare_megatron.state.checkpoint.verification import REFUSAL
 

@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.faults.points import FaultPoint
 from tests.unit.configured import CPU, configured
 

@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.model.model_shape import model_shape
-from spare_megatron.config.model.rank_memory import memory_by_length, rank_memory, ranks_per_machine
-from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.config.training.run_sizes import memory_by_length, rank_memory, ranks_per_machine, run_sizes
+from spare_megatron.stacking.layout import Slabs
 from tests.unit.configured import CPU, configured
 from tests.unit.test_diagnosis import GPU, findings
 from tests.unit.test_diagnosis import configured as on_h100

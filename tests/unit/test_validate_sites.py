@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from spare_megatron.config.resolved import settings
 
 from spare_megatron.config.checks.validate import problems, warnings
-from spare_megatron.config.resolved import settings
 from spare_megatron.config.schema import ClusterConfig, OptimizerConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, SnapshotConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.terms import changes_of, differences, terms_of
 from tests.unit.configured import CPU, configured

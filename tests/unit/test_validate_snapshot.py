@@ -6,7 +6,7 @@ import pytest
 
 from spare_megatron.config.checks.validate import problems, warnings
 from spare_megatron.config.schema import AuditConfig, ClusterConfig, OptimizerConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig, SnapshotConfig
+from spare_megatron.config.schema_sections import CheckpointConfig, SnapshotConfig
 from tests.unit.configured import CPU, configured
 
 GOOD = replace(configured(), snapshot=SnapshotConfig(every_steps=10, redundancy=1), cluster=ClusterConfig(num_nodes=2))

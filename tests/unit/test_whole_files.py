@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.resolved import without_exports
-from spare_megatron.formats.whole_files import json_object, parsed_json, parsed_toml
-from spare_megatron.journal.lines import decode_line, origin_field
+from spare_megatron.config.loader import load_run_config, without_exports
+from spare_megatron.formats.codec import json_object, parsed_json, parsed_toml
+from spare_megatron.journal.files import decode_line, origin_field
 from spare_megatron.state.checkpoint.verification import (
     DamagedCheckpoint,
     audited_by_refusal,

@@ -323,6 +323,11 @@ _MOST_COUNTED_GROUPS, _MOST_COUNTED_TOKENS = 2**12, 2**36
 """Limits of the two digits in fp32 that `mcore.gradients.gradients` counts tokens with."""
 
 TOKENS: tuple[Rule[RunConfig], ...] = (
+    Rule(lambda c: c.data.fim_rate and max(c.data.fim_ids, default=c.model.vocab_size) >= c.model.vocab_size,
+         "[data.fim_tokens] has to be three different token ids below [model.vocab_size] for [data.fim_rate]; set "
+         "them as in 256,257,258, or raise model.vocab_size"),
+    *(_ignored(name, lambda c: not c.data.fim_rate, "[*] has no effect with [data.fim_rate]; remove it, or raise that")
+      for name in ("data.fim_spm_rate", "data.fim_tokens")),
     Rule(lambda c: c.data.eod_mask_loss and c.reduce.mode != "reproducible"
          and (c.layout.num_groups > _MOST_COUNTED_GROUPS or _tokens_per_step(c) > _MOST_COUNTED_TOKENS),
          f"[data.eod_mask_loss] counts tokens exactly with [reduce.mode] in up to {_MOST_COUNTED_GROUPS} groups and "

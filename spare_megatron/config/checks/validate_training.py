@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from spare_megatron.config.checks.requirements import ID, TOKENS, broken
-from spare_megatron.config.model.rank_memory import memory_by_length, ranks_per_machine
 from spare_megatron.config.schema import MetricsConfig, RunConfig
 from spare_megatron.config.training.corpus import (
     HELD_OUT,
@@ -16,8 +15,8 @@ from spare_megatron.config.training.corpus import (
     named_set,
     validation_names,
 )
-from spare_megatron.config.training.phases import phase_problems
-from spare_megatron.config.training.skipped import skip_problems
+from spare_megatron.config.training.read_samples import phase_problems, skip_problems
+from spare_megatron.config.training.run_sizes import memory_by_length, ranks_per_machine
 from spare_megatron.config.training.terms import how_to_allow
 from spare_megatron.formats.quantities import format_binary_bytes
 
@@ -43,6 +42,8 @@ def data_problems(
     elif not data.corpora:
         if "datasets_provider" not in program:
             yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+        elif data.fim_rate:
+            yield f"data.fim_rate={data.fim_rate:g} is for corpora, and datasets_provider makes the samples; remove it"
         elif data.split or data.validation:
             yield "data.split and data.validation divide corpora, and data.corpus is empty; set it, or remove them"
         elif data.reset_attention_mask and data.end_of_document is None:
@@ -108,7 +109,7 @@ def _ends(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
         return
     if given is None and noted is None:
         yield (
-            f"data.{data.document_settings[0]}=true needs the token that ends a document, and no note of "
+            f"data.{data.document_settings[0]} needs the token that ends a document, and no note of "
             f"`spare preprocess` names one for all of {data.named}; write it anew, or set data.end_of_document to the "
             f"id of that token"
         )

@@ -6,7 +6,7 @@ from math import prod
 from spare_megatron.config.model.model_tensors import layer_has_experts, layer_tensors, norm_parts
 from spare_megatron.config.model_fields import head_widths
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 
 _VOCAB_MULTIPLE = 128
 """Megatron pads the vocabulary of each tensor-parallel rank to a multiple of this."""

@@ -1,15 +1,18 @@
 """The tensors of the whole model as a checkpoint names them: Megatron's names, no rows that pad the vocabulary.
 
 Exports and imports of all formats go through this list. Names and shapes depend neither on the layout nor on the
-implementation of the layers. Loads without torch.
+implementation of the layers; so do the names that `optimizer.rules` match. Loads without torch.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.program_file import judge_program
+from spare_megatron.config.schema import ParameterRule, RunConfig
 
 LAYERS = "decoder.layers."
 """Prefix of the layers' tensors, which a checkpoint stacks along a first dimension."""
@@ -72,10 +75,7 @@ def of_all_experts(name: str) -> str:
 
 
 def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
-    """All tensors, in the order of the layers.
-
-    Learned softmax offsets, which a `[megatron]` field adds, are left out.
-    """
+    """All tensors, in the order of the layers."""
     model = config.model
     hidden = model.hidden_size
     yield ModelTensor(key=WORDS, shape=(model.vocab_size, hidden))
@@ -116,6 +116,8 @@ def layer_tensors(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str
         yield from _expert_tensors(config, per_width)
     else:
         linear += (("mlp.linear_fc1", ffn * per_width, hidden, has_bias), ("mlp.linear_fc2", hidden, ffn, has_bias))
+    if config.megatron.get("softmax_type") == "learnable":
+        yield "self_attention.core_attention.softmax_offset", (model.num_attention_heads,)
     for name, num_outputs, num_inputs, is_biased in linear:
         yield f"{name}.weight", (num_outputs, num_inputs)
         if is_biased:
@@ -169,3 +171,43 @@ def _expert_tensors(config: RunConfig, per_width: int) -> Iterator[tuple[str, tu
         yield "mlp.shared_experts.linear_fc2.weight", (hidden, shared)
         if fields.get("moe_shared_expert_gate"):
             yield "mlp.shared_experts.gate_weight", (1, hidden)
+
+
+def parameter_names(config: RunConfig) -> Iterator[str]:
+    """All parameters: layers count from 0 over all stages, tied tables are one, norms are modules of their own."""
+    return (with_local_norms(tensor.key_in_layer) for tensor in model_tensors(config) if not tensor.is_buffer)
+
+
+def rule_of(name: str, rules: Sequence[ParameterRule]) -> ParameterRule | None:
+    """The first rule whose pattern matches the name; None if there is none."""
+    return next((rule for rule in rules if fnmatchcase(name, rule.pattern)), None)
+
+
+def rule_problems(config: RunConfig) -> Iterator[str]:
+    """Factors outside their limits, and rules that no parameter of the settings' model has."""
+    if not config.optimizer.rules:
+        return
+    # Only the model of a program knows the names of its parameters.
+    is_ours = "model_provider" not in judge_program(config.program)[0]
+    is_shaped = config.model.num_attention_heads > 0  # else reported with the model
+    names = list(parameter_names(config)) if is_ours and is_shaped else []
+    taken: set[str] = set()
+    for number, rule in enumerate(config.optimizer.rules):
+        key = f"optimizer.rules[{number}]"
+        for field in ("learning_rate_factor", "min_learning_rate_factor", "weight_decay_factor"):
+            factor = getattr(rule, field)
+            if factor is not None and not 0.0 <= factor < math.inf:
+                yield f"{key}.{field}={factor} must be at least 0 and finite; change it"
+        if rule.min_learning_rate_factor is not None and rule.learning_rate_factor == 1.0:
+            yield f"{key}.min_learning_rate_factor has no effect without learning_rate_factor; set both, or neither"
+        if not names:
+            continue
+        matched = {name for name in names if fnmatchcase(name, rule.pattern)}
+        if not matched:
+            yield (
+                f"{key}.pattern={rule.pattern!r} matches no parameter of this model; names are like "
+                f"{names[0]} and decoder.layers.0.mlp.linear_fc1.weight: change it, or remove the rule"
+            )
+        elif matched <= taken:
+            yield f"{key}.pattern={rule.pattern!r} matches only parameters of earlier rules; move or remove the rule"
+        taken |= matched

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from spare_megatron.config.foreign_fields import require_kinds
 from spare_megatron.config.limits import NonNegativeInt, PositiveInt
-from spare_megatron.config.schema_data import DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sections import DataConfig, ValidationCorpus
 from spare_megatron.formats.output import whole_file
 from spare_megatron.formats.quantities import format_binary_bytes
 

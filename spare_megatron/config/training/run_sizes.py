@@ -1,11 +1,158 @@
-"""Sizes of a run that follow from its configuration: ranks, parameters, batch, tokens, memory, checkpoint."""
+"""Sizes of a run that follow from its configuration: ranks, parameters, batch, tokens, checkpoint, memory of a rank."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spare_megatron.config.model.model_shape import model_shape
-from spare_megatron.config.model.rank_memory import RankMemory, memory_by_length, state_bytes_per_parameter
+from spare_megatron.config.model.model_shape import model_shape, padded_vocab_size
+from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch, tokens_before
+from spare_megatron.core.log.bucket_window import MAX_STAGED
+from spare_megatron.stacking.layout import Slabs
+
+MOST_CHANNELS = 16
+"""Of NCCL in a communicator between groups. NCCL takes up to 32 inside a node, for all of which it holds buffers."""
+
+_CHANNEL_BYTES = 4 * (2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
+"""Four connections, two of a ring and two of a tree, with buffers of NCCL's three protocols (init.cc). Simple: 4 MiB;
+LL128: 120 elements x 640 threads x 8 steps x 8 bytes; LL: 8 lines x 512 threads x 8 steps x 16 bytes.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of the fullest rank, without the overhead of libraries and allocators.
+
+    Attributes:
+        reduction_bytes: Buckets staged at a time, at most.
+        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
+        activations_bytes: Peak of what the forward pass keeps; an estimate.
+        communicators_bytes: NCCL's buffers between groups, on GPUs; an estimate. During a rebuild there are two.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    reduction_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    communicators_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.reduction_bytes + self.activations_bytes + self.communicators_bytes
+
+
+def rank_memory(config: RunConfig) -> RankMemory:
+    """The memory of the fullest rank of a configuration without problems, or of `config.with_stages`."""
+    layout = config.layout
+    weights_bytes, optimizer_bytes = state_bytes_per_parameter(config)
+    # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
+    number_bytes = {"fast": 4, "fast_bf16": 2, "reproducible": 8}[config.reduce.mode]
+    sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
+    has_nccl = config.cluster.device == "gpu" and layout.most_groups > 1
+    optimizer = config.optimizer
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
+    # With experts another stage may hold most optimizer state than most parameters.
+    parameters, own = max(
+        _parameters_of_stages(config),
+        key=lambda stage: stage[0] * (weights_bytes + sums) + stage[1] * optimizer_bytes * held,
+    )
+    return RankMemory(
+        weights_bytes=parameters * weights_bytes,
+        gradients_bytes=parameters * sums,
+        reduction_bytes=min(own * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
+        optimizer_bytes=round(own * optimizer_bytes * held),
+        activations_bytes=_activations_bytes(config),
+        communicators_bytes=2 * MOST_CHANNELS * _CHANNEL_BYTES if has_nccl else 0,
+    )
+
+
+def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """Per stage the parameters of a rank, and those that it sums over groups and updates: its part among the lanes.
+
+    The lanes of a row hold different experts.
+    """
+    layout, shape, stages = config.layout, model_shape(config), config.layout.pipeline_parallel
+    for all_of_stage, experts in zip(shape.of_stages(stages), shape.experts_of_stages(stages), strict=True):
+        held = -(-(all_of_stage - experts) // layout.tensor_parallel)
+        own_experts = -(-experts // (layout.tensor_parallel * config.row_size))
+        own = -(-held // layout.data_parallel) + -(-own_experts * config.row_size // layout.data_parallel)
+        yield held + own_experts, own
+
+
+def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
+    """Bytes of a parameter in compute precision, and of its optimizer state (see `RankMemory`)."""
+    return (2, 12) if config.model.precision == "bf16" else (4, 8)
+
+
+def _activations_bytes(config: RunConfig) -> int:
+    """Activation bytes of the fullest stage.
+
+    Korthikanti et al., arXiv 2205.05198, without attention scores: a layer keeps s b h (10 + 24/t) bytes in 16 bits (s
+    tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence parallelism, 2 s b h with full
+    recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h, and 8 to the queries, keys, values and
+    outputs of heads of width h; latent vectors are kept before and after their norm. Stage i of p, counted from 0,
+    keeps p - i microbatches. A mixture has the widths of all experts of a token, for each of which it copies 2 s b h
+    values in 16 bits, and is taken to route equally many tokens to each rank. Keys and values of whole sequences come
+    on top.
+    """
+    model, layout, megatron = config.model, config.layout, model_fields(config)
+    tensor = layout.tensor_parallel
+    ffn, copies = model.ffn_width, 0
+    if model.num_experts is not None:
+        each, copies = model.expert_width, model.experts_per_token
+        ffn = copies * each + (model.shared_expert_ffn_hidden_size or 0)
+    heads: float = 4 * model.num_attention_heads * sum(head_widths(config)) / model.hidden_size
+    parted = heads + 4 * copies + 4 * ffn / model.hidden_size * (1.5 if megatron["gated_linear_unit"] else 1.0)
+    whole = 10.0 / (tensor if megatron.get("sequence_parallel") else 1)
+    latent: int = megatron["q_lora_rank"] + megatron["kv_lora_rank"] if is_latent(config) else 0
+    per_token = model.hidden_size * (whole + parted / tensor) + 4.0 * latent
+    if megatron.get("recompute_granularity") == "full":
+        per_token = 2.0 * model.hidden_size
+    if model.precision == "fp32":
+        per_token *= 2
+    tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
+    stages = layout.pipeline_parallel
+    layers = [len(own) for own in Slabs(model.num_layers, (stages,)).layers]
+    num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
+    most_of_lane = -(-num_shards * config.spare.microbatches_per_shard // layout.data_parallel)
+    kept = [each * float(min(stages - stage, most_of_lane)) for stage, each in enumerate(layers)]
+    if layout.virtual_pipeline > 1:  # microbatches padded to a multiple of stages
+        kept[0] = layers[0] * (stages + (stages - 1) / layout.virtual_pipeline)
+    logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
+    gathered = _gathered_bytes(config) / tokens
+    if megatron.get("recompute_granularity") == "full":
+        gathered /= max(kept)  # of one layer
+    of_stages = [number * tokens * (per_token + gathered) for number in kept]
+    of_stages[-1] += logits
+    return round(max(of_stages))
+
+
+def _gathered_bytes(config: RunConfig) -> int:
+    """Keys and values of whole sequences that a layer keeps where ranks that split them gather these, by `attention`
+    of `mcore/model`.
+    """
+    is_exchanged = config.may_use_transformer_engine and not config.data.reset_attention_mask
+    if config.layout.context_parallel == 1 or is_exchanged:
+        return 0
+    heads = model_fields(config)["num_query_groups"] or config.model.num_attention_heads
+    values = -(-heads // config.layout.tensor_parallel) * sum(head_widths(config))
+    number_bytes = 2 if config.model.precision == "bf16" else 4
+    return int(config.train.micro_batch_size * config.model.seq_length * values * number_bytes)
+
+
+def memory_by_length(config: RunConfig) -> dict[int, RankMemory]:
+    """The same for each number of stages that a group may have, most first."""
+    return {stages: rank_memory(config.with_stages(stages)) for stages in config.parallel.lengths}
+
+
+def ranks_per_machine(config: RunConfig, stages: int | None = None) -> int:
+    """Ranks on one machine: all of them if nodes are rehearsed on it, in groups of `stages` if that is given."""
+    layout = config.parallel
+    if config.cluster.launcher != "local":
+        return layout.ranks_per_node
+    return layout.num_groups * layout.ranks_per_stage * (stages or layout.pipeline_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

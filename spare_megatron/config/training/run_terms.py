@@ -6,11 +6,10 @@ from typing import Any
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy, units_per_shard
+from spare_megatron.config.training.read_samples import skipped_places
 from spare_megatron.config.training.run_sizes import run_sizes
-from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import ORDER, masks_of
-from spare_megatron.config.training.validation_sets import units_per_shard
 
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import cache_folder, corpus_files, split_shares
-from spare_megatron.config.training.skipped import skipped_places
+from spare_megatron.config.training.read_samples import skipped_places
 from spare_megatron.config.training.terms import ORDER, sequences_before
 
 NUM_KEPT = 8

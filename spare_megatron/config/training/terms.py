@@ -12,8 +12,13 @@ from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
 from spare_megatron.config.model_fields import SETTING_OF, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
-from spare_megatron.config.training.phases import OTHER, tokens_read
-from spare_megatron.config.training.skipped import SkippedPlaces, skip_differences, skipped_places
+from spare_megatron.config.training.read_samples import (
+    OTHER,
+    SkippedPlaces,
+    skip_differences,
+    skipped_places,
+    tokens_read,
+)
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
@@ -70,6 +75,9 @@ _UNMASKED: Terms = {
     "data.eod_mask_loss": False,
     "data.reset_attention_mask": False,
     "data.reset_position_ids": False,
+    "data.fim_rate": 0.0,
+    "data.fim_spm_rate": 0.5,
+    "data.fim_tokens": "",
     "data.end_of_document": None,
 }
 """Terms that are left out where they have these values."""

@@ -19,13 +19,12 @@ from spare_megatron.core.saves.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, WholeSnapshot
 from spare_megatron.machine.gpus.device_errors import is_ambiguous
 from spare_megatron.stacking.batch_ramp import BatchRamp
-from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.layout import GroupId, Member, ShardId, Slabs
 from spare_megatron.stacking.order import Dealing, Granularity, initial_order
 from spare_megatron.stacking.pace_evidence import PaceEvidence, PaceException, exceptions
 from spare_megatron.stacking.paces import EVEN, LIKE, Paces, Rounds
 from spare_megatron.stacking.placement import WipeOut
 from spare_megatron.stacking.plans import Audit, Microbatch, StepPlan, make_plan
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.stacking.state_partitions import Hosts, Ownership, StateWipeOut, first_ownership
 
 MAX_RETRIES_WITHOUT_LOSS = 5

@@ -2,11 +2,11 @@
 
 Training pauses while every piece of state has a host: survivors keep the state and wait for hosts. The step is then
 computed again from zero sums with the groups that have come back, and no committed step is done again. Else all groups
-start again; each reports its candidates and snapshots, and together they verify the newest candidate
-(`core.saves.read_quorum`). A group that sees enough groups waiting and the checkpoint whole writes the entry.
+start again; each reports its candidates and snapshots, and together they verify the newest candidate: they divide its
+files. A group that sees enough groups waiting and the checkpoint whole writes the entry.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.log import actions
@@ -14,7 +14,6 @@ from spare_megatron.core.log.actions import CheckpointCandidate
 from spare_megatron.core.log.entries import GiveUp, Restart, Resume
 from spare_megatron.core.log.events import RestartState, WaitingRead
 from spare_megatron.core.log.membership import LogTerms
-from spare_megatron.core.saves.read_quorum import FileVerification
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import Placement
@@ -125,6 +124,67 @@ class Restarts:
         if isinstance(decision, CheckpointCandidate):
             return (actions.ReadFiles(candidate=decision, numbers=search.verification(decision).to_read(event.group)),)
         return () if decision is None else (actions.AppendEntry(index=head, entry=decision),)
+
+
+_NUM_WITNESSES = 2
+"""Groups that must find a file damaged, if there are as many."""
+
+
+class FileVerification:
+    """What all groups have read of one checkpoint. The `readers` (ascending, one or more) divide its files."""
+
+    def __init__(
+        self, candidate: CheckpointCandidate, waiting: Iterable[RestartState], readers: Sequence[GroupId]
+    ) -> None:
+        self._candidate = candidate
+        self._readers = readers
+        self._readings = {
+            item.member.group: reading
+            for item in waiting
+            for reading in item.readings
+            if reading.candidate == candidate
+        }
+        self._whole = {number for reading in self._readings.values() for number in reading.whole}
+        self._damaged: dict[int, set[GroupId]] = {}
+        for group, reading in self._readings.items():
+            for number in reading.damaged:
+                self._damaged.setdefault(number, set()).add(group)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._whole) == self._candidate.num_files
+
+    def damage(self) -> str:
+        """What is wrong with the checkpoint; empty while that is not known."""
+        damaged = [number for number in self._damaged if number not in self._whole and self._is_certain(number)]
+        if not damaged:
+            return ""
+        witness = min(self._damaged[min(damaged)])
+        return self._readings[witness].reason
+
+    def against(self, group: GroupId) -> str:
+        """Why the group must not load it: it is damaged, for all or for this group."""
+        reason = self.damage()
+        if not reason and group in self._readings and self._whole.intersection(self._readings[group].damaged):
+            reason = f"{self._readings[group].reason}; another group finds it whole"
+        return reason
+
+    def to_read(self, group: GroupId) -> tuple[int, ...]:
+        return tuple(
+            number
+            for number in range(self._candidate.num_files)
+            if number not in self._whole and not self._is_certain(number) and self._next_reader(number) == group
+        )
+
+    def _is_certain(self, number: int) -> bool:
+        return len(self._damaged.get(number, ())) >= min(_NUM_WITNESSES, len(self._readers))
+
+    def _next_reader(self, number: int) -> GroupId | None:
+        """The reader of a file: groups take turns, skipping those that have found it damaged."""
+        readers, seen = self._readers, self._damaged.get(number, set())
+        first = number % len(readers)
+        in_turn = (readers[(first + shift) % len(readers)] for shift in range(len(readers)))
+        return next((reader for reader in in_turn if reader not in seen), None)
 
 
 class Search:

@@ -5,13 +5,15 @@ passed ends its quarantine. A slow machine is drained only where its record says
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from math import isclose
 from typing import Any
 
 from spare_megatron.core.machines.places import Assignment, Holding, Places
+from spare_megatron.core.slow_machines.slow_machine_policy import Situation, decide
+from spare_megatron.journal.files import records_of
 from spare_megatron.journal.fold import Finding, invalid, placement_of, unknown
 from spare_megatron.journal.journal_view import JournalView
-from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import ExaminationRecord, LadderRecord, PlacesRecord, StartRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
@@ -135,31 +137,15 @@ def check_quarantines(view: JournalView) -> Iterator[Finding]:
 
 
 def _why_not_decided(record: LadderRecord) -> Iterator[Finding]:
-    """Reasons against a drain that the inputs of the decision give, and figures to which they do not lead."""
-    gain_s = record.step_s - record.step_s / record.mended_ratio if record.mended_ratio else record.excess_s
-    num_staying = record.num_members - record.num_leaving
-    if record.replacement == "none" and num_staying:
-        gain_s -= record.step_s * record.num_leaving / num_staying
+    """Rules and figures to which the inputs of a decision do not lead."""
+    right = decide(Situation(**{one.name: getattr(record, one.name) for one in fields(Situation)}))
     wrong = []
-    cost_s = 2 * max(record.admission_s, record.step_s)
-    for what, written_s, found_s in (("a step gains", record.gain_s, gain_s), ("it costs", record.cost_s, cost_s)):
+    if record.rule != right.rule:
+        wrong.append(f"its inputs lead to `{right.rule}`")
+    figures = (("a step gains", record.gain_s, right.gain_s), ("it costs", record.cost_s, right.cost_s))
+    for what, written_s, found_s in figures:
         if not isclose(written_s, found_s, rel_tol=1e-6, abs_tol=1e-9):
             wrong.append(f"{what} {written_s:g} s, by its inputs {found_s:g} s")
-    if record.rule == "drain":
-        too_few = num_staying < 2 or (record.least_hosts is not None and record.least_hosts < 2)
-        is_early = record.since_drain_s is not None and record.since_drain_s < 3600.0
-        wrong += [
-            reason
-            for is_so, reason in (
-                (record.under_way, "another machine is in quarantine"),
-                (record.num_leaving == 0, "no group of it takes part"),
-                (is_early, "it was drained less than an hour before"),
-                (too_few, "fewer than two groups or hosts of a shard stay"),
-                (gain_s * record.steps_left < 2 * cost_s, "the steps left gain less than twice the cost"),
-                (gain_s * record.lost_steps < cost_s, "it has not cost as much as the change"),
-            )
-            if is_so
-        ]
     for reason in wrong:
         yield invalid(f"the decision about machine {record.machine} ({record.rule}): {reason}")
 

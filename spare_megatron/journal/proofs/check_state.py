@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spare_megatron.journal.files import records_of
 from spare_megatron.journal.fold import Finding, Fold, Rule, invalid, unknown
 from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
-from spare_megatron.journal.lines import records_of
 from spare_megatron.journal.records import EndRecord, ParamsRecord, VoteRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId, Member

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.event_texts import describe_storage
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import FORMAT, Journal, records_of
 from spare_megatron.journal.fold import Finding, Fold, Rule, fold_log, invalid, unknown
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps, attempts_of, steps_of
-from spare_megatron.journal.lines import FORMAT, records_of
 from spare_megatron.journal.proofs import check_state, check_steps
 from spare_megatron.journal.proofs.check_audits import check_audits, check_own_findings
 from spare_megatron.journal.proofs.check_machines import check_places, check_quarantines

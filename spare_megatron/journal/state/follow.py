@@ -5,8 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line, decode_line, require_known_format
+from spare_megatron.journal.files import Journal, Line, decode_line, require_known_format
 from spare_megatron.journal.state.run_state import PARAMS, UNREAD, RunState
 
 _HEAD = re.compile(rb'\{"record":"([a-z]+)",')

@@ -6,8 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, RecoveryRecord
 
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from spare_megatron.core.log.entries import Restart
 from spare_megatron.journal import event_texts, records
+from spare_megatron.journal.files import Line
 from spare_megatron.journal.fold import Fold, LastLosses, losses_of_entry
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
@@ -111,7 +111,7 @@ GroupStatus = Literal["alive", "slow", "rejoining", "drained", "lost", "given up
 PARAMS = "params"
 """Kind of parameter digests: a long run has many, and only comparisons of two runs read them."""
 
-UNREAD = ("vote", "evaluation", "round", "snapshot", "redundancy", "repair", "terms", "rank", "suspicion")
+UNREAD = ("vote", "evaluation", "snapshot", "redundancy", "repair", "terms", "rank", "suspicion")
 """Kinds of records that the state of a run does not depend on."""
 
 

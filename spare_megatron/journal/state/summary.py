@@ -13,11 +13,10 @@ from pathlib import Path
 
 from spare_megatron.formats.output import NotWritten, real_paths, whole_file
 from spare_megatron.formats.quantities import format_bytes
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, decode_line
 from spare_megatron.journal.fold import LastLosses, last_losses
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
-from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.proofs.audit_history import Spoiled, UndoneSteps, find_spoiled, find_undone
 from spare_megatron.journal.proofs.proof import check, fold_view
 from spare_megatron.journal.records import EndRecord, EntryRecord, ParamsRecord, Record, RepairRecord, UpdateRecord

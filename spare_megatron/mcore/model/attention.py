@@ -15,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from spare_megatron.mcore.model.process_groups import all_gather
@@ -69,7 +71,7 @@ class TorchCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,  # noqa: ARG002  (Megatron passes it)
+        layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
@@ -86,9 +88,28 @@ class TorchCoreAttention(MegatronModule):
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._scale = softmax_scale
         window = config.window_size
-        self._num_before = window[0] if window is not None and window[0] >= 0 else None
+        has_window = is_layer_window_attention(window, config.window_attn_skip_freq, layer_number)
+        self._num_before = window[0] if has_window and window[0] >= 0 else None
         self._tensor_rank = pg_collection.tp.rank()
         self._context = pg_collection.cp
+        self._groups = pg_collection
+        if config.softmax_type == "learnable":
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> Any:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._groups.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -122,9 +143,14 @@ class TorchCoreAttention(MegatronModule):
         """The same of queries that are the last of the sequence: [sequence, batch, heads, width]."""
         length, num_keys = query.size(0), key.size(0)
         before = num_keys if self._num_before is None else self._num_before
-        if before < num_keys - 1 or (mask is None and length < num_keys):
+        has_sink = self.config.softmax_type != "vanilla"
+        if before < num_keys - 1 or (mask is None and (has_sink or length < num_keys)):
             window = window_mask(length, num_keys, before, query.device)
             mask = window if mask is None else mask & window
+        scale = self._scale
+        if has_sink and mask is not None:
+            scale = query.size(-1) ** -0.5 if scale is None else scale
+            query, key, value, mask = self._with_sink(query, key, value, mask, scale)
         return F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -132,9 +158,23 @@ class TorchCoreAttention(MegatronModule):
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
-            scale=self._scale,
+            scale=scale,
             enable_gqa=query.size(2) != key.size(2),
         ).permute(2, 0, 1, 3)
+
+    def _with_sink(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A first key that all attend to, whose score is the head's offset, or 0, and whose value is 0: what a head
+        gives to it goes nowhere (Xiao et al., arXiv 2309.17453). An element more of queries and keys has the offset.
+        """
+        if self.config.softmax_type == "learnable":
+            offsets = (self.softmax_offset.float() / scale).to(query.dtype)
+            query = torch.cat((query, offsets[:, None].expand(*query.shape[:-1], 1)), -1)
+            key = F.pad(key, (0, 1))
+        sink = torch.zeros_like(key[:1])
+        sink[..., -1] = self.config.softmax_type == "learnable"
+        return query, torch.cat((sink, key)), F.pad(value, (0, 0, 0, 0, 0, 0, 1, 0)), F.pad(mask, (1, 0), value=True)
 
     def _random_numbers(self, dropout: float, device: torch.device) -> AbstractContextManager[None]:
         # Under sequence parallelism Megatron has already swapped the generators of the whole block.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.mcore.model.attention import chunk_offsets, chunks_of, document_mask, document_offsets
 from spare_megatron.mcore.model.compatibility import part_of_context_rank
 from spare_megatron.mcore.model.model import uses_transformer_engine
@@ -70,7 +70,7 @@ class RecordedBatch(dict[str, Tensor]):
 def masks_to_read(data: DataConfig, *, pre_process: bool, post_process: bool) -> dict[str, str]:
     """Keys that the forward step of a chunk has to read, and the setting that asks for each."""
     asks = {"loss_mask": post_process, "position_ids": pre_process, "attention_mask": True}
-    return {_KEY_OF[name]: f"data.{name}=true" for name in data.document_settings if asks[_KEY_OF[name]]}
+    return {_KEY_OF[name]: f"data.{name}=true" for name in data.mask_settings if asks[_KEY_OF[name]]}
 
 
 def keys_needed(config: RunConfig, *, has_own_forward_step: bool) -> dict[str, str]:
@@ -79,7 +79,7 @@ def keys_needed(config: RunConfig, *, has_own_forward_step: bool) -> dict[str, s
     if config.model.position_embedding == "learned_absolute":
         of_default.append("position_ids")
     needed = {} if has_own_forward_step else dict.fromkeys(of_default, "the default forward_step")
-    for name in config.data.document_settings:
+    for name in config.data.mask_settings:
         # The attention mask is made of the tokens.
         needed["tokens" if name == "reset_attention_mask" else _KEY_OF[name]] = f"data.{name}=true"
     return needed

@@ -35,7 +35,7 @@ from spare_megatron.mcore.model.compatibility import know_absent_transformer_eng
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
-from spare_megatron.stacking.slabs import Slabs
+from spare_megatron.stacking.layout import Slabs
 
 DETERMINISTIC_ALGORITHMS = frozenset({"Ring", "CollnetDirect", "CollnetChain", "^NVLS"})
 """Values of NCCL_ALGO, joined by commas, that Megatron counts as deterministic (training/determinism.py of 0.19): not

@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import HELD_OUT, documents_of, validation_names
-from spare_megatron.config.training.phases import Cursor, left_over, phases_in
+from spare_megatron.config.training.read_samples import Cursor, left_over, phases_in, skipped_places
 from spare_megatron.config.training.sample_index_folders import (
     RENEWAL_S,
     epoch_folder,
@@ -31,10 +31,10 @@ from spare_megatron.config.training.sample_index_folders import (
     remove_unused,
     renew,
 )
-from spare_megatron.config.training.skipped import skipped_places
 from spare_megatron.config.training.terms import global_batch, sequences_before, step_of
 from spare_megatron.formats.quantities import format_binary_bytes
 from spare_megatron.mcore.model.batches import stacked
+from spare_megatron.mcore.model.fill_in_the_middle import FillInTheMiddle
 
 
 class _Vocabulary:
@@ -258,12 +258,12 @@ class _Samples:
         self.place = place
         self.prefix = str(Path(config.data.corpora[place].corpus).absolute())
         self.seq_length = config.model.seq_length
-        self._config = _dataset_config(config, self.prefix)
+        self.config = _dataset_config(config, self.prefix)
         self.seed_of = partial(epoch_seed, config.train.seed, place)
-        self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self._config)
+        self._indexed = GPTDataset.build_low_level_dataset(self.prefix, self.config)
         documents = documents_of(config.data.split, 0, GPTDataset.numel_low_level_dataset(self._indexed))
         self._documents = np.arange(documents.start, documents.stop, dtype=np.int32)
-        self.num_tokens = _num_tokens(self._config, config.data.split, self._indexed, documents)
+        self.num_tokens = _num_tokens(self.config, config.data.split, self._indexed, documents)
         self.per_epoch = (self.num_tokens - 1) // self.seq_length
         self.cursor = Cursor(num_tokens=self.num_tokens)
         """Where the corpus stands at the begin of the present phase."""
@@ -318,7 +318,7 @@ class _Samples:
 
     def open_epoch(self, epoch: int, folder: Path) -> GPTDataset:
         """The dataset of one epoch, whose index Megatron builds in the folder unless it is there."""
-        config = replace(self._config, random_seed=self.seed_of(epoch), path_to_cache=str(folder))
+        config = replace(self.config, random_seed=self.seed_of(epoch), path_to_cache=str(folder))
         return GPTDataset(self._indexed, self.prefix, self._documents, None, Split.train, config)
 
 
@@ -492,6 +492,7 @@ class IndexedCorpora(_Blend):
         """Raises ValueError if a corpus or its index is missing."""
         super().__init__(config)
         self._keys = _keys(config)
+        self._filling = FillInTheMiddle(config.data, config.train.seed) if config.data.fim_rate else None
         self._corpora: list[torch.Tensor] = []
         if len(names := list(dict.fromkeys(config.data.corpus_names))) > 1:
             shape = (config.model.seq_length,)
@@ -506,7 +507,9 @@ class IndexedCorpora(_Blend):
         if time.monotonic() - self._renewed_at_s > RENEWAL_S:
             self._renew()
         part, place = self._place(number)
-        sample = self.parts[part][place]
+        sample: Mapping[str, torch.Tensor] = self.parts[part][place]
+        if self._filling is not None:
+            sample = self._filling.of_sample(sample, number, partial(_sample, config=self.parts[part].config))
         found = {key: sample[key] if key in sample else torch.zeros_like(sample["tokens"]) for key in self._keys}
         return {**found, "corpus": self._corpora[part]} if self._corpora else found
 

@@ -16,8 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, with_local_norms
-from spare_megatron.config.model.parameter_rules import rule_of
+from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, rule_of, with_local_norms
 from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.core.outer.entries import Revision
 from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, tied_embedding

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.config.training.terms import (
     CHECKPOINT_NAME,
     EMERGENCY_CHECKPOINT_NAME,

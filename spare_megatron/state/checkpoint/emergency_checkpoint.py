@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.config.training.terms import step_of
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.formats.output import real_paths

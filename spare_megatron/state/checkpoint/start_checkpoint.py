@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.schema_saving import CheckpointConfig
+from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.config.training.terms import (
     differences,
     phases_after,

@@ -13,8 +13,8 @@ from pathlib import Path
 from spare_megatron.core.log.actions import CheckpointCandidate, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.log.entries import Entry, decode_entry
 from spare_megatron.core.saves.checkpoint_validity import why_refused
+from spare_megatron.formats.codec import parsed_json
 from spare_megatron.formats.output import real_paths
-from spare_megatron.formats.whole_files import parsed_json
 from spare_megatron.process.processes import say
 from spare_megatron.state.checkpoint import checkpoint_folder as folders
 from spare_megatron.state.checkpoint.emergency_checkpoint import (

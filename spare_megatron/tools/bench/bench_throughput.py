@@ -10,8 +10,7 @@ from pathlib import Path
 from spare_megatron.config.checks.validate import on_device, resolve_device
 from spare_megatron.config.model.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig
-from spare_megatron.config.schema_data import EvalConfig
-from spare_megatron.config.schema_saving import SnapshotConfig
+from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.driver.run import look_at_machine, start_run
@@ -205,7 +204,7 @@ def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
 
 
 def _plain(config: RunConfig) -> Run:
-    from spare_megatron.tools.bench.bench_plain import run_plain
+    from spare_megatron.tools.bench.plain_megatron import run_plain
 
     ends, memory = run_plain(config)
     return Run(step_s=_intervals(ends), split_s={}, memory=memory)

@@ -1,11 +1,15 @@
-"""Plain Megatron on the same model and data, the baseline of all comparisons: one world, no redundancy.
+"""Plain Megatron on the same model and data, the baseline of all comparisons: one world in processes of this machine.
 
 Uses what Megatron's own training loop does: global parallel state, DistributedDataParallel, schedules, optimizer.
 """
 
+import contextlib
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -21,16 +25,83 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from spare_megatron.comm import nccl
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.devices import gpu
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.machine.gpus import name_in_torch, shown_to_children, visible_gpus
+from spare_megatron.machine.interrupts import Deferral, deferred, never_in_children
 from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.batches import on_device
-from spare_megatron.mcore.model.model import Chunk, build_chunks
+from spare_megatron.mcore.model.model import Chunk, build_chunks, choose_deterministic_kernels
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.process import processes
+from spare_megatron.store import keys
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
+from spare_megatron.tools.bench.bench_machine import Memory, memory_of
 
 TIMEOUT = timedelta(seconds=120)
+
+
+def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
+    """Trains all steps; returns the end times of the steps at rank 0, and the memory of the fullest rank. `config` has
+    no problems, a resolved device and one node. Raises RuntimeError if a rank ends early; its traceback is on stderr.
+    """
+    preflight(config)
+    with deferred() as interrupts:
+        context = processes.fork_server()
+        store, spec = processes.start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
+        ranks_from = processes.rank_context(config.cluster.device, context)
+        if config.cluster.device == "gpu":
+            processes.set_gpu_environment(config.parallel)  # as for our ranks
+        with never_in_children():
+            ranks = []
+            for rank in range(config.parallel.num_ranks):
+                with shown_to_children(visible_gpus()[rank].uuid if config.cluster.device == "gpu" else None):
+                    ranks.append(processes.start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec))
+        try:
+            ends = [_receive_ends(rank, interrupts) for rank in ranks]
+            pids = [child.process.pid for child in ranks if child.process.pid is not None]
+            memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
+            processes.stop_children(ranks)
+            return ends[0], memory
+        finally:
+            processes.kill(ranks)  # all at once: a rank that loses a peer prints a traceback
+            for child in [*ranks, store]:
+                processes.end_child(child)
+
+
+def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
+    """Trains as one rank, sends the wall-clock end time of every step, and waits for the parent before it exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    device = torch.device(name_in_torch(config.cluster.device))
+    if device.type != "cpu":
+        nccl.check_nccl()
+        choose_deterministic_kernels(config)
+        gpu.set_device(device)
+    join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
+    ends = []
+    is_sharded = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type != "cpu"
+    for _ in train_steps(config, device, is_sharded=is_sharded):
+        if device.type != "cpu":
+            gpu.synchronize(device)
+        ends.append(time.time())
+    parent.send(ends)
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+def _receive_ends(child: processes.Child, interrupts: Deferral) -> list[float]:
+    interrupts.wait([child.reports])
+    try:
+        ends: list[float] = child.reports.recv()
+    except EOFError:
+        raise RuntimeError(f"{child.process.name} of plain Megatron has ended early; see above") from None
+    return ends
 
 
 def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:

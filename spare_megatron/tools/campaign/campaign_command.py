@@ -1,5 +1,6 @@
 """`spare campaign`: a training run under many injected faults, and whether it survived all of them."""
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -23,14 +24,24 @@ from spare_megatron.machine.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.tools.campaign.trace_replay import Replay
 
 
 @outlasting()
 def campaign(
-    config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps.")],
+    config: Annotated[Path, typer.Argument(help=f"{HELP} It sets faults.trace or faults.mean_steps, or --trace is.")],
     minutes: Annotated[
         float | None, typer.Option(help="End the run after this many minutes, whatever train.steps is.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Suspend nodes as machines were away in this file: seconds,machine,repair_s[,cause]."),
+    ] = None,
+    days: Annotated[tuple[float, float], typer.Option(help="First day of --trace that is replayed, and its end.")] = (
+        0.0,
+        7.0,
+    ),
+    day: Annotated[str, typer.Option(help="How long a day of --trace takes, such as 30s.")] = "60s",
     overrides: OverridesOption = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
@@ -39,7 +50,8 @@ def campaign(
 ) -> None:
     """Train under injected faults and check that all were masked.
 
-    Example: `spare campaign campaign_cpu --minutes 10`
+    Examples: `spare campaign campaign_cpu --minutes 10`,
+    `spare campaign campaign_trace_cpu --trace losses.csv --days 40 60 --day 30s`
 
     Exit codes:
 
@@ -52,19 +64,30 @@ def campaign(
     from spare_megatron.journal.files import read_journal
     from spare_megatron.tools.campaign.campaign_figures import campaign_figures, print_campaign
     from spare_megatron.tools.campaign.process_watch import ProcessWatch, process_problems
+    from spare_megatron.tools.campaign.trace_replay import TraceReplay
 
     console = RunConsole(stderr=as_json)
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
-        _refuse_a_run_without_faults(loaded)
+        replay = _replay(loaded, trace, days, day) if trace else None
+        if replay is None:
+            _refuse_a_run_without_faults(loaded)
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
-        with reported_interruption("campaign", directory), ProcessWatch() as watch:
-            summary = run_and_show(loaded, directory, console, watch.on_event)
+        with contextlib.ExitStack() as around:
+            around.enter_context(reported_interruption("campaign", directory))
+            watch = around.enter_context(ProcessWatch())
+            listeners = [watch.on_event]
+            if replay is not None:
+                console.line(replay.text())
+                replayed = around.enter_context(TraceReplay(replay))
+                listeners.append(replayed.on_event)
+            summary = run_and_show(loaded, directory, console, *listeners)
+        outside = {} if replay is None else {"absence": replayed.count()}
         folder = directory.path
         try:
-            figures = campaign_figures(read_journal(folder), summary)
+            figures = campaign_figures(read_journal(folder), summary, outside)
         except (OSError, ValueError) as error:  # not exit code 2: the run has begun
             message("campaign", f"the journal cannot be read: {error}")
             raise typer.Exit(1) from error
@@ -73,7 +96,8 @@ def campaign(
 
     def result() -> dict[str, Any]:
         known = {"run_dir": str(folder), "is_passed": not problems, "problems": problems}
-        return {**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)}
+        traced = {} if replay is None else {"trace": asdict(replay)}
+        return {**known, **asdict(figures), "processes": asdict(processes), **traced, **asdict(summary)}
 
     try:
         with whole_file("--run-dir", folder / "campaign.json") as file:
@@ -86,9 +110,26 @@ def campaign(
     raise typer.Exit(1 if problems else 0)
 
 
+def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "Replay":
+    """Raises ValueError for options and runs that do not fit each other."""
+    from spare_megatron.formats.quantities import parse_duration_s
+    from spare_megatron.tools.campaign.trace_replay import replay_of
+    from spare_megatron.tools.simulate.traces import read_trace
+
+    nodes, launcher = config.cluster.num_nodes, config.cluster.launcher
+    if nodes < 2 or launcher != "local":
+        raise ValueError(
+            f"--trace suspends nodes that all run on this machine, but cluster.num_nodes={nodes} and cluster.launcher="
+            f"{launcher}; set at least 2, and local"
+        )
+    if config.faults.trace or config.faults.mean_steps is not None:
+        raise ValueError("--trace is the only source of faults; remove faults.trace and faults.mean_steps")
+    return replay_of(read_trace(trace), nodes, days, parse_duration_s("--day", day))
+
+
 def _refuse_a_run_without_faults(config: "RunConfig") -> None:
     """Raises ValueError where the run could only end with the finding that no fault struck."""
-    from spare_megatron.driver.fault_rates import draw_faults
+    from spare_megatron.driver.planned_faults import draw_faults
 
     faults = config.faults
     if faults.trace:

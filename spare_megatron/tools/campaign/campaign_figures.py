@@ -59,8 +59,12 @@ class CampaignFigures:
         return found
 
 
-def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
-    """Figures of an ended run; raises ValueError unless the journal has exactly one run record."""
+def campaign_figures(
+    journal: Journal, summary: Summary, from_outside: Mapping[str, FaultCount] | None = None
+) -> CampaignFigures:
+    """Figures of an ended run, with faults that its journal does not know; raises ValueError unless the journal has
+    exactly one run record.
+    """
     runs = journal.of(RunRecord)
     if len(runs) != 1:
         raise ValueError(f"the journal has {len(runs)} run records, expected 1; is it that of one run?")
@@ -71,7 +75,7 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
     p50_s, p99_s = np.percentile(recoveries_s, [50, 99]) if recoveries_s else (None, None)
     members = [frozenset(range(runs[0].num_groups)), *(commit.members for commit in fold.kept_commits)]
     return CampaignFigures(
-        faults=_count_faults(journal, runs[0], fold),
+        faults={**_count_faults(journal, runs[0], fold), **(from_outside or {})},
         losses=len({(entry["group"], entry.get("incarnation", 0)) for entry in fences}),
         admissions=sum(len(after - before) for before, after in itertools.pairwise(members)),
         recovery_p50_s=None if p50_s is None else float(p50_s),

@@ -1,6 +1,6 @@
 """`spare convert`: a preset of a launch of Megatron-LM, with a report of what became of each argument."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,10 +47,13 @@ def convert(
     written and can run on a fitting machine, 2 it is not written or cannot run, for the reasons that the report names.
     """
     from spare_megatron.tools.convert.launch import read_launch
-    from spare_megatron.tools.convert.reading import convert_launch, problems_of, toml_of
+    from spare_megatron.tools.convert.settings import convert_launch, problems_of, toml_of
 
+    if malformed := [text for text in define or () if "=" not in text]:
+        raise ValueError(f"--define {malformed[0]} must have the form NAME=VALUE")
+    defined = {name: value for name, _, value in (text.partition("=") for text in define or ())}
     is_file = not words[0].startswith("--")
-    launch = read_launch(Path(words[0]), _defined(define or ())) if is_file else None
+    launch = read_launch(Path(words[0]), defined) if is_file else None
     args, preset, reader = convert_launch(launch, words[is_file:], without or ())
     name = Path(words[0]).stem if is_file else "converted"
     _print_report(args, preset, launch.environment if launch else {}, reader)
@@ -64,13 +67,6 @@ def convert(
         output.write_text(text, encoding="utf-8")
     if problems := problems_of(preset, name):
         raise ValueError("the preset cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
-
-
-def _defined(texts: Sequence[str]) -> dict[str, str]:
-    for text in texts:
-        if "=" not in text:
-            raise ValueError(f"--define {text} must have the form NAME=VALUE")
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def _print_report(args: "Arguments", preset: "Preset", environment: Mapping[str, str], reader: str) -> None:

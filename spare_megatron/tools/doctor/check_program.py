@@ -90,7 +90,7 @@ def check_program(
 
 def _alone(config: "RunConfig") -> "RunConfig":
     """The configuration of a trial: groups of one rank on a CPU, whose gradients are not rounded."""
-    from spare_megatron.config import schema, schema_saving, schema_sites
+    from spare_megatron.config import schema, schema_sections, schema_sites
 
     layout = schema.LayoutConfig(num_groups=config.layout.num_groups)
     return dataclasses.replace(
@@ -98,8 +98,8 @@ def _alone(config: "RunConfig") -> "RunConfig":
         layout=layout,
         optimizer=dataclasses.replace(config.optimizer, sharding="replicated"),
         reduce=dataclasses.replace(config.reduce, mode="fast"),
-        checkpoint=schema_saving.CheckpointConfig(),
-        snapshot=schema_saving.SnapshotConfig(),
+        checkpoint=schema_sections.CheckpointConfig(),
+        snapshot=schema_sections.SnapshotConfig(),
         sites=schema_sites.SitesConfig(),
         faults=schema.FaultsConfig(),
         cluster=schema.ClusterConfig(device="cpu"),
@@ -113,7 +113,7 @@ def _alone(config: "RunConfig") -> "RunConfig":
 
 def run_trials(configs: "Sequence[RunConfig]") -> list[list[dict[str, Any]]]:
     """For each configuration what each of `TRIALS` observed; all programs share the processes."""
-    from spare_megatron.config.resolved import dump_run_config
+    from spare_megatron.config.loader import dump_run_config
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.toml" for number in range(len(configs))]

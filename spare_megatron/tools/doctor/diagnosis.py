@@ -1,4 +1,4 @@
-"""Judges the nodes of a run by the facts collected on them. Pure: from facts to findings."""
+"""Facts collected on the nodes of a run before it starts, and their judgement. Pure: from facts to findings."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -6,22 +6,83 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from spare_megatron.config.checks.validate_cluster import ProcessLimits, limit_problems, num_etcd_members
-from spare_megatron.config.model.rank_memory import ranks_per_machine
+from spare_megatron.config.checks.validate import ProcessLimits, limit_problems, num_etcd_members
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import SUPPORTED, version_problem
-from spare_megatron.config.training.audit_schedule import audit_policy
+from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.config.training.corpus import corpus_files, input_files, named_corpora
-from spare_megatron.config.training.run_sizes import run_sizes
+from spare_megatron.config.training.run_sizes import ranks_per_machine, run_sizes
 from spare_megatron.formats.quantities import format_binary_bytes
-from spare_megatron.formats.store_space import shortage
-from spare_megatron.machine.gpus import maker
+from spare_megatron.formats.store_space import StoreSpace, shortage
+from spare_megatron.machine.gpus import Gpu, maker
 from spare_megatron.machine.gpus.gpu import PLATFORMS
 from spare_megatron.stacking import slowness
 from spare_megatron.stacking.slowness import excess
-from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
 
 T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts(ProcessLimits):
+    """What a node says of itself, its limits of a process among it."""
+
+    host: str
+    versions: Mapping[str, str]
+    """Package -> version; empty if absent."""
+    torch_failure: str
+    """Why torch cannot be loaded, or use the GPUs; empty if it can."""
+    gpus: tuple[Gpu, ...]
+    gpu_driver: str
+    locked_memory_bytes: int | None
+    """Limit on locked memory of a process; None if unlimited."""
+    has_infiniband: bool
+    """InfiniBand adapters, which need locked memory, are present."""
+    busy_ports: tuple[int, ...]
+    store_failures: Mapping[str, str]
+    """etcd endpoint -> why it does not answer here."""
+    store_refusal: str
+    """Why etcd does not report its size; empty if it does, or is unreachable."""
+    store_space: StoreSpace | None
+    """Size of etcd's database; None if not reported."""
+    corpus_bytes: tuple[int | None, ...]
+    """Sizes of `input_files`; None for one that cannot be read."""
+    sees_folder: bool
+    """The file that the driver wrote to the checkpoint folder is visible."""
+    folder_free_bytes: int
+    nccl_cumem: str = ""
+    """NCCL_CUMEM_ENABLE in the environment; empty if it is not set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A measured transfer rate, or why the measurement failed."""
+
+    bytes_per_s: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """Offset of a node's clock from the driver's, with its uncertainty."""
+
+    ahead_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMeasurements:
+    """Facts of one node and measurements between it and others."""
+
+    name: str
+    failure: str = ""
+    facts: NodeFacts | None = None
+    clock: ClockOffset | None = None
+    write: Rate | None = None
+    """Rate into the checkpoint folder while the other nodes of a group write too."""
+    link_to: str = ""
+    """The node to which `link` was measured; empty for a single node."""
+    link: Rate | None = None
+    """Rate to that node while all nodes send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +253,7 @@ def _is_cpu(config: RunConfig, facts: NodeFacts) -> bool:
 
 
 def _limits(config: RunConfig, facts: NodeFacts) -> Iterator[str]:
-    limits = ProcessLimits(
-        open_files=facts.open_files,
-        open_files_most=facts.open_files_most,
-        address_space_bytes=facts.address_space_bytes,
-        temp_folder=facts.temp_folder,
-    )
-    yield from limit_problems(config, limits, run_sizes(config).most_memory_bytes if _is_cpu(config, facts) else 0)
+    yield from limit_problems(config, facts, run_sizes(config).most_memory_bytes if _is_cpu(config, facts) else 0)
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
         yield WarningText(
             f"a process may lock {format_binary_bytes(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand "

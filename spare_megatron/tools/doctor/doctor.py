@@ -1,10 +1,8 @@
 """`spare doctor`: the nodes of a run, looked at before it."""
 
 import secrets
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +16,8 @@ from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.tools.doctor.diagnosis import NodeFinding
-    from spare_megatron.tools.doctor.node_facts import NodeMeasurements, Rate
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.tools.doctor.diagnosis import NodeFinding, NodeMeasurements, Rate
     from spare_megatron.tools.doctor.node_processes import StartNode
 
 
@@ -71,44 +68,35 @@ def doctor(
 def _examine(
     config: "RunConfig", folder: Path | None, wait_s: float
 ) -> "tuple[list[NodeMeasurements], list[NodeFinding]]":
-    from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
     from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
     from spare_megatron.tools.doctor.diagnosis import diagnose
     from spare_megatron.tools.doctor.node_preflight import examine
+    from spare_megatron.tools.doctor.node_processes import Meeting, own_address, steps_of
+
+    def words(node: int) -> tuple[str, ...]:
+        return ("doctor", "--node", str(node), "--folder", str(folder))
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config.checkpoint, folder).absolute()
     start: StartNode | None = None
     if config.cluster.launcher == "srun":
-        from spare_megatron.driver.slurm.allocation import address_of, nodes_for_run, this_job
-        from spare_megatron.driver.slurm.racks import find_racks
+        from spare_megatron.driver.slurm.allocation import find_racks, nodes_for_run, this_job
 
         names = nodes_for_run(this_job(), config, find_racks())
-        hosts = [address_of(name) for name in names[:2]]  # the second one knows this one by no loopback address
-        start = partial(_start_step, config.slurm, names, folder, wait_s)
+        nodes, of_job = range(len(names)), dict(enumerate(names))
+        host = own_address(config, nodes, of_job)
+        start = steps_of(config.slurm, of_job, words, wait_s, None)
     else:
         num_nodes = config.cluster.num_nodes if config.cluster.launcher == "hand" else 1
         names = tuple(f"node {index}" for index in range(num_nodes))
-        hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
+        nodes = range(1, num_nodes)
+        host = own_address(config, nodes, None)
         if num_nodes > 1:
             say(f"on node i = 1 ... {num_nodes - 1}: spare doctor --node i --folder {folder}", err=True)
-    host = address_towards(hosts)
-    if len(names) > 1:
-        refuse_loopback(host, hosts)
+    meeting = Meeting(folder=folder, host=host, logs=folder / "doctor", words=words, start=start, wait_s=wait_s)
     with raising():
-        reports = examine(
-            config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
-        )
+        reports = examine(config, names, checkpoints, meeting)
     return reports, diagnose(config, str(checkpoints), reports)
-
-
-def _start_step(
-    slurm: "SlurmConfig", names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path
-) -> "subprocess.Popen[bytes]":
-    from spare_megatron.driver.slurm.steps import node_step, start_step
-
-    words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
-    return start_step(node_step(slurm, f"doctor-{node}", names[node], words), log)
 
 
 def _as_json(reports: "Sequence[NodeMeasurements]", findings: "Sequence[NodeFinding]") -> dict[str, Any]:

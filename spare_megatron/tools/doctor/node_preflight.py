@@ -14,9 +14,15 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.frames import Address
 from spare_megatron.process.node_connection import connect
-from spare_megatron.tools.doctor.diagnosis import nodes_per_group, own_etcd_ports
-from spare_megatron.tools.doctor.node_facts import ClockOffset, NodeFacts, NodeMeasurements, Rate
-from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
+from spare_megatron.tools.doctor.diagnosis import (
+    ClockOffset,
+    NodeFacts,
+    NodeMeasurements,
+    Rate,
+    nodes_per_group,
+    own_etcd_ports,
+)
+from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, connected, served_here
 from spare_megatron.tools.doctor.node_survey import FactsWanted, Sink, examine_node, send_speed, write_speed
 
 _FACTS_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
@@ -54,36 +60,19 @@ def serve_examination(folder: Path, node: int, wait_s: float) -> None:
         _answer_requests(driver, host)
 
 
-def examine(
-    config: RunConfig,
-    *,
-    names: Sequence[str],
-    folder: Path,
-    checkpoints: Path,
-    host: str,
-    start: StartNode | None,
-    wait_s: float,
-) -> list[NodeMeasurements]:
+def examine(config: RunConfig, names: Sequence[str], checkpoints: Path, meeting: Meeting) -> list[NodeMeasurements]:
     """Examines all nodes, named in the order of the run. ValueError: `checkpoints` cannot be written from here.
 
-    `folder`, `host` and `wait_s` are as in `Meeting`. The folder `checkpoints` is created for the time of the
-    examination if it is missing. `start` None: the first node is this one, and a user starts the others.
+    The folder `checkpoints` is created for the time of the examination if it is missing. If the meeting starts no
+    processes, the first node is this one.
     """
     with contextlib.ExitStack() as held:
         token = held.enter_context(_token_in(checkpoints))
         nodes = NodeProcesses()
-        if start is None:
-            nodes.connections[0] = held.enter_context(served_here(partial(_answer_requests, host=host)))
+        if meeting.start is None:
+            nodes.connections[0] = held.enter_context(served_here(partial(_answer_requests, host=meeting.host)))
         held.callback(nodes.close)
-        meeting = Meeting(
-            folder=folder,
-            host=host,
-            logs=folder / "doctor",
-            command=lambda node: f"spare doctor --node {node} --folder {folder}",
-            start=start,
-            wait_s=wait_s,
-        )
-        held.enter_context(connected(nodes, range(0 if start is not None else 1, len(names)), meeting))
+        held.enter_context(connected(nodes, range(0 if meeting.start is not None else 1, len(names)), meeting))
         return _Examination(config, names, checkpoints, token, nodes).run()
 
 

@@ -14,6 +14,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.driver.slurm import allocation
+from spare_megatron.driver.slurm.steps import node_step, start_step
+from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
 from spare_megatron.process.node_connection import Listener
 
 _POLL_S = 0.2
@@ -30,12 +34,40 @@ class Meeting:
     """The address of this machine that the others reach."""
     logs: Path
     """Folder of the output of started processes, removed at the end."""
-    command: Callable[[int], str]
-    """What starts the process of a node."""
+    words: Callable[[int], Sequence[str]]
+    """The command that is the process of a node, behind `spare`."""
     start: StartNode | None
     """Starts the process of a node; None if a user does."""
     wait_s: float
     """Longest wait for the nodes to connect."""
+
+
+def steps_of(
+    slurm: SlurmConfig, names: Mapping[int, str], words: Callable[[int], Sequence[str]], wait_s: float, job: str | None
+) -> StartNode:
+    """Starts a node's process as a step of a Slurm job, on the Slurm node of this name, by the words behind `spare`."""
+
+    def start(node: int, log: Path) -> "subprocess.Popen[bytes]":
+        command, *_ = of_node = words(node)
+        return start_step(
+            node_step(slurm, f"{command}-{node}", names[node], (*of_node, "--wait-s", str(wait_s)), job), log
+        )
+
+    return start
+
+
+def own_address(config: RunConfig, nodes: Sequence[int], names: Mapping[int, str] | None) -> str:
+    """The address of this machine for these nodes, which have names if they are in a Slurm job. ValueError: it has none
+    but loopback, and they are other machines.
+    """
+    if names is None:
+        hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
+    else:
+        hosts = [allocation.address_of(names[node]) for node in nodes[:2]]  # one of them may be this machine
+    host = address_towards(hosts)
+    if len(nodes) > (0 if names is None else 1):
+        refuse_loopback(host, hosts)
+    return host
 
 
 class NodeProcesses:
@@ -112,7 +144,7 @@ def connected(nodes: NodeProcesses, awaited: Sequence[int], meeting: Meeting) ->
                 steps[node] = meeting.start(node, _log(meeting.logs, node))
         _await(nodes, listeners, steps, meeting)
         for node in listeners:
-            missing = f"`{meeting.command(node)}` did not connect from there within {meeting.wait_s:g} s"
+            missing = f"`spare {' '.join(meeting.words(node))}` did not connect from there within {meeting.wait_s:g} s"
             nodes.failures[node] = f"{missing}; is {meeting.folder} on storage that all nodes share?"
         yield
     finally:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from io import BufferedReader
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.config.schema_data import DataConfig
+from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.corpus import input_files
 from spare_megatron.formats.frames import Address, listen
 from spare_megatron.formats.store_space import StoreSpace
@@ -29,7 +29,7 @@ from spare_megatron.process.shortages import process_limits
 from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
-from spare_megatron.tools.doctor.node_facts import NodeFacts, Rate
+from spare_megatron.tools.doctor.diagnosis import NodeFacts, Rate
 from spare_megatron.version import __version__, code_digest
 
 _PIECE = bytes(1 << 20)
@@ -117,7 +117,6 @@ def examine_node(wanted: FactsWanted, visible_s: float = _VISIBLE_S) -> NodeFact
     control, folder = wanted.control, wanted.folder
     gpus = visible_gpus()
     versions, torch_failure = _torch_facts(has_gpus=bool(gpus))
-    limits = process_limits()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/sys/class/infiniband")
     store_failures = _store_failures(control)
@@ -130,8 +129,6 @@ def examine_node(wanted: FactsWanted, visible_s: float = _VISIBLE_S) -> NodeFact
         torch_failure=torch_failure,
         gpus=gpus,
         gpu_driver=_gpu_driver(),
-        open_files=limits.open_files,
-        open_files_most=limits.open_files_most,
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         busy_ports=tuple(port for port in wanted.ports if _is_busy(port)),
@@ -141,9 +138,8 @@ def examine_node(wanted: FactsWanted, visible_s: float = _VISIBLE_S) -> NodeFact
         corpus_bytes=tuple(map(_size, input_files(wanted.data))),
         sees_folder=_appears(folder / wanted.token, visible_s),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
-        address_space_bytes=limits.address_space_bytes,
         nccl_cumem=os.environ.get("NCCL_CUMEM_ENABLE", ""),
-        temp_folder=limits.temp_folder,
+        **asdict(process_limits()),
     )
 
 

@@ -7,8 +7,8 @@ time from the loss of a host until another group has its copy and counts as a ho
 
 from dataclasses import dataclass
 
-from spare_megatron.config.model.rank_memory import rank_memory, state_bytes_per_parameter
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.run_sizes import rank_memory, state_bytes_per_parameter
 from spare_megatron.core.saves.endurance import coverage_probabilities, lost_counts
 from spare_megatron.tools.plan.facts import ClusterFacts
 from spare_megatron.tools.plan.plan import TOLERANCE, Plan, best_availability

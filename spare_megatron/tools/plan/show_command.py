@@ -100,7 +100,7 @@ def print_config(loaded: "LoadedConfig", facts: "RunSizes", endured_losses: floa
 def every_setting(config: "RunConfig") -> Iterator[tuple[str, Any]]:
     """Every setting, those in samples, too, whether or not they were given."""
     from spare_megatron.config.batch_size import sequences_per_microbatch
-    from spare_megatron.config.resolved import settings
+    from spare_megatron.config.loader import settings
 
     each, ramp = sequences_per_microbatch(config), config.spare.ramp
     grows = [ramp.start * each, ramp.increment * each, ramp.before(ramp.steps) * each] if ramp.steps else None

@@ -11,7 +11,7 @@ import typer
 
 from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -65,8 +65,8 @@ def data(given: DataOptions) -> None:
 
     config = load_run_config(given.run_dir / "config.toml").config
     samples = list(samples_of(config, given.step, given.microbatch, given.tokenizer))
-    places = _interval([sample.place for sample in samples])
-    skip = [*config.data.skip, places]
+    places = sorted(sample.place for sample in samples)
+    skip = [*config.data.skip, f"{places[0]}-{places[-1]}" if len(places) > 1 else str(places[0])]
     if given.as_json:
         say_json({"step": given.step, "samples": [asdict(sample) for sample in samples], "skip": skip})
         return
@@ -122,8 +122,3 @@ def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer
                     documents=dataset.documents(place),
                     text=decode(ids),
                 )
-
-
-def _interval(places: list[int]) -> str:
-    first, last = min(places), max(places)
-    return f"{first}-{last}" if last > first else str(first)

@@ -12,7 +12,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_terms import terms_in
 from spare_megatron.core.audits.audits import Boundary, combined_digest, first_difference
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.proofs.disputes import Address, DisputedStep, Stated, disputed_step, saved_disputes
+from spare_megatron.journal.proofs.audit_history import Address, DisputedStep, Stated, disputed_step, saved_disputes
 from spare_megatron.journal.proofs.proof import fold_view
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, checkpoint_path, disputes_of

@@ -127,7 +127,8 @@ def _lines_of_microbatch(one: "MicrobatchReplay") -> Iterator[str]:
         yield f"  group {group.group} {_verdict(group)}"
     rows = [["(=: as the replay)", "replay", *(f"group {group.group}" for group in one.groups)]]
     for kind, stage, rank, digest in sorted(one.boundaries, key=_along_the_way):
-        stated = [_value_at(group, (kind, stage, rank)) for group in one.groups]
+        place = [kind, stage, rank]
+        stated = [next((value for *at, value in group.boundaries if at == place), "unknown") for group in one.groups]
         shown = ["=" if value == digest else value for value in stated]
         rows.append([f"{_WHAT[kind]} stage {stage}, rank {rank}", digest, *shown])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -145,7 +146,3 @@ def _verdict(group: "GroupCompared") -> str:
 def _along_the_way(boundary: tuple[str, int, int, str]) -> tuple[int, int, int]:
     kind, stage, rank, _ = boundary
     return _ORDER.index(kind), stage if kind == _ORDER[0] else -stage, rank
-
-
-def _value_at(group: "GroupCompared", place: tuple[str, int, int]) -> str:
-    return next((digest for *at, digest in group.boundaries if tuple(at) == place), "unknown")

@@ -4,26 +4,30 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.config.loader import dump_run_config
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.places import Assignment, Holding, Places
 from spare_megatron.driver.slurm import allocation
 from spare_megatron.driver.slurm.slurm_commands import job_fields
-from spare_megatron.driver.slurm.steps import node_step, start_step
 from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import PlacesRecord
-from spare_megatron.machine.addresses import address_towards, hosts_of, refuse_loopback
 from spare_megatron.machine.gpus import gpus_of_machine, list_file, maker, read_list
 from spare_megatron.machine.lock import locked
 from spare_megatron.process.processes import set_environment_of_ranks
 from spare_megatron.process.specs import gpu_of
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.store import tcp_store
-from spare_megatron.tools.doctor.node_processes import Meeting, NodeProcesses, StartNode, connected, served_here
+from spare_megatron.tools.doctor.node_processes import (
+    Meeting,
+    NodeProcesses,
+    StartNode,
+    connected,
+    own_address,
+    served_here,
+    steps_of,
+)
 from spare_megatron.tools.replay.replay_ranks import (
     ComputePart,
     DescribeMachine,
@@ -207,22 +211,19 @@ def _remote(config: RunConfig, parts: Sequence[ReplayPart], where: Where) -> tup
 def _meeting(config: RunConfig, run_dir: Path, remote: Sequence[int], where: Where) -> Meeting:
     """How the processes of these nodes come. ValueError: a node's machine is not known, or in no job."""
 
-    def command(node: int) -> str:
-        return f"spare replay {run_dir} --node {node}"
+    def words(node: int) -> tuple[str, ...]:
+        return ("replay", str(run_dir.absolute()), "--node", str(node))
 
     start: StartNode | None = None
     if config.cluster.launcher == "srun":
         job, names = _nodes_in_job(run_dir, remote)
-        start = partial(_start_step, config.slurm, job, names, run_dir.absolute(), where.wait_s)
-        hosts = [allocation.address_of(names[node]) for node in remote[:2]]  # one of them may be this machine
+        start = steps_of(config.slurm, names, words, where.wait_s, job)
+        host = own_address(config, remote, names)
     else:
-        hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
-        where.on_awaited("".join(f"on node {node}: {command(node)}\n" for node in remote).rstrip())
-    host = address_towards(hosts)
-    if start is None or len(remote) > 1:
-        refuse_loopback(host, hosts)
+        host = own_address(config, remote, None)
+        where.on_awaited("\n".join(f"on node {node}: spare {' '.join(words(node))}" for node in remote))
     folder = folder_of_replay(run_dir)
-    return Meeting(folder=folder, host=host, logs=folder / "logs", command=command, start=start, wait_s=where.wait_s)
+    return Meeting(folder=folder, host=host, logs=folder / "logs", words=words, start=start, wait_s=where.wait_s)
 
 
 def _nodes_in_job(run_dir: Path, nodes: Sequence[int]) -> tuple[str, dict[int, str]]:
@@ -237,13 +238,6 @@ def _nodes_in_job(run_dir: Path, nodes: Sequence[int]) -> tuple[str, dict[int, s
             )
     job_id = allocation.job_with(list(names.values()), run_dir.absolute())
     return job_fields(job_id)["JobId"], names
-
-
-def _start_step(
-    slurm: SlurmConfig, job: str, names: Mapping[int, str], run_dir: Path, wait_s: float, node: int, log: Path
-) -> Any:
-    words = ("replay", str(run_dir), "--node", str(node), "--wait-s", str(wait_s))
-    return start_step(node_step(slurm, f"replay-{node}", names[node], words, job), log)
 
 
 def _gpus_of(run_dir: Path, node: int, facts: MachineFacts, where: Where) -> tuple[str, ...]:

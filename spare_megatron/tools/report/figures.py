@@ -126,16 +126,9 @@ def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
     figure = step_curves(curves, "loss, nats per token")
     for (name, (history, loss)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
         steps = history.steps
-        hit = np.flatnonzero(~steps.is_undone & np.array([bool(lost) for lost in steps.lost], np.bool_))
-        hit = hit[:: -(-len(hit) // MOST_MARKS) or 1]
-        figure.add_scatter(
-            x=steps.step[hit],
-            y=loss[hit],
-            name=f"{name}: groups lost",
-            mode="markers",
-            marker={"color": colour, "symbol": "x", "size": 8 + width},
-            text=[f"lost: {groups_named(steps.lost[index])}" for index in hit.tolist()],
-        )
+        hit = np.flatnonzero(~steps.is_undone & np.array([bool(lost) for lost in steps.lost], np.bool_)).tolist()
+        marks = [(steps.step[at], loss[at], f"lost: {groups_named(steps.lost[at])}") for at in hit]
+        _add_marks(figure, f"{name}: groups lost", marks, {"color": colour, "symbol": "x", "size": 8 + width})
         for of_set, losses in history.evaluations.items():
             figure.add_scatter(
                 x=[step - 1 for step in losses],  # the last step before it
@@ -183,20 +176,27 @@ def _mark_checkpoints(figure: go.Figure, history: History, unit: Unit) -> None:
     """Marks along the x axis where saves ended, by outcome."""
     for outcome, (colour, symbol) in _SAVES.items():
         ended = [(ended_s, record) for ended_s, record in history.checkpoints if record.outcome == outcome]
-        marked = ended[:: -(-len(ended) // MOST_MARKS) or 1]
-        if marked:
-            figure.add_scatter(
-                x=unit.values([ended_s for ended_s, _ in marked]),
-                y=np.full(len(marked), 0.04),
-                yaxis="y3",
-                name=f"checkpoint {outcome}",
-                mode="markers",
-                marker={"color": colour, "symbol": symbol, "size": 9},
-                text=[f"after {record.step} steps" for _, record in marked],
-                hovertemplate="%{text}",
-            )
+        marks = [(unit.values(ended_s), 0.04, f"after {record.step} steps") for ended_s, record in ended]
+        marker = {"color": colour, "symbol": symbol, "size": 9}
+        if marks:
+            _add_marks(figure, f"checkpoint {outcome}", marks, marker, hover="%{text}", yaxis="y3")
     if history.checkpoints:
         figure.update_layout(yaxis3={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
+
+
+def _add_marks(
+    figure: go.Figure,
+    name: str,
+    marks: Sequence[tuple[Any, float, str]],
+    marker: Mapping[str, Any],
+    *,
+    hover: str | None = None,
+    yaxis: str | None = None,
+) -> None:
+    """Marks at places x and y with a text each; of very many some."""
+    x, y, text = zip(*marks[:: -(-len(marks) // MOST_MARKS)], strict=True) if marks else ((), (), ())
+    drawn = {"x": np.array(x), "y": np.array(y), "text": text, "hovertemplate": hover, "yaxis": yaxis}
+    figure.add_scatter(**drawn, name=name, mode="markers", marker=marker)
 
 
 def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
@@ -259,15 +259,8 @@ def presence_map(history: History) -> go.Figure:
             customdata=unit.values([(item.from_s, item.to_s) for item in chosen]).tolist(),
             hovertemplate=f"group %{{y}}, %{{customdata[0]:.2f}} to %{{customdata[1]:.2f}} {unit.name}",
         )
-    marked = history.losses[:: -(-len(history.losses) // MOST_MARKS) or 1]
-    figure.add_scatter(
-        x=unit.values([found_s for found_s, _ in marked]),
-        y=[record.group for _, record in marked],
-        text=[record.cause for _, record in marked],
-        name="found lost",
-        mode="markers",
-        marker={"color": "black", "symbol": "x-thin-open", "size": 9},
-    )
+    marks = [(unit.values(found_s), record.group, record.cause) for found_s, record in history.losses]
+    _add_marks(figure, "found lost", marks, {"color": "black", "symbol": "x-thin-open", "size": 9})
     figure.update_layout(barmode="overlay")
     _number_groups(figure, history)
     return _titled(figure, f"{unit.name} since the start", "group")
@@ -366,15 +359,9 @@ def dealt_paces(history: History) -> go.Figure:
             line={"shape": "hv"},
             hovertemplate="commit %{x}: %{y:.2f} x its like",
         )
-    marked = changes[:: -(-len(changes) // MOST_MARKS)]
-    figure.add_scatter(
-        x=[commit for commit, _ in marked],
-        y=[1.0] * len(marked),
-        name="dealt anew",
-        mode="markers",
-        marker={"color": "black", "symbol": "line-ns-open", "size": 9},
-        hovertemplate="from commit %{x} on",
-    )
+    marks = [(commit, 1.0, f"from commit {commit} on") for commit, _ in changes]
+    marker = {"color": "black", "symbol": "line-ns-open", "size": 9}
+    _add_marks(figure, "dealt anew", marks, marker, hover="%{text}")
     figure.update_layout(showlegend=True)
     return _titled(figure, "commit", "x its like", LOW)
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.core.log.loss_sums import losses_of
-from spare_megatron.journal.fold import Committed
+from spare_megatron.journal.fold import Committed, Fold
 from spare_megatron.journal.records import CheckpointRecord, LossRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import Goodput, flops_utilization, tokens_per_second
 from spare_megatron.journal.state.overview import Overview
 from spare_megatron.journal.state.rank_paces import over_others
 from spare_megatron.journal.state.recoveries import Recovery
-from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.journal.state.run_state import RunState, StepTable
 
 Presence = Literal["training", "lost", "away"]
 PRESENCES: tuple[Presence, ...] = ("away", "training", "lost")
@@ -130,12 +130,16 @@ def history_of(run_state: RunState, overview: Overview) -> History:
     """
     if run_state.run is None:
         raise ValueError("the journal has no run record: there is nothing to show")
+    folding, table = run_state.folding, run_state.steps
+    assert folding is not None, "a run has a log"
+    reported = [commit for commit in folding.commits if commit.attempt < len(table.loss)]
+    paced, pace_s = table.paces.of(np.array([commit.attempt for commit in reported], np.int64))
     return History(
         run=run_state.run,
         figures=dict(run_state.figures()),
         goodput=run_state.goodput(overview.until_s),
-        steps=_steps(run_state),
-        paces=_paces(run_state),
+        steps=_steps(run_state, folding, reported),
+        paces=MeasuredPaces(commit=paced, ratio=over_others(pace_s)),
         pace_changes=[
             (commit, {int(group): permille / 1000 for group, permille in paces.items()})
             for commit, paces in run_state.pace_changes
@@ -150,45 +154,31 @@ def history_of(run_state: RunState, overview: Overview) -> History:
         ],
         overview=overview,
         num_places_taken=run_state.num_places_taken,
-        evaluations=_evaluations(run_state),
+        evaluations=_evaluations(folding),
         params=run_state.params(),
-        further=_further(run_state),
+        further=_further(table, folding, reported),
     )
 
 
-def _evaluations(run_state: RunState) -> dict[str, dict[int, float]]:
-    assert run_state.folding is not None, "a run has a log"
+def _evaluations(folding: Fold) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
-    for evaluation in run_state.folding.evaluations:
+    for evaluation in folding.evaluations:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found
 
 
-def _further(run_state: RunState) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
-    assert run_state.folding is not None, "a run has a log"
-    undone = run_state.folding.undone
-    kept = [commit for commit in _told_commits(run_state) if commit.index not in undone]
-    found = run_state.steps.further.of(np.array([commit.attempt for commit in kept], np.intp))
+def _further(
+    table: StepTable, folding: Fold, reported: Sequence[Committed]
+) -> dict[str, tuple[npt.NDArray[np.int64], Floats]]:
+    kept = [commit for commit in reported if commit.index not in folding.undone]
+    found = table.further.of(np.array([commit.attempt for commit in kept], np.intp))
     steps = np.array([commit.step for commit in kept], np.int64)
     return {key: (steps[places], values) for key, (places, values) in found.items() if len(places)}
 
 
-def _told_commits(run_state: RunState) -> list[Committed]:
-    assert run_state.folding is not None, "a run has a log"
-    return [commit for commit in run_state.folding.commits if commit.attempt < len(run_state.steps.loss)]
-
-
-def _paces(run_state: RunState) -> MeasuredPaces:
-    attempts = np.array([commit.attempt for commit in _told_commits(run_state)], np.int64)
-    kept, pace_s = run_state.steps.paces.of(attempts)
-    return MeasuredPaces(commit=kept, ratio=over_others(pace_s))
-
-
-def _steps(run_state: RunState) -> CommittedSteps:
-    assert run_state.folding is not None, "a run has a log"
-    table, undone = run_state.steps, run_state.folding.undone
-    commits = _told_commits(run_state)
+def _steps(run_state: RunState, folding: Fold, commits: Sequence[Committed]) -> CommittedSteps:
+    table, undone = run_state.steps, folding.undone
     attempts = np.array([commit.attempt for commit in commits], np.intp)
     return CommittedSteps(
         step=np.array([commit.step for commit in commits], np.int64),
@@ -199,7 +189,7 @@ def _steps(run_state: RunState) -> CommittedSteps:
         is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
         members=[commit.members for commit in commits],
         num_ranks=np.array(
-            [run_state.folding.run.num_ranks(len(one.members), one.num_missing_stages) for one in commits], np.float64
+            [folding.run.num_ranks(len(one.members), one.num_missing_stages) for one in commits], np.float64
         ),
         lost=[
             frozenset() if commit.began_with is commit.members else commit.began_with - commit.members

@@ -20,7 +20,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from spare_megatron.cli.run_view import describe_cost, describe_health, rows_of
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.state.rank_paces import Slowest, find_slowest

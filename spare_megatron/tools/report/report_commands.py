@@ -70,7 +70,7 @@ def report(
 
 def config_of(run_dir: Path) -> str:
     """The resolved configuration as text, without what it exports; empty where there is none to be read."""
-    from spare_megatron.config.resolved import without_exports
+    from spare_megatron.config.loader import without_exports
 
     try:
         return without_exports((run_dir / "config.toml").read_text())
@@ -143,7 +143,6 @@ def timeline(
         int | None,
         typer.Option(help="Write only this step and its neighbours. [default: all events and the last steps]"),
     ] = None,
-    margin: Annotated[int, typer.Option(help="Number of neighbours on each side of --step.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="File to write. [default: timeline.json in the run's directory]")
     ] = None,
@@ -159,13 +158,11 @@ def timeline(
     from spare_megatron.journal.spans import read_spans_of
     from spare_megatron.tools.report.trace import trace_of
 
-    if margin < 0:
-        raise ValueError(f"--margin {margin} must be at least 0")
     if not is_run_dir(run_dir):
         raise ValueError(f"{run_dir} is the folder of a job; name one of its runs, attempt-NNN in it")
     target = out or run_dir / TIMELINE
     check_output_file("--out", target)
-    steps = None if step is None else range(step - margin, step + margin + 1)
+    steps = None if step is None else range(step - 1, step + 2)
     trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
     with whole_file("--out", target) as file:
         file.write_text(json.dumps(trace))

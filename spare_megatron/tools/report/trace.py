@@ -52,8 +52,7 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
     events += _names(chosen)
     events += _flows(placed)
     end_us = max(one.ended_us for one in placed)
-    events += _losses(journal, origin_s, end_us)
-    events += _moves(journal, origin_s, end_us)
+    events += _marks(journal, origin_s, end_us)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -139,38 +138,24 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[TraceEvent]:
             yield flow | _place(after.part.group, after.part.rank) | {"ph": "f", "bp": "e", "ts": after.began_us + 1}
 
 
-def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEvent]:
-    """Marks across all ranks where losses were journaled, with the pending operations."""
-    losses = Losses()
+def _marks(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEvent]:
+    """Marks across all ranks: losses, with the pending operations, and where machines took places."""
+    losses, places = Losses(), dict[int, tuple[float, PlacesRecord]]()
     for line in journal.lines:
         if isinstance(line.record, LossRecord):
             losses.add(line.record, line.at_s)
-    for found_s, record in losses.found:
-        if 0 <= _micro(found_s - origin_s) <= end_us:
-            yield {
-                "name": f"group {record.group} lost: rank {record.rank}: {record.cause}",
-                "ph": "i",
-                "s": "g",
-                **_place(record.group, max(record.rank, 0)),
-                "ts": _micro(found_s - origin_s),
-                "args": {"pending": record.pending},
-            }
-
-
-def _moves(journal: Journal, origin_s: float, end_us: int) -> Iterator[TraceEvent]:
-    """Marks across all ranks where machines took places."""
-    seen: set[int] = set()
-    for line in journal.lines:
-        if isinstance(record := line.record, PlacesRecord) and record.index not in seen:
-            seen.add(record.index)
-            if 0 <= _micro(line.at_s - origin_s) <= end_us:
-                yield {
-                    "name": text_of_places(record),
-                    "ph": "i",
-                    "s": "g",
-                    **_place(0, 0),
-                    "ts": _micro(line.at_s - origin_s),
-                }
+        elif isinstance(line.record, PlacesRecord):
+            places.setdefault(line.record.index, (line.at_s, line.record))
+    marks: list[tuple[float, TraceEvent]] = []
+    for at_s, one in losses.found:
+        name = f"group {one.group} lost: rank {one.rank}: {one.cause}"
+        place = _place(one.group, max(one.rank, 0))
+        marks.append((at_s, {"name": name, **place, "args": {"pending": one.pending}}))
+    marks += [(at_s, {"name": text_of_places(moved), **_place(0, 0)}) for at_s, moved in places.values()]
+    for at_s, mark in marks:
+        at_us = _micro(at_s - origin_s)
+        if 0 <= at_us <= end_us:
+            yield {**mark, "ph": "i", "s": "g", "ts": at_us}
 
 
 def _ranges(ranks: Sequence[RankSpans]) -> str:

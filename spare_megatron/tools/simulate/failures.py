@@ -25,6 +25,8 @@ class Loss:
     """Ascending; groups that are down already are not lost again."""
     machine: str | None = None
     """The one that is lost, in the place of groups: with the group that it stands in by then, if any."""
+    domain: range | None = None
+    """Likewise the machines that are lost together, by number."""
     repair_s: float | None = None
     """Seconds until repaired, if the cause or the trace says so."""
     cause: str = UNNAMED
@@ -46,6 +48,27 @@ class LossCause:
             raise ValueError(f"failures.mix.{self.name}.weight={self.weight} has to be above 0 and finite")
         if not (self.repair_s or 0) >= 0:
             raise ValueError(f"failures.mix.{self.name}.repair_s={self.repair_s} has to be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineDomain:
+    """Racks or power domains, whose machines are lost together wherever they stand. ValueError: out of range."""
+
+    name: str
+    """The cause of its losses."""
+    machines: int
+    """Machines of consecutive numbers that form one domain, spares included."""
+    mean_s: float
+    """Mean seconds between the losses of one domain, exponential, whether or not its machines are up."""
+    repair_s: float | None = None
+    """As of a cause. Machines that are away already come back when they would have."""
+
+    def __post_init__(self) -> None:
+        if not (self.machines >= 1 and 0 < self.mean_s < inf and (self.repair_s or 0) >= 0):
+            raise ValueError(
+                f"failures.domains.{self.name} needs machines of 1 or more, mean_s above 0 and finite, repair_s of "
+                f"0 or more: not {self.machines}, {self.mean_s}, {self.repair_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +94,8 @@ class FailureSpec:
     """Groups of consecutive ids that form one domain, for the kind domain."""
     mix: tuple[LossCause, ...] = ()
     """Causes of the losses, each drawn independently of all else. A trace names its own."""
+    domains: tuple[MachineDomain, ...] = ()
+    """Lost beside single machines, where groups are re-formed."""
     trace: tuple[Loss, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,6 +114,8 @@ class FailureSpec:
                 )
         if self.kind == "trace" and not self.trace:
             raise ValueError("failures.kind is trace, but the trace is empty: set failures.trace_file (--trace)")
+        if self.domains and self.kind != "system":
+            raise ValueError(f"failures.domains are lost beside failures.kind system, not {self.kind}; leave them out")
         if self.kind != "trace" and self.trace:
             raise ValueError(f"failures.kind is {self.kind}, which has no trace: set it to trace, or no trace_file")
         if self.trace and self.mix:
@@ -146,7 +173,7 @@ class FailureProcess(Protocol):
 
 
 def make_process(spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> FailureProcess:
-    """The process of a specification, with a generator of its own."""
+    """The process of a specification but for its domains, with a generator of its own."""
     match spec.kind:
         case "system":
             return SystemWide(spec, num_groups, rng)
@@ -213,6 +240,37 @@ class SystemWide:
     def _run_until(self, now_s: float) -> None:
         self._left = max(self._left - (now_s - self._since_s) * self._rate, 0.0)
         self._since_s = now_s
+
+
+class WithDomains:
+    """Losses of single machines, and of whole domains at a constant rate, by a stream of their own."""
+
+    def __init__(
+        self, alone: FailureProcess, domains: tuple[MachineDomain, ...], num_machines: int, rng: np.random.Generator
+    ) -> None:
+        self._alone, self._domains, self._num_machines, self._rng = alone, domains, num_machines, rng
+        self._mean_s = [one.mean_s / -(-num_machines // one.machines) for one in domains]
+        self._due_s = rng.exponential(self._mean_s)
+
+    def next_s(self) -> float:
+        return min(self._alone.next_s(), float(self._due_s.min()))
+
+    def strike(self, is_up: BoolArray) -> Loss:
+        if self._alone.next_s() <= self._due_s.min():
+            return self._alone.strike(is_up)
+        index = int(self._due_s.argmin())
+        at_s, domain = float(self._due_s[index]), self._domains[index]
+        self._due_s[index] += self._rng.exponential(self._mean_s[index])
+        first = int(self._rng.integers(-(-self._num_machines // domain.machines))) * domain.machines
+        machines = range(first, min(first + domain.machines, self._num_machines))
+        return Loss(at_s=at_s, groups=(), domain=machines, repair_s=domain.repair_s, cause=domain.name)
+
+    def came_back(self, now_s: float, groups: tuple[GroupId, ...], is_up: BoolArray) -> None:
+        self._alone.came_back(now_s, groups, is_up)
+
+    def restarted(self, began_s: float, now_s: float, came_back: tuple[GroupId, ...]) -> None:
+        self._alone.restarted(began_s, now_s, came_back)
+        self._due_s += now_s - began_s
 
 
 class PerNode:

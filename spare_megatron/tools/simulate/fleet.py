@@ -4,7 +4,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from math import inf
@@ -44,9 +44,39 @@ class Fleet:
         further = range(scenario.num_groups, scenario.max_groups)
         self.is_up[further.start :] = False
         self._ready_s = dict.fromkeys(map(GroupId, further), 0.0)
+        if scenario.history_s:
+            self._pass_history()
         self._down_s = 0.0  # sum over groups
-        self._num_down = len(further)
+        self._num_down = int((~self.is_up).sum())
         self._changed_s = 0.0
+
+    def _pass_history(self) -> None:
+        """Losses and repairs before the start say which machines are away at it. Only the number of groups that the
+        others make matters to later losses: each but that of a domain takes any machine.
+        """
+        assert self._machines is not None, "only machines have a history"
+        scenario, process, end_s = self._scenario, self._process, self._scenario.history_s
+        away: dict[MachineId, float] = {}
+        due: list[tuple[float, MachineId]] = []
+        is_whole = np.ones_like(self.is_up)
+        while process.next_s() <= end_s:
+            loss = process.strike(is_whole)
+            while due and due[0][0] <= loss.at_s:
+                del away[heapq.heappop(due)[1]]
+            lost = loss.domain or [int(self._rng.integers(scenario.num_machines))]
+            for machine in map(MachineId, lost):
+                if machine not in away:
+                    away[machine] = loss.at_s + self._repair_time(loss)
+                    heapq.heappush(due, (away[machine], machine))
+            is_whole[:] = np.arange(is_whole.size) < (scenario.num_machines - len(away)) // scenario.machines_per_group
+            process.came_back(loss.at_s, (), is_whole)
+        process.restarted(end_s, 0.0, ())
+        made = self._machines.restart({machine: at_s - end_s for machine, at_s in away.items() if at_s > end_s})
+        for group in (*self._machines.broken, *made):
+            self.is_up[group] = False
+            self._ready_s.pop(group, None)
+        process.came_back(0.0, (), self.is_up)
+        self._note_whole((group, 0.0) for group in made)
 
     @property
     def paces(self) -> npt.NDArray[np.float64]:
@@ -101,15 +131,14 @@ class Fleet:
         for group in loss.groups:
             self.is_up[group] = False
             self.cause_of[group] = loss.cause
-        num_lost = len(loss.groups) if loss.machine is None else 1
-        repaired_at_s = [loss.at_s + self._repair_time(loss) for _ in range(num_lost)]
         if self._machines is None:
-            for group, at_s in zip(loss.groups, repaired_at_s, strict=True):
-                self._reserve(group, loss.at_s, at_s)
+            for group in loss.groups:
+                self._reserve(group, loss.at_s, loss.at_s + self._repair_time(loss))
         else:
             for group in loss.groups:
                 self._ready_s.pop(group, None)
-            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss, repaired_at_s))
+            lost = [(machine, loss.at_s + self._repair_time(loss)) for machine in self._machines.lost_by(loss)]
+            self._note_whole((group, loss.at_s) for group in self._machines.lose(loss.groups, lost))
         self.num_lost += len(loss.groups)
         self.losses_by_cause[loss.cause] += len(loss.groups)
         self._count(loss.at_s, self._num_down + len(hit))
@@ -212,6 +241,7 @@ class Machines:
         self._size, self._per_domain = scenario.machines_per_group, scenario.placed_groups_per_domain
         self._layout, self._times = scenario.layout, scenario.pipeline_times
         self._num_spares = scenario.num_spares
+        self._rng, self._is_mixed = rng, bool(scenario.failures.domains)
         self._placement = (
             None
             if scenario.last_resort
@@ -222,39 +252,52 @@ class Machines:
         self._named = {name: MachineId(number) for name, number in zip(names, drawn, strict=False)}
         self.restart()
 
-    def restart(self) -> None:
-        """Brings back all machines and all spares."""
-        first_spare = self._layout.num_groups * self._size
-        machines = list(map(MachineId, range(first_spare + self._num_spares)))
+    def restart(self, away: Mapping[MachineId, float] | None = None) -> list[GroupId]:
+        """Brings back all machines and all spares, but for those away until these times. They make whole groups, and
+        those groups that are returned.
+        """
+        self._repaired = [(at_s, -1, machine) for machine, at_s in (away or {}).items()]
+        heapq.heapify(self._repaired)  # when, and the domain, of idle ones below 0
+        num_machines = self._layout.num_groups * self._size + self._num_spares
+        machines = [machine for machine in map(MachineId, range(num_machines)) if machine not in (away or {})]
+        num_whole = min(self._layout.num_groups, len(machines) // self._size)
         self._members = {
-            GroupId(group): machines[group * self._size : (group + 1) * self._size]
-            for group in range(self._layout.num_groups)
+            GroupId(group): machines[group * self._size : (group + 1) * self._size] for group in range(num_whole)
         }
-        self._free = dict.fromkeys(machines[first_spare:], Machine("idle"))
+        self._free = dict.fromkeys(machines[num_whole * self._size :], Machine("idle"))
         self.smaller: dict[GroupId, int] = {}
         self.growing: set[GroupId] = set()
-        self._repaired: list[tuple[float, int, MachineId]] = []  # when, and the domain, of idle ones below 0
+        return self._reform()
+
+    @property
+    def broken(self) -> list[GroupId]:
+        return [group for group in map(GroupId, range(self._layout.num_groups)) if group not in self._members]
 
     def located(self, loss: Loss) -> Loss:
-        """Adds the group that the loss of a named machine breaks, if any."""
-        if loss.machine is None:
+        """Adds the groups that the loss of a named machine, or of a domain, breaks."""
+        if loss.machine is None and loss.domain is None:
             return loss
-        machine = self._named[loss.machine]
-        return replace(loss, groups=tuple(group for group, members in self._members.items() if machine in members))
+        lost = set(self.lost_by(loss))
+        return replace(loss, groups=tuple(g for g, members in self._members.items() if not lost.isdisjoint(members)))
 
-    def lose(self, loss: Loss, repaired_at_s: list[float]) -> list[GroupId]:
-        """Loses the named machine, or one of each group, until that time; returns the groups that are whole at once.
-        A machine that is away already changes nothing.
-        """
-        lost = [self._members[group][0] for group in loss.groups]
+    def lost_by(self, loss: Loss) -> list[MachineId]:
+        """The machines of a domain, the named one, or one of each group."""
+        if loss.domain is not None:
+            return list(map(MachineId, loss.domain))
         if loss.machine is not None:
-            lost = [self._named[loss.machine]]
-        for group in loss.groups:
+            return [self._named[loss.machine]]
+        return [self._members[group][self._rng.integers(self._size) if self._is_mixed else 0] for group in loss.groups]
+
+    def lose(self, groups: Iterable[GroupId], lost: Iterable[tuple[MachineId, float]]) -> list[GroupId]:
+        """Loses machines of these groups, or of none, until those times; returns the groups that are whole at once. A
+        machine that is away already changes nothing.
+        """
+        for group in groups:
             self.smaller.pop(group, None)
             self.growing.discard(group)
             for place, machine in enumerate(self._members.pop(group), group * self._size):
                 self._free[machine] = Machine("placed", PlaceId(place))
-        for machine, at_s in zip(lost, repaired_at_s, strict=True):
+        for machine, at_s in lost:
             held = self._free.pop(machine, None)
             if held is not None and at_s < inf:
                 domain = held.domain if held.place is None else held.place // self._size // self._per_domain
@@ -282,7 +325,7 @@ class Machines:
 
     def _reform(self) -> list[GroupId]:
         """Moves machines; returns the groups that go on by that."""
-        broken = [group for group in map(GroupId, range(self._layout.num_groups)) if group not in self._members]
+        broken = self.broken
         unhosted = []
         if self._placement is not None:
             alive = frozenset(group for group in self._members if group < self._placement.num_groups)

@@ -10,9 +10,8 @@ from statistics import median
 from typing import Literal
 
 from spare_megatron.journal import records
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.lines import Line
 from spare_megatron.journal.proofs.proof import fold_journal
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.recoveries import Recovery, find_recoveries

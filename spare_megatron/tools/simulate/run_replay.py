@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, nextafter
 from statistics import median
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.files import Journal, Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray

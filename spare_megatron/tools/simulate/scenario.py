@@ -8,11 +8,10 @@ import numpy as np
 
 from spare_megatron.core.saves.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.core.saves.survival import optimal_cadence_s
-from spare_megatron.stacking.layout import Layout
+from spare_megatron.stacking.layout import Layout, Slabs
 from spare_megatron.stacking.order import Granularity
 from spare_megatron.stacking.paces import PipelineTimes, Rounds
 from spare_megatron.stacking.placement import PlacementKind, make_placement
-from spare_megatron.stacking.slabs import Slabs
 from spare_megatron.tools.plan import reforming_costs as reforming
 from spare_megatron.tools.plan.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.tools.plan.partition_redundancy import state_time_to_wipe_out_s
@@ -121,6 +120,8 @@ class Scenario:
     notice_s: float = 0.0
     """Notice of each loss, as of spot machines: a group that learns of its own leaves at the next commit, if every
     shard keeps a host."""
+    history_s: float = 0.0
+    """Seconds of losses and repairs of machines before the start, so that as many are away then as in the long run."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     expected_group_life_s: float | None = None
@@ -151,6 +152,11 @@ class Scenario:
     def num_machines(self) -> int:
         """With the spares."""
         return self.max_groups * self.machines_per_group + self.num_spares
+
+    @property
+    def shard_machines(self) -> int:
+        """Machines that compute the shards without losses."""
+        return self.num_groups * self.machines_per_group
 
     @property
     def placed_groups_per_domain(self) -> int:
@@ -327,7 +333,7 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append(f"partition_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
     if scenario.partition_copy_s is not None and not scenario.partition_redundancy:
         found.append(f"partition_copy_s={scenario.partition_copy_s} is never used: partition_redundancy is 0")
-    for name in ("repair_s", "reform_s", "notice_s", "save_interval_s", "partition_copy_s"):
+    for name in ("repair_s", "reform_s", "notice_s", "history_s", "save_interval_s", "partition_copy_s"):
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")
@@ -379,6 +385,11 @@ def _problems_of_membership(scenario: Scenario) -> list[str]:
         found.append(f"the trace names {len(names)} machines, but groups and num_spares have {most}; raise one of them")
     if names and (scenario.reform_s is None or scenario.notice_s):
         found.append(f"the trace names machines, as {names[0]}: set reform_s, and notice_s to 0")
+    domains = scenario.failures.domains
+    if domains and (scenario.reform_s is None or scenario.notice_s):
+        found.append(f"failures.domains.{domains[0].name} takes machines: set reform_s, and notice_s to 0")
+    if scenario.history_s and (scenario.reform_s is None or scenario.failures.kind != "system" or scenario.notice_s):
+        found.append(f"history_s={scenario.history_s} needs reform_s, failures.kind system and notice_s=0")
     if scenario.reform_s is not None and scenario.policy != "spare":
         found.append(f"reform_s={scenario.reform_s} belongs to the policy spare, not {scenario.policy}; unset it")
     if scenario.reform_s is not None and scenario.failures.kind not in ("system", "trace"):

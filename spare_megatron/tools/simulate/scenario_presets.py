@@ -8,8 +8,8 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from spare_megatron.config.building import advice, convert, leaf_kinds
-from spare_megatron.formats.whole_files import parsed_toml
-from spare_megatron.tools.simulate.failures import LossCause
+from spare_megatron.formats.codec import parsed_toml
+from spare_megatron.tools.simulate.failures import LossCause, MachineDomain
 from spare_megatron.tools.simulate.scenario import Scenario
 from spare_megatron.tools.simulate.traces import read_trace
 
@@ -53,8 +53,8 @@ TRACE_FILE = "failures.trace_file"
 """Key of a trace (`traces.read_trace`), relative to the TOML file that names it."""
 REFORM_COSTS = {"costs.detect_s": 2.0, "costs.rebuild_s": 2.0}
 """What a scenario with re-forming charges unless it says otherwise: its gain must not come from what it leaves out."""
-MIX = "failures.mix."
-"""Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
+NAMED = {"failures.mix": LossCause, "failures.domains": MachineDomain}
+"""What has names in its keys, as in failures.mix.NAME.repair_s."""
 _FORMER_KEYS = {"slice_redundancy": "partition_redundancy", "partition_copy_s": "partition_copy_s"}
 
 
@@ -84,7 +84,8 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
     if values.get("reform_s") not in (None, "none"):
         values = REFORM_COSTS | values
     try:
-        values["failures.mix"] = _take_mix(values)
+        for prefix, kind in NAMED.items():
+            values[prefix] = _take_named(values, prefix, kind)
         if values.get(TRACE_FILE):
             values["failures.trace"] = read_trace(folder / str(values.pop(TRACE_FILE)))
         return _build(Scenario, values, "")
@@ -110,22 +111,21 @@ def _read(name_or_path: str | Path) -> tuple[str, Path]:
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:
-    causes = {key[len(MIX) :].rpartition(".")[0] for key in values if key.startswith(MIX)}
-    known = [key for key in leaf_kinds(Scenario, "") if key not in ("failures.mix", "failures.trace")]
-    known += [TRACE_FILE, *(f"{MIX}{name}.{field}" for name in causes for field in ("weight", "repair_s"))]
+    known = [key for key in leaf_kinds(Scenario, "") if key not in (*NAMED, "failures.trace")] + [TRACE_FILE]
+    for prefix, kind in NAMED.items():
+        names = {key.rpartition(".")[0] for key in values if key.startswith(f"{prefix}.")}
+        known += [f"{name}.{field.name}" for name in names for field in fields(kind) if field.name != "name"]
     for key in values:
         if key not in known:
             raise ScenarioError(f"unknown setting {key}; {advice(key, known)}")
 
 
-def _take_mix(values: dict[str, Any]) -> tuple[LossCause, ...]:
-    """Removes the causes' keys from `values` and returns the causes, in the order in which they are first named."""
-    keys = [key for key in values if key.startswith(MIX)]
-    prefixes = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+def _take_named(values: dict[str, Any], prefix: str, kind: type[T]) -> tuple[T, ...]:
+    """Removes the keys of causes or domains from `values`; returns these in the order in which they are first named."""
+    keys = [key for key in values if key.startswith(f"{prefix}.")]
     found = {key: values.pop(key) for key in keys}
-    return tuple(
-        _build(LossCause, found | {f"{prefix}.name": prefix.removeprefix(MIX)}, f"{prefix}.") for prefix in prefixes
-    )
+    names = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+    return tuple(_build(kind, found | {f"{name}.name": name[len(prefix) + 1 :]}, f"{name}.") for name in names)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

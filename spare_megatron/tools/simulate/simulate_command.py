@@ -224,7 +224,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 def _write_journal(given: SimulateOptions, scenario: "Scenario", num_steps: float) -> None:
     """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
     from spare_megatron.formats.output import named_errors, whole_file
-    from spare_megatron.journal.lines import encode_line
+    from spare_megatron.journal.files import encode_line
     from spare_megatron.tools.simulate.engine import simulate as simulate_one
 
     assert given.journal is not None

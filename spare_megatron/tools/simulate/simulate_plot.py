@@ -11,8 +11,7 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from spare_megatron.formats.output import whole_file
-from spare_megatron.formats.printable import printable
+from spare_megatron.formats.output import printable, whole_file
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan.plan_plot import INK, POLICY_STYLES, SETTINGS
 from spare_megatron.tools.simulate.engine import Moment

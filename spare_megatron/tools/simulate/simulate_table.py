@@ -32,6 +32,7 @@ def _rows(figures: SweepFigures) -> Iterator[tuple[str, str]]:
     yield "seeds", str(figures.seeds)
     yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 3)} x failure-free"
     yield "availability", f"{percent_with_bounds(figures.availability, 2)} %"
+    yield "goodput of all machines", f"{percent_with_bounds(figures.goodput, 2)} %"
     yield "restarts", format_count(figures.restarts)
     if figures.state_wipe_outs:
         yield "of them for lost optimizer state", format_count(figures.state_wipe_outs)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from spare_megatron.core.log.actions import AttemptReduce
-from spare_megatron.core.log.entries import Entry, entry_fields
+from spare_megatron.core.log.entries import Entry, Restart, entry_fields
 from spare_megatron.journal import records
-from spare_megatron.journal.lines import FORMAT, Line
+from spare_megatron.journal.files import FORMAT, Line
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.spans import RecoveryTimes
 from spare_megatron.stacking.layout import GroupId, Member
@@ -41,6 +41,7 @@ class SimulatedJournal:
         self._began_s = 0.0
         self._computed_at_s: dict[GroupId, float] = {}  # for the next attempt
         self._recovery: _Recovery | None = None
+        self._num_restarts = 0
         record = RunRecord(
             format=FORMAT,
             name=scenario.name,
@@ -141,6 +142,7 @@ class SimulatedJournal:
 
     def on_entry(self, index: int, entry: Entry) -> None:
         """An entry is folded; recorded by the lowest group that is up."""
+        self._num_restarts += isinstance(entry, Restart)
         group = int(self._world.fleet.is_up.argmax())
         self._write(records.EntryRecord(group=group, index=index, entry=entry_fields(entry)))
 
@@ -168,7 +170,7 @@ class SimulatedJournal:
         """These groups compare their parameters after `step` steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:
-            record = records.ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._world.num_restarts)
+            record = records.ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._num_restarts)
             self._write(record)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:

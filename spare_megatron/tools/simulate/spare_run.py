@@ -114,12 +114,21 @@ class SpareRun:
 
     def run(self) -> None:
         queue: deque[actions.Action] = deque(self._handle(RunStarted()))
+        is_up = self._world.fleet.is_up[: self._placement.num_groups]
+        if not is_up.all():
+            queue = deque(self._handle(self._start_with(np.flatnonzero(is_up).tolist())))
         while not isinstance(action := queue.popleft(), actions.FinishRun):
             for event in self._execute(action):
                 queue.extendleft(reversed(self._handle(event)))
         self._world.ledger.mark_saved()
         if self._simulated_journal:
             self._simulated_journal.on_finish(action.step, self._controller.members)
+
+    def _start_with(self, groups: list[int]) -> EntryRead:
+        """The run begins with these groups; the others come later."""
+        self._log.append(Restart(step=0, members=self._present(list(map(GroupId, groups)))))
+        self._incarnations.update(group for group in self._all_groups if group not in groups)
+        return self._read(0)
 
     def _handle(self, event: Event) -> tuple[actions.Action, ...]:
         if self._clock is None:

@@ -78,6 +78,7 @@ class CaseResult:
     failure_free_s: float = 0.0
     time_to_train_ratio: float = 0.0
     availability: float = 0.0
+    goodput: float = 0.0
     restarts: int = 0
     state_wipe_outs: int = 0
     pauses: int = 0
@@ -125,6 +126,7 @@ class SweepFigures:
     seeds: int
     time_to_train_ratio: Estimate
     availability: Estimate
+    goodput: Estimate
     restarts: float
     losses: float
     state_wipe_outs: float
@@ -151,6 +153,8 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             further_groups=base.further_groups if variant == Variant(policy="spare", granularity="microbatch") else 0,
             slow=SlowRate() if variant.policy == "replication" else base.slow,
             notice_s=base.notice_s if variant.policy == "spare" else 0.0,
+            history_s=base.history_s if variant.policy == "spare" else 0.0,
+            failures=base.failures if variant.policy == "spare" else replace(base.failures, domains=()),
             machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
             least_machines=base.least_machines if variant.policy == "spare" else None,
             num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
@@ -232,6 +236,7 @@ def figures_of(results: Sequence[CaseResult]) -> SweepFigures:
         seeds=len(results),
         time_to_train_ratio=estimate([result.time_to_train_ratio for result in results]),
         availability=estimate([result.availability for result in results]),
+        goodput=estimate([result.goodput for result in results]),
         **{name: float(np.mean([getattr(result, name) for result in results])) for name in _COUNTS},
         losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.formats.whole_files import parsed_json
+from spare_megatron.formats.codec import parsed_json
 from spare_megatron.tools.simulate.failures import Loss
 from spare_megatron.tools.simulate.traces import Row, number_in, rows_of, text_of
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.compute_fit import finish_times, stretch
-from spare_megatron.tools.simulate.failures import FailureProcess, Loss, SlowGroups, make_process
+from spare_megatron.tools.simulate.failures import FailureProcess, Loss, SlowGroups, WithDomains, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.scenario import Scenario
 
@@ -106,6 +106,8 @@ class Result:
     mean_down: float
     """Mean number of groups down, over the time outside restarts."""
     max_down: int
+    goodput: float
+    """Compute of committed steps over the time of all machines, spares and those in repair included."""
     terms: dict[str, float]
     """Seconds by cause, which add up to `end_s`. Rework is all time between the last save and a wipe-out, for any
     cause; the other terms count only what was kept."""
@@ -141,6 +143,8 @@ class World:
         self.ledger = Ledger()
         failure_rng = np.random.default_rng([seed, _FAILURE_STREAM])
         process = process or make_process(scenario.failures, scenario.num_groups, failure_rng)
+        if domains := scenario.failures.domains:
+            process = WithDomains(process, domains, scenario.num_machines, failure_rng.spawn(1)[0])
         self.slow = SlowGroups(scenario.slow, scenario.max_groups, np.random.default_rng([seed, _SLOW_STREAM]))
         self._links = SlowGroups(scenario.slow_links, scenario.max_groups, np.random.default_rng([seed, _LINK_STREAM]))
         self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
@@ -275,6 +279,7 @@ class World:
             save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),
             max_down=self.fleet.max_down,
+            goodput=terms["compute"] / self.now_s * self.scenario.shard_machines / self.scenario.num_machines,
             terms=terms,
             decision_s=decision_s,
         )

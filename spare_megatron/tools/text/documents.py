@@ -5,7 +5,6 @@ A text file is one document; each JSON object holds one under a key. Batches com
 
 import json
 import os
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -279,11 +278,13 @@ def _as_lines(path: Path, pieces: Iterable[bytes]) -> list[bytes]:
     if len(content) > _MOST_VALUE_BYTES:
         raise ValueError(f"{path} is one JSON value of more than {_MOST_VALUE_BYTES >> 20} MiB; {_ONE_A_LINE}")
     try:
-        value = json.loads(_shallow(content.decode("utf-8-sig")), parse_int=_no_number)
+        value = _loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         number, reason = content.count(b"\n", 0, error.start) + 1, str(error)
     except json.JSONDecodeError as error:
         number, reason = error.lineno, error.msg
+    except ValueError as error:
+        number, reason = 1, str(error)
     else:
         return [json.dumps(item).encode() + b"\n" for item in (value if isinstance(value, list) else [value])]
     raise ValueError(f"{path}, line {number} is not JSON: {reason}; repair it, or {_ONE_A_LINE}")
@@ -385,10 +386,6 @@ def _read_text(path: Path, skipped: Skipped) -> str:
     return text
 
 
-_LEVELS_KEPT = 2
-_BRACKET_OR_STRING = re.compile(r'[\[\]{}]|"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-
-
 @cache
 def _decoder(key: str) -> msgspec.json.Decoder[Any]:
     """Decodes the one field and skips the others, several times as fast as the json module."""
@@ -418,52 +415,13 @@ def _text_of(line: str, key: str, where: str) -> str:
 
 
 def _loads(text: str) -> Any:
-    """The value as the json module reads it, at any depth of nesting."""
+    """The value as the json module reads it. ValueError: it does not."""
     try:
         return json.loads(text, parse_int=_no_number)
-    except RecursionError:
-        return json.loads(_shallow(text), parse_int=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def _no_number(digits: str) -> int:
     """In place of an integer, which may have more digits than Python converts."""
     return 0
-
-
-def _shallow(text: str) -> str:
-    """JSON with arrays and objects emptied from the third level down, their lines kept, once each has been checked.
-
-    The json module calls itself for each level. Raises JSONDecodeError.
-    """
-    levels: list[list[str]] = [[]]
-    begins = [0]
-    position = 0
-    for found in _BRACKET_OR_STRING.finditer(text):
-        bracket = found[0]
-        if bracket in ("[", "{"):
-            levels[-1].append(text[position : found.start()])
-            levels.append([])
-            begins.append(found.start())
-            position = found.start()
-        elif bracket in ("]", "}"):
-            begin = begins.pop()
-            if not begins:
-                raise json.JSONDecodeError("Bracket that was not opened", text, found.start())
-            value = "".join([*levels.pop(), text[position : found.end()]])
-            if len(begins) > _LEVELS_KEPT:
-                _check_level(value, text, begin)
-                is_inner = len(begins) > _LEVELS_KEPT + 1  # and will be left out itself
-                value = value[0] + "\n" * (0 if is_inner else text.count("\n", begin, found.end())) + value[-1]
-            levels[-1].append(value)
-            position = found.end()
-    if len(begins) > 1:
-        raise json.JSONDecodeError("Bracket that is not closed", text, begins[-1])
-    return "".join([*levels[0], text[position:]])
-
-
-def _check_level(value: str, text: str, begin: int) -> None:
-    """Checks what stands in `text` at `begin`, with its own arrays and objects emptied."""
-    try:
-        json.loads(value, parse_int=_no_number)
-    except json.JSONDecodeError as error:
-        raise json.JSONDecodeError(error.msg, text, begin) from error

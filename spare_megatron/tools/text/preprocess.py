@@ -1,6 +1,5 @@
 """`spare preprocess`: text becomes the indexed dataset that training reads."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from spare_megatron.cli.command import option, with_options
 from spare_megatron.cli.console import RunConsole
+from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.machine.interrupts import deferred, raising
@@ -153,18 +153,13 @@ class TextProgress:
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """Makes the output's folder. ValueError: it is not writable, the dataset exists, or the prefix is a folder."""
+    """ValueError: the output's folder cannot be written, the dataset exists, or the prefix is a folder."""
     if prefix.is_dir():
         raise ValueError(f"--output-prefix {prefix} is a folder; name the files in it, as in {prefix / 'corpus'}")
     existing = [file for file in outputs_of(prefix) if file.exists()]
     if existing and not overwrite:
         raise ValueError(f"{existing[0]} exists; choose another --output-prefix or give --overwrite")
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the folder of --output-prefix {prefix} cannot be made: {error.strerror}") from error
-    if not os.access(prefix.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"the folder of --output-prefix {prefix} cannot be written; choose another")
+    check_writable("the folder of --output-prefix", prefix.parent.absolute())
 
 
 def outputs_of(prefix: Path) -> list[Path]:

@@ -32,8 +32,6 @@ _UNREACHABLE = "\0end of document\0"
 _PIECE = 0x0A
 """Tag of a piece in a model of SentencePiece."""
 Ids = Sequence[int] | np.ndarray[Any, Any]
-Encode = Callable[[list[str]], Sequence[Ids]]
-SpellOut = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +73,21 @@ class Tokenizer:
     """Largest id there is, added and special tokens included, and one."""
     end_of_document: int
     """Id that is appended to each document."""
-    encode: Encode
+    encode: Callable[[list[str]], Sequence[Ids]]
     """Returns the ids of each text, without those that begin or end it."""
     decode: Callable[[Sequence[int]], str]
     """The text of ids, which may begin and end within a character."""
-    spell_out: SpellOut = _no_other_tokens
-    """Returns the ids of a text without `end_of_document` if `encode` has it. ValueError: it cannot."""
+    encode_without: Callable[[str], Sequence[int]] = _no_other_tokens
+    """Returns the ids of a text by a tokenizer that lacks the token `end_of_document`. ValueError: there is none."""
     is_byte_0_text: bool = True
     """Whether text may contain byte 0."""
+
+    def spell_out(self, text: str) -> Sequence[int]:
+        """The ids of a text without `end_of_document` if `encode` has it. ValueError: others do not say the same."""
+        ids = self.encode_without(text)
+        if self.end_of_document in ids or self.decode(ids) != self.decode(list(self.encode([text])[0])):
+            raise ValueError("other tokens do not spell it out")
+        return ids
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -163,7 +168,12 @@ def build(source: TokenizerSource) -> Tokenizer:
     if source.kind == BYTE:
         name = f"--tokenizer {source.name}"
         return Tokenizer(
-            name=name, vocab_size=256, end_of_document=0, encode=_bytes_of, decode=_text_of, is_byte_0_text=False
+            name=name,
+            vocab_size=256,
+            end_of_document=0,
+            encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+            decode=lambda ids: bytes(ids).decode(errors="backslashreplace"),
+            is_byte_0_text=False,
         )
     found = _LOADERS[source.kind](source)
     if found.vocab_size > _MOST_IDS:
@@ -188,26 +198,6 @@ def _reading(source: TokenizerSource, what: str) -> AbstractContextManager[None]
     return library_errors(f"--tokenizer {source.name}: {source.paths[0]} cannot be read as {what}")
 
 
-def _bytes_of(texts: list[str]) -> list[np.ndarray[Any, Any]]:
-    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-def _text_of(ids: Sequence[int]) -> str:
-    return bytes(ids).decode(errors="backslashreplace")
-
-
-def _spelling(end: int, token: str, encode: Encode, encode_without: SpellOut, decode: Callable[[Any], str]) -> SpellOut:
-    """Encodes with a tokenizer that lacks the token `end`, and checks that nothing of the text is lost by that."""
-
-    def spell_out(text: str) -> Sequence[int]:
-        ids = encode_without(text)
-        if end in ids or decode(ids) != decode(encode([text])[0]):
-            raise ValueError(f"other tokens do not spell out {token!r}")
-        return ids
-
-    return spell_out
-
-
 # ------------------------------------------------------------------------------------------------------ Hugging Face
 
 
@@ -221,13 +211,6 @@ def _build_hf(source: TokenizerSource) -> Tokenizer:
     tokenizer.add_special_tokens([tokenizer.id_to_token(end)])  # what is special is read as text
     without_end = cache(lambda: _load_hf(source, _without_token(source.content, end)))
 
-    def encode(texts: list[str]) -> list[Sequence[int]]:
-        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def encode_without(text: str) -> Sequence[int]:
-        found: Sequence[int] = without_end().encode(text, add_special_tokens=False).ids
-        return found
-
     def decode(found: Sequence[int]) -> str:
         if tokenizer.decoder is None:
             return "".join(map(tokenizer.id_to_token, found))
@@ -237,9 +220,9 @@ def _build_hf(source: TokenizerSource) -> Tokenizer:
         name=f"--tokenizer {source.name}",
         vocab_size=max(ids.values()) + 1,
         end_of_document=end,
-        encode=encode,
+        encode=lambda texts: [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)],
+        encode_without=lambda text: without_end().encode(text, add_special_tokens=False).ids,
         decode=decode,
-        spell_out=_spelling(end, tokenizer.id_to_token(end), encode, encode_without, decode),
     )
 
 
@@ -282,21 +265,13 @@ def _build_sentencepiece(source: TokenizerSource) -> Tokenizer:
     end = _end_of_document(source, {processor.IdToPiece(eos): eos} if eos >= 0 else {}, ids)
     without_end = cache(lambda: _load_sentencepiece(source, _with_control_symbol(source.content, end)))
 
-    def encode(texts: list[str]) -> list[Sequence[int]]:
-        found: list[Sequence[int]] = processor.Encode(texts, out_type=int, num_threads=1)
-        return found
-
-    def encode_without(text: str) -> Sequence[int]:
-        found: Sequence[int] = without_end().Encode(text, out_type=int)
-        return found
-
     return Tokenizer(
         name=f"--tokenizer {source.name}",
         vocab_size=len(ids),
         end_of_document=end,
-        encode=encode,
+        encode=lambda texts: processor.Encode(texts, out_type=int, num_threads=1),
+        encode_without=lambda text: without_end().Encode(text, out_type=int),
         decode=processor.Decode,
-        spell_out=_spelling(end, processor.IdToPiece(end), encode, encode_without, processor.Decode),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from spare_megatron.cli.command import SpareCommand, option, same_option, with_options
+from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.printing import say
 from spare_megatron.machine.interrupts import deferred, raising
 from spare_megatron.tools.text.preprocess import PreprocessOptions, TextProgress
@@ -72,11 +73,9 @@ def train(given: TokenizerTrainOptions) -> None:
                 yield document.text
             progress.advance(batch.num_input_bytes)
 
-    try:
-        given.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {given.output} cannot be made: {error.strerror}") from error
+    check_writable("--output", given.output.absolute())
     with raising():
+        given.output.mkdir(parents=True, exist_ok=True)
         with TextProgress(paths) as progress:
             content, size = train_bpe(texts(), given.vocab_size, given.workers)
         if not num_documents:

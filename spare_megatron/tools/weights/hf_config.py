@@ -1,223 +1,316 @@
 """A run's settings to and from Hugging Face's config.json, by families of models. Loads without torch.
 
-Both directions go through `Architecture`, `DeepSeek` or `Gpt2`, and raise ValueError for what the other side does not
-have.
+Both directions go through `Architecture`, and raise ValueError for what the other side does not have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spare_megatron.config.foreign_fields import shown
-from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
-from spare_megatron.config.model_fields import SETTING_OF, as_written, is_latent, model_fields
+from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON, OF_LATENT_ATTENTION
+from spare_megatron.config.model_fields import SETTING_OF, as_written, computed_activation, is_latent, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.tools.weights import hf_fields
-from spare_megatron.tools.weights.hf_deepseek import (
-    DeepSeek,
-    deepseek_in,
-    deepseek_json,
-    deepseek_of,
-    deepseek_settings,
-)
-from spare_megatron.tools.weights.hf_gpt2 import Gpt2, gpt2_in, gpt2_json, gpt2_of, gpt2_settings
+from spare_megatron.tools.weights.hf_fields import YARN, Family
 
-FAMILIES: Mapping[hf_fields.Family, str] = {
+FAMILIES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
+_NAMES: Mapping[Family, str] = {
+    "llama": "Llama",
+    "qwen2": "Qwen2, the family with biases of queries, keys and values",
+    "qwen3": "Qwen3, the family with norms of queries and keys",
+    "mixtral": "Mixtral, the family with mixtures of experts",
+    "deepseek_v3": "DeepSeek-V3, the family with latent attention",
+    "gpt2": "GPT-2, the family with learned positions",
+}
+
+_DENSE: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_GROUPED = {**_DENSE, "num_key_value_heads": "num_query_groups"}
+_OF_MODEL: Mapping[Family, Mapping[str, str]] = {
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED,
+    "mixtral": {**_GROUPED, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    "deepseek_v3": {
+        **_DENSE,
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "first_k_dense_replace": "num_dense_layers",
+    },
+    "gpt2": {
+        "vocab_size": "vocab_size",
+        "n_embd": "hidden_size",
+        "n_inner": "ffn_hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "seq_length",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+}
+"""Fields of config.json, and their settings of `[model]`."""
+
+_OF_LATENT: Mapping[str, str] = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+}
+"""The same of DeepSeek-V3 and `[megatron]`."""
+_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+_ROTATED = {"position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu"}
+_FIXED: Mapping[Family, Mapping[str, Any]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mixtral"), _ROTATED),
+    "deepseek_v3": {**_ROTATED, "linear_bias": False, "qk_norm": True},
+    "gpt2": {"position_embedding": "learned_absolute", "normalization": "layernorm", "linear_bias": True},
+}
+"""Settings of `[model]` that are the same in all models of a family."""
+
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+"""GPT-2's, and the setting; the first name of a function is the one that is written."""
+
+_EPS = 1e-6
+"""Of the norms of latent vectors in `transformers`, whatever the configuration says; here all norms have one."""
+
+_WITHOUT_BIAS = {"normalization": "RMSNorm", "add_bias_linear": False}
+_EXPECTED: Mapping[Family, Mapping[str, Any]] = {
+    "llama": {"normalization": "RMSNorm"},
+    **dict.fromkeys(("qwen2", "qwen3", "mixtral"), _WITHOUT_BIAS),
+    "deepseek_v3": {**_WITHOUT_BIAS, **_ROUTER, "qk_layernorm": True, "layernorm_epsilon": _EPS},
+    "gpt2": {},
+}
+"""Megatron's fields that have another value in all models of a family than Megatron's default."""
+
+_SIZES = {"layernorm_epsilon", "kv_channels", "num_query_groups"}
+_EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"}
+_CHOSEN: Mapping[Family, Collection[str]] = {
+    "llama": {*_SIZES, "add_bias_linear", "add_qkv_bias"},
+    "qwen2": {*_SIZES, "add_qkv_bias", "window_size"},
+    "qwen3": {*_SIZES, "qk_layernorm", "window_size"},
+    "mixtral": {*_SIZES, *_EXPERTS},
+    "deepseek_v3": {
+        *(*OF_LATENT_ATTENTION, "multi_latent_attention", *_OF_LATENT.values()),
+        *(*_EXPERTS, "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+    },
+    "gpt2": {"layernorm_epsilon", "add_qkv_bias"},
+}
+"""Megatron's fields in which models of a family differ. Of all of them the activation is checked apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A model of one of the families; `has_bias` is of all linear layers, `has_qkv_bias` of q, k and v.
+    """A model of a family, by the settings of `[model]` and `[megatron]` that describe it, all but the precision."""
 
-    `ffn_hidden_size` is that of an expert where there are experts.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_query_groups: int
-    head_dim: int
-    seq_length: int
-    vocab_size: int
-    is_tied: bool
-    norm_eps: float
-    has_bias: bool
-    has_qkv_bias: bool
-    has_qk_norm: bool
-    rope_base: float
-    rope_scaling_factor: float
-    sliding_window: int | None
-    num_experts: int | None = None
-    experts_per_token: int = 2
+    family: Family
+    model: Mapping[str, Any]
+    megatron: Mapping[str, Any]
 
     @property
-    def family(self) -> hf_fields.Family:
-        if self.num_experts is not None:
-            return "mixtral"
-        if self.has_qk_norm:
-            return "qwen3"
-        return "qwen2" if self.has_qkv_bias and not self.has_bias else "llama"
+    def num_layers(self) -> int:
+        return int(self.model["num_layers"])
 
+    @property
+    def num_query_groups(self) -> int:
+        return int(self.model.get("num_query_groups", self.model["num_attention_heads"]))
 
-Model = Architecture | DeepSeek | Gpt2
+    @property
+    def head_dim(self) -> int:
+        """Of latent attention that of the rotated part of a head."""
+        usual = self.model["hidden_size"] // self.model["num_attention_heads"]
+        return int(self.megatron.get("qk_pos_emb_head_dim", self.megatron.get("kv_channels", usual)))
+
+    @property
+    def is_tied(self) -> bool:
+        return bool(self.model["tie_embeddings"])
+
+    def settings(self, precision: str) -> dict[str, dict[str, Any]]:
+        """The tables of a run's TOML file that describe the model, as little as they need to hold."""
+        model = {**self.model, "precision": precision}
+        return {"model": model, "megatron": dict(self.megatron)} if self.megatron else {"model": model}
 
 
 # ------------------------------------------------------------------------------------------------------- settings
 
 
-def architecture_of(config: RunConfig) -> Model:
+def architecture_of(config: RunConfig) -> Architecture:
     """The architecture that the settings describe. Raises ValueError if it is of no family, with every reason."""
-    if config.model.position_embedding == "learned_absolute":
-        return gpt2_of(config)
-    if is_latent(config):
-        return deepseek_of(config)
-    model, fields = config.model, model_fields(config)
-    window = fields["window_size"]
-    found = Architecture(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=fields.get("moe_ffn_hidden_size") or model.ffn_hidden_size or 4 * model.hidden_size,
-        num_heads=model.num_attention_heads,
-        num_query_groups=fields["num_query_groups"] or model.num_attention_heads,
-        head_dim=fields.get("kv_channels") or model.hidden_size // model.num_attention_heads,
-        seq_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        is_tied=model.tie_embeddings,
-        norm_eps=fields["layernorm_epsilon"],
-        has_bias=fields["add_bias_linear"],
-        has_qkv_bias=fields["add_bias_linear"] or fields["add_qkv_bias"],
-        has_qk_norm=fields["qk_layernorm"],
-        rope_base=model.rope_base,
-        rope_scaling_factor=model.rope_scaling_factor,
-        sliding_window=None if window is None or window[0] < 0 else window[0] + 1,
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token,
-    )
-    if reasons := [*_not_of_any_family(config, fields), *_not_of(found, config)]:
-        raise ValueError(
-            "\n  - ".join(["Hugging Face's Llama, Qwen and Mixtral have no model like this one:", *reasons])
-        )
-    return found
-
-
-_IN_EVERY_FAMILY = {"activation_func": "silu", "gated_linear_unit": True, "normalization": "RMSNorm"}
-_OF_MIXTRAL = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
-_EXPORTED = ("kv_channels", *_OF_MIXTRAL, *(field for field in SETTING_OF if field not in _IN_EVERY_FAMILY))
-"""Megatron fields that `Architecture` has."""
-
-
-def _not_of_any_family(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
-    wrong = [field for field, value in _IN_EVERY_FAMILY.items() if fields[field] != value]
-    for text in dict.fromkeys(as_written(config, field) for field in wrong):
-        yield f"{text}: they have rmsnorm and swiglu alone"
-    for field, default in FUNCTION_IN_MEGATRON.items():
-        value = fields.get(field, default)
-        if field not in {*_EXPORTED, *_IN_EVERY_FAMILY} and value != default:
-            yield f"megatron.{field}={value}: they have nothing that equals it"
-
-
-def _not_of(found: Architecture, config: RunConfig) -> Iterator[str]:
-    if found.has_qk_norm and found.has_qkv_bias:
-        biases = as_written(config, "add_bias_linear" if found.has_bias else "add_qkv_bias")
-        yield f"{biases} with {as_written(config, 'qk_layernorm')}: Qwen3, which has that norm, lacks these biases"
-    if found.sliding_window is not None and found.family in ("llama", "mixtral"):
-        name = found.family.title()
-        yield f"{as_written(config, 'window_size')}: of them only Qwen has windows, and this is a {name}"
-    for field in ("add_qkv_bias", "qk_layernorm") if found.family == "mixtral" else ():
-        if model_fields(config)[field]:
-            yield f"{as_written(config, field)}: of them only Qwen has that, and this is a Mixtral"
-
-
-def settings_of(found: Model, precision: str) -> dict[str, dict[str, Any]]:
-    """The tables of a run's TOML file that describe the model, as little as they need to hold."""
-    if isinstance(found, Gpt2):
-        return gpt2_settings(found, precision)
-    if isinstance(found, DeepSeek):
-        return deepseek_settings(found, precision)
-    model: dict[str, Any] = {
-        "num_layers": found.num_layers,
-        "hidden_size": found.hidden_size,
-        "ffn_hidden_size": found.ffn_hidden_size,
-        "num_attention_heads": found.num_heads,
-        "num_query_groups": found.num_query_groups,
-        "seq_length": found.seq_length,
-        "vocab_size": found.vocab_size,
-        "position_embedding": "rope",
-        "rope_base": found.rope_base,
-        "rope_scaling_factor": found.rope_scaling_factor,
-        "tie_embeddings": found.is_tied,
-        "normalization": "rmsnorm",
-        "norm_eps": found.norm_eps,
-        "activation": "swiglu",
-        "linear_bias": found.has_bias,
-        "qkv_bias": found.has_qkv_bias and not found.has_bias,
-        "qk_norm": found.has_qk_norm,
-        "precision": precision,
+    model, fields = config.model, {**FUNCTION_IN_MEGATRON, **model_fields(config)}
+    family = _family_of(config, fields)
+    if reasons := list(_not_of(family, config, fields)):
+        raise ValueError("\n  - ".join([f"Hugging Face's {_NAMES[family]}, has no model like this one:", *reasons]))
+    found = {**{setting: getattr(model, setting) for setting in _OF_MODEL[family].values()}, **_FIXED[family]}
+    found |= {"ffn_hidden_size": model.ffn_width, "norm_eps": fields["layernorm_epsilon"]}
+    if family == "gpt2":
+        return Architecture(family=family, model={**found, "activation": computed_activation(config)}, megatron={})
+    found["rope_base"] = model.rope_base
+    if family == "deepseek_v3":
+        found["expert_ffn_hidden_size"] = model.expert_width
+        found["shared_expert_ffn_hidden_size"] = model.shared_expert_ffn_hidden_size
+        of_latent = {field: 1 if fields[field] is None else fields[field] for field in _OF_LATENT.values()}
+        yarn = {field: fields[field] for field in YARN.values() if fields["rope_type"] == "yarn"}
+        return Architecture(family=family, model=found, megatron=_latent(of_latent, yarn))
+    if family == "mixtral":
+        found["ffn_hidden_size"] = fields["moe_ffn_hidden_size"]
+    found |= {
+        "num_query_groups": fields["num_query_groups"] or model.num_attention_heads,
+        "rope_scaling_factor": model.rope_scaling_factor,
+        "linear_bias": fields["add_bias_linear"],
+        "qkv_bias": fields["add_qkv_bias"] and not fields["add_bias_linear"],
+        "qk_norm": fields["qk_layernorm"],
     }
-    if found.sliding_window is not None:
-        model["sliding_window"] = found.sliding_window
-    if found.num_experts is not None:
-        model |= {"num_experts": found.num_experts, "experts_per_token": found.experts_per_token}
-    is_usual = found.head_dim * found.num_heads == found.hidden_size
-    return {"model": model} if is_usual else {"model": model, "megatron": {"kv_channels": found.head_dim}}
+    window = fields["window_size"]
+    return _rotated(family, found, fields["kv_channels"], None if window is None or window[0] < 0 else window[0] + 1)
+
+
+def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
+    if config.model.position_embedding == "learned_absolute":
+        return "gpt2"
+    if is_latent(config):
+        return "deepseek_v3"
+    if config.model.num_experts is not None:
+        return "mixtral"
+    if fields["qk_layernorm"]:
+        return "qwen3"
+    return "qwen2" if fields["add_qkv_bias"] and not fields["add_bias_linear"] else "llama"
+
+
+def _latent(of_latent: dict[str, Any], yarn: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `[megatron]`; a limit to groups of experts is left out where there is one group."""
+    groups = ("moe_router_num_groups", "moe_router_group_topk") if of_latent["moe_router_num_groups"] == 1 else ()
+    found = {field: value for field, value in of_latent.items() if field not in groups}
+    return {**found, **yarn, **_ROUTER, "multi_latent_attention": True, "rope_type": "yarn" if yarn else "rope"}
+
+
+def _rotated(family: Family, model: dict[str, Any], head_dim: int | None, window: int | None) -> Architecture:
+    """Llama, Qwen or Mixtral, with the width of heads and the window where they are not the usual ones."""
+    is_usual = head_dim is None or head_dim * model["num_attention_heads"] == model["hidden_size"]
+    return Architecture(
+        family=family,
+        model=model if window is None else {**model, "sliding_window": window},
+        megatron={} if is_usual else {"kv_channels": head_dim},
+    )
+
+
+def _not_of(family: Family, config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Why no model of the family equals these settings."""
+    model = config.model
+    activations = dict.fromkeys(_ACTIVATIONS.values()) if family == "gpt2" else ("swiglu",)
+    if computed_activation(config) not in activations:
+        yield f"{as_written(config, 'activation_func')}: it has {' and '.join(activations)} alone"
+    usual = {
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "num_query_groups": model.num_attention_heads,
+    }
+    apart = {*_CHOSEN[family], "activation_func", "gated_linear_unit"}
+    for field, expected in {**FUNCTION_IN_MEGATRON, **_EXPECTED[family]}.items():
+        if field not in apart and fields[field] not in (expected, usual.get(field, expected)):
+            is_written = field in SETTING_OF or field in config.megatron
+            written = as_written(config, field) if is_written else f"megatron.{field}={fields[field]}"
+            yield f"{written}: it has {'none' if expected is None else f'{expected} alone'}"
+    if family == "deepseek_v3":
+        yield from _not_of_deepseek(config, fields)
+
+
+def _not_of_deepseek(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
+    model = config.model
+    if model.num_experts is None:
+        yield "model.num_experts is absent: it has mixtures of experts"
+    shared, chosen = model.shared_expert_ffn_hidden_size, fields["moe_router_group_topk"]
+    if not shared or shared % model.expert_width:
+        yield f"model.shared_expert_ffn_hidden_size={shared}: it has a multiple of an expert's, {model.expert_width}"
+    if model.experts_per_token == 1 or (chosen is not None and model.experts_per_token // chosen != 2):
+        yield f"model.experts_per_token={model.experts_per_token}: it has twice megatron.moe_router_group_topk"
+    is_scaled = fields["mscale"] != 0 if fields["mscale_all_dim"] else fields["mscale"] == 1
+    if fields["rope_type"] == "yarn" and not is_scaled:
+        yield f"megatron.mscale={fields['mscale']}: it has 1 if megatron.mscale_all_dim is 0, and never 0"
 
 
 # ---------------------------------------------------------------------------------------------------- config.json
 
 
-def config_json(found: Model, dtype: str) -> dict[str, Any]:
+def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
     """The content of config.json, without ids of tokens."""
-    if isinstance(found, Gpt2):
-        return gpt2_json(found, dtype)
-    if isinstance(found, DeepSeek):
-        return deepseek_json(found, dtype)
-    scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": found.rope_scaling_factor}
-    content: dict[str, Any] = {
-        "architectures": [FAMILIES[found.family]],
-        "model_type": found.family,
-        "torch_dtype": dtype,
-        "vocab_size": found.vocab_size,
-        "hidden_size": found.hidden_size,
-        "intermediate_size": found.ffn_hidden_size,
-        "num_hidden_layers": found.num_layers,
-        "num_attention_heads": found.num_heads,
-        "num_key_value_heads": found.num_query_groups,
-        "head_dim": found.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": found.seq_length,
-        "rms_norm_eps": found.norm_eps,
-        "rope_theta": found.rope_base,
-        "rope_scaling": None if found.rope_scaling_factor == 1.0 else scaling,
-        "tie_word_embeddings": found.is_tied,
-        "attention_dropout": 0.0,
-    }
-    if found.family == "llama":
-        return {**content, "attention_bias": found.has_bias, "mlp_bias": found.has_bias}
-    if found.num_experts is not None:
-        experts = {"num_local_experts": found.num_experts, "num_experts_per_tok": found.experts_per_token}
-        return {**content, **experts, "sliding_window": None}
+    model, family = found.model, found.family
+    content: dict[str, Any] = {"architectures": [FAMILIES[family]], "model_type": family, "torch_dtype": dtype}
+    content |= {name: model[setting] for name, setting in _OF_MODEL[family].items()}
+    if family == "gpt2":
+        content["activation_function"] = next(
+            name for name, ours in _ACTIVATIONS.items() if ours == model["activation"]
+        )
+        return {**content, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+    content |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_theta": model["rope_base"]}
+    if family == "deepseek_v3":
+        return {**content, **_latent_json(found)}
+    factor = model["rope_scaling_factor"]
+    scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": factor}
+    content |= {"head_dim": found.head_dim, "rope_scaling": None if factor == 1.0 else scaling}
+    if family == "llama":
+        return {**content, "attention_bias": model["linear_bias"], "mlp_bias": model["linear_bias"]}
+    if family == "mixtral":
+        return {**content, "sliding_window": None}
+    window = model.get("sliding_window")
     windows = {
-        "use_sliding_window": found.sliding_window is not None,
-        "sliding_window": found.sliding_window,
-        "max_window_layers": found.num_layers if found.sliding_window is None else 0,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": found.num_layers if window is None else 0,
     }
-    return {**content, **windows, **({"attention_bias": False} if found.family == "qwen3" else {})}
+    return {**content, **windows, **({"attention_bias": False} if family == "qwen3" else {})}
 
 
-def architecture_in(content: Mapping[str, Any]) -> Model:
+def _latent_json(found: Architecture) -> dict[str, Any]:
+    yarn = {name: found.megatron[field] for name, field in YARN.items() if found.megatron["rope_type"] == "yarn"}
+    return {
+        **{name: found.megatron.get(field, 1) for name, field in _OF_LATENT.items()},
+        "n_shared_experts": found.model["shared_expert_ffn_hidden_size"] // found.model["expert_ffn_hidden_size"],
+        "num_key_value_heads": found.num_query_groups,
+        "num_nextn_predict_layers": 0,
+        "norm_topk_prob": True,
+        "rope_scaling": {"rope_type": "yarn", **yarn} if yarn else None,
+        "rope_interleave": True,
+        "attention_bias": False,
+    }
+
+
+def architecture_in(content: Mapping[str, Any]) -> Architecture:
     """The architecture that a config.json describes. Raises ValueError for unsupported ones."""
     fields = hf_fields.fields_in(content)
+    family: Family = content["model_type"]
+    model = {**{setting: getattr(fields, name) for name, setting in _OF_MODEL[family].items()}, **_FIXED[family]}
     if isinstance(fields, hf_fields.Gpt2Fields):
-        return gpt2_in(fields)
-    family = content["model_type"]
+        if fields.n_embd % fields.n_head:
+            raise ValueError(f"config.json: n_head={fields.n_head} does not divide n_embd={fields.n_embd}")
+        model |= {"ffn_hidden_size": fields.n_inner or 4 * fields.n_embd}
+        model |= {"activation": _ACTIVATIONS[fields.activation_function]}
+        return Architecture(family=family, model=model, megatron={})
     if isinstance(fields, hf_fields.DeepSeekFields):
-        return deepseek_in(fields, *hf_fields.yarn_in(content, family, fields.max_position_embeddings))
+        model["rope_base"], yarn = hf_fields.yarn_in(content, family, fields.max_position_embeddings)
+        _require_deepseek(fields)
+        model["shared_expert_ffn_hidden_size"] = fields.n_shared_experts * fields.moe_intermediate_size
+        of_latent = {field: getattr(fields, name) for name, field in _OF_LATENT.items()}
+        megatron = _latent(of_latent, {YARN[name]: value for name, value in yarn.items()})
+        return Architecture(family=family, model=model, megatron=megatron)
     rope_base, rope_scaling_factor = hf_fields.rope_in(content, family, fields.max_position_embeddings)
     has_bias = isinstance(fields, hf_fields.LlamaFields) and fields.attention_bias
     if isinstance(fields, hf_fields.LlamaFields) and fields.mlp_bias != has_bias:
@@ -225,27 +318,38 @@ def architecture_in(content: Mapping[str, Any]) -> Model:
             f"config.json: attention_bias={has_bias} with mlp_bias={fields.mlp_bias} is not supported here; only "
             f"biases of all linear layers, or of none, can be imported"
         )
-    found = Architecture(
-        num_layers=fields.num_hidden_layers,
-        hidden_size=fields.hidden_size,
-        ffn_hidden_size=fields.intermediate_size,
-        num_heads=fields.num_attention_heads,
-        num_query_groups=fields.num_key_value_heads or fields.num_attention_heads,
-        head_dim=fields.head_dim or fields.hidden_size // fields.num_attention_heads,
-        seq_length=fields.max_position_embeddings,
-        vocab_size=fields.vocab_size,
-        is_tied=fields.tie_word_embeddings,
-        norm_eps=fields.rms_norm_eps,
-        has_bias=has_bias,
-        has_qkv_bias=has_bias or family == "qwen2",
-        has_qk_norm=family == "qwen3",
-        rope_base=rope_base,
-        rope_scaling_factor=rope_scaling_factor,
-        sliding_window=_window(fields),
-        **_experts(fields),
-    )
-    _require_divisible(found, fields)
+    model |= {
+        "num_query_groups": fields.num_key_value_heads or fields.num_attention_heads,
+        "rope_base": rope_base,
+        "rope_scaling_factor": rope_scaling_factor,
+        "linear_bias": has_bias,
+        "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3",
+    }
+    found = _rotated(family, model, fields.head_dim, _window(fields))
+    _require_sizes(found, fields)
     return found
+
+
+def _require_deepseek(fields: hf_fields.DeepSeekFields) -> None:
+    heads, chosen, of_groups = fields.num_attention_heads, fields.num_experts_per_tok, fields.topk_group
+    experts = f"n_routed_experts (num_local_experts)={shown(fields.n_routed_experts)}"
+    must = {
+        "num_key_value_heads": (fields.num_key_value_heads in (None, heads), f"be num_attention_heads={heads}"),
+        "hidden_size": (not fields.hidden_size % heads, f"be a multiple of num_attention_heads={heads}"),
+        "qk_rope_head_dim": (not fields.qk_rope_head_dim % 2, "be even, as RoPE rotates pairs"),
+        "first_k_dense_replace": (0 <= fields.first_k_dense_replace < fields.num_hidden_layers, "leave mixtures"),
+        "num_experts_per_tok": (2 <= chosen <= fields.n_routed_experts, f"be from 2 to {experts}"),
+        "n_group": (not fields.n_routed_experts % fields.n_group, f"divide {experts}"),
+        "topk_group": (
+            of_groups <= fields.n_group and (fields.n_group == 1 or chosen // of_groups == 2),
+            f"be at most n_group={fields.n_group} and half of num_experts_per_tok={chosen}",
+        ),
+        "rms_norm_eps": (fields.rms_norm_eps == _EPS, f"be {_EPS}, which latent vectors have anyway"),
+    }
+    for name, (is_so, text) in must.items():
+        if not is_so:
+            raise ValueError(f"config.json: {name}={shown(getattr(fields, name))} must {text}")
 
 
 def _window(fields: hf_fields.RopeFields) -> int | None:
@@ -270,23 +374,19 @@ def _window(fields: hf_fields.RopeFields) -> int | None:
     return window
 
 
-def _experts(fields: hf_fields.RopeFields) -> dict[str, int]:
-    if not isinstance(fields, hf_fields.MixtralFields):
-        return {}
-    if fields.num_experts_per_tok > fields.num_local_experts:
+def _require_sizes(found: Architecture, fields: hf_fields.RopeFields) -> None:
+    """Raises ValueError for sizes that do not divide each other, and more experts per token than there are."""
+    num_heads, hidden_size = fields.num_attention_heads, fields.hidden_size
+    heads = f"num_attention_heads={num_heads}"
+    if isinstance(fields, hf_fields.MixtralFields) and fields.num_experts_per_tok > fields.num_local_experts:
         raise ValueError(
             f"config.json: num_experts_per_tok={fields.num_experts_per_tok} is more than "
             f"num_local_experts={fields.num_local_experts}"
         )
-    return {"num_experts": fields.num_local_experts, "experts_per_token": fields.num_experts_per_tok}
-
-
-def _require_divisible(found: Architecture, fields: hf_fields.RopeFields) -> None:
-    heads = f"num_attention_heads={found.num_heads}"
-    if found.hidden_size % found.num_heads and (fields.head_dim is None or isinstance(fields, hf_fields.LlamaFields)):
-        raise ValueError(f"config.json: {heads} does not divide hidden_size={found.hidden_size}")
-    if found.num_heads % found.num_query_groups:
+    if hidden_size % num_heads and (fields.head_dim is None or isinstance(fields, hf_fields.LlamaFields)):
+        raise ValueError(f"config.json: {heads} does not divide hidden_size={hidden_size}")
+    if num_heads % found.num_query_groups:
         raise ValueError(f"config.json: num_key_value_heads={found.num_query_groups} does not divide {heads}")
     if found.head_dim % 2:
-        origin = f" (hidden_size={found.hidden_size} / {heads})" if fields.head_dim is None else ""
+        origin = f" (hidden_size={hidden_size} / {heads})" if fields.head_dim is None else ""
         raise ValueError(f"config.json: head_dim={found.head_dim}{origin} is odd, and RoPE rotates pairs")

@@ -1,7 +1,7 @@
 """The fields of Hugging Face's config.json, by family: types and defaults are those of `transformers`.
 
-Every field that its configurations and models of these families read is in one place: in a class, which `hf_config` or
-`hf_gpt2` translates; in `ONLY`, whose other values no model here has; or in `WITHOUT_EFFECT`. Fields that it does not
+Every field that its configurations and models of these families read is in one place: in a class, which `hf_config`
+translates; in `ONLY`, whose other values no model here has; or in `WITHOUT_EFFECT`. Fields that it does not
 read have no effect there, and none here. Loads without torch.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 from spare_megatron.config.limits import Limit, PositiveFloat, PositiveInt
 
-Family = Literal["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3", "gpt2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +137,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Second names of fields (`attribute_map` of the configurations)."""
 
-DEFAULT_ROPE_BASE: Mapping[str, float] = {
-    "llama": 1e4,
-    "qwen2": 1e4,
-    "qwen3": 1e4,
-    "mixtral": 1e6,
-    "deepseek_v3": 1e4,
-}
+DEFAULT_ROPE_BASE = {**dict.fromkeys(("llama", "qwen2", "qwen3", "deepseek_v3"), 1e4), "mixtral": 1e6}
 
 TOKEN_IDS: Mapping[str, Any] = {
     "bos_token_id": int | None,
@@ -165,9 +159,7 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "use_cache": bool,
     "pretraining_tp": int | None,
     "attention_dropout": int | float | None,
-    "resid_pdrop": int | float,
-    "embd_pdrop": int | float,
-    "attn_pdrop": int | float,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), int | float),
     "output_router_logits": bool,
     "router_aux_loss_coef": float,
     "router_jitter_noise": float,
@@ -175,51 +167,29 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "summary_use_proj": bool,
     "summary_activation": str | None,
     "summary_proj_to_labels": bool,
-    "summary_first_dropout": int | float,
     "reorder_and_upcast_attn": bool,
 }
 """Fields that do not change which function of the tokens a model of these families is, and their types: of other tasks,
 of a training (dropout, jitter, losses of routers), of how something is computed."""
 
-_DTYPES = (None, "float32", "bfloat16", "float16")
-
 ONLY: Mapping[str, Collection[Any]] = {
-    "dtype": _DTYPES,
-    "torch_dtype": _DTYPES,
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "quantization": (None,),
+    **dict.fromkeys(("dtype", "torch_dtype"), (None, "float32", "bfloat16", "float16")),
+    **dict.fromkeys(("quantization_config", "compression_config", "quantization"), (None,)),
+    **dict.fromkeys(("kv_sharing_modes", "attention_chunk_size", "transformers_weights"), (None,)),
+    **dict.fromkeys(("per_layer_config", "pruned_heads", "fusion_config"), (None, {})),
+    "configuration_files": (None, []),
     "partial_rotary_factor": (None, 1.0),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
-    "kv_sharing_modes": (None,),
-    "attention_chunk_size": (None,),
-    "per_layer_config": (None, {}),
-    "pruned_heads": (None, {}),
-    "configuration_files": (None, []),
-    "transformers_weights": (None,),
-    "fusion_config": (None, {}),
     # Fields of other families, and of code that comes with the weights: `transformers` passes over them here.
     "auto_map": (None, {}),
-    "attn_logit_softcapping": (None, False),
-    "final_logit_softcapping": (None, False),
-    "query_pre_attn_scalar": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1.0),
-    "residual_multiplier": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-    "logit_scale": (None, 1.0),
-    "scale_emb": (None, 1.0),
-    "scale_depth": (None,),
-    "clip_qkv": (None,),
-    "use_qk_norm": (None, False),
-    "rope_interleaved": (None, False),
-    "rotary_pct": (None, 1.0),
     "no_rope_layers": (None, []),
-    "attn_temperature_tuning": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "use_parallel_residual": (None, False),
-    "alibi": (None, False),
+    **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "scale_depth", "clip_qkv"), (None,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1.0)),
+    **dict.fromkeys(("scale_emb", "rotary_pct"), (None, 1.0)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "use_qk_norm"), (None, False)),
+    **dict.fromkeys(("rope_interleaved", "attn_temperature_tuning", "use_bidirectional_attention"), (None, False)),
+    **dict.fromkeys(("use_parallel_residual", "alibi"), (None, False)),
 }
 """Fields that change the function or what is stored, and the values with which they do not."""
 

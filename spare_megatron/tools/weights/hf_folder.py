@@ -17,11 +17,10 @@ from torch import Tensor
 from spare_megatron.config.foreign_fields import require_kinds, shown
 from spare_megatron.config.model.model_tensors import ModelTensor
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.formats.whole_files import json_object
+from spare_megatron.formats.codec import json_object
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
-from spare_megatron.tools.weights.hf_config import Model, architecture_in, architecture_of, config_json, settings_of
+from spare_megatron.tools.weights.hf_config import Architecture, architecture_in, architecture_of, config_json
 from spare_megatron.tools.weights.hf_fields import token_ids_in
-from spare_megatron.tools.weights.hf_gpt2 import Gpt2
 from spare_megatron.tools.weights.hf_tensors import TensorPair, is_constant, tensor_pairs, tied_names
 from spare_megatron.tools.weights.weights_folder import (
     CONFIG_JSON,
@@ -136,8 +135,10 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
         output, embedding = tied_names(model)
         if model.is_tied and {output, embedding} <= tensors.keys():
             # transformers does not tie either where a checkpoint has an output layer of its own.
-            model = replace(model, is_tied=_is_equal(tensors[output], tensors[embedding]))
-            if model.is_tied:
+            one, other = tensors[output], tensors[embedding]
+            is_tied = one.shape == other.shape and torch.equal(one.read().float(), other.read().float())
+            model = replace(model, model={**model.model, "tie_embeddings": is_tied})
+            if is_tied:
                 del tensors[output]
 
         def reader_of(config: RunConfig) -> Reader:
@@ -145,7 +146,7 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
             return lambda tensor: pairs[tensor].join([tensors[name].read() for name in pairs[tensor].parts], model)
 
         _require_enough(tensors, model, folder)
-        return write_import(folder, out, settings_of(model, precision), reader_of)
+        return write_import(folder, out, model.settings(precision), reader_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +158,14 @@ class _Stored:
     read: Callable[[], Tensor]
 
 
-def _is_equal(one: _Stored, other: _Stored) -> bool:
-    return one.shape == other.shape and torch.equal(one.read().float(), other.read().float())
-
-
-def _beside_constants(stored: Mapping[str, _Stored], model: Model, folder: Path) -> Iterator[tuple[str, _Stored]]:
+def _beside_constants(
+    stored: Mapping[str, _Stored], model: Architecture, folder: Path
+) -> Iterator[tuple[str, _Stored]]:
     """All tensors but those that the model computes with anyway, by their usual names."""
     names: dict[str, str] = {}
     for name, tensor in stored.items():
         # GPT-2 is also stored without its output layer, and its names then lack the first part.
-        is_short = isinstance(model, Gpt2) and name.startswith(("h.", "wte.", "wpe.", "ln_f."))
+        is_short = model.family == "gpt2" and name.startswith(("h.", "wte.", "wpe.", "ln_f."))
         usual = f"transformer.{name}" if is_short else name
         if names.setdefault(usual, name) != name:
             raise ValueError(f"{folder} has two tensors for one parameter, {names[usual]} and {name}; remove one")
@@ -174,15 +173,15 @@ def _beside_constants(stored: Mapping[str, _Stored], model: Model, folder: Path)
             yield usual, tensor
 
 
-def _require_enough(names: Collection[str], model: Model, folder: Path) -> None:
+def _require_enough(names: Collection[str], model: Architecture, folder: Path) -> None:
     """Raises ValueError for a config.json with so many layers or experts that listing their tensors would take long."""
-    for what, number in (("layers", model.num_layers), ("experts", getattr(model, "num_experts", None) or 0)):
+    for what, number in (("layers", model.num_layers), ("experts", model.model.get("num_experts", 0))):
         if number > len(names):
             raise ValueError(f"{folder}: {CONFIG_JSON} has {shown(number)} {what}, and there are {len(names)} tensors")
 
 
 def _pairs_in(
-    tensors: Mapping[str, _Stored], config: RunConfig, model: Model, folder: Path
+    tensors: Mapping[str, _Stored], config: RunConfig, model: Architecture, folder: Path
 ) -> Iterator[tuple[ModelTensor, TensorPair]]:
     """The model's tensors. Raises ValueError unless the folder has exactly these, in their shapes."""
     foreign = dict(tensors)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from spare_megatron.config.model.model_tensors import LAYERS, ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.tools.weights.hf_config import Architecture, Model
-from spare_megatron.tools.weights.hf_deepseek import DeepSeek
-from spare_megatron.tools.weights.hf_gpt2 import Gpt2
+from spare_megatron.tools.weights.hf_config import Architecture
+from spare_megatron.tools.weights.hf_fields import Family
 
 _MODULES: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["model.embed_tokens"],
@@ -82,6 +81,13 @@ _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
 }
 """The same of GPT-2, whose linear layers are transposed, and have queries, keys and values in one."""
 
+_MODULES_OF: Mapping[Family, Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _MODULES),
+    "mixtral": _MODULES_OF_MIXTRAL,
+    "deepseek_v3": _MODULES_OF_DEEPSEEK,
+    "gpt2": _MODULES_OF_GPT2,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
@@ -95,7 +101,7 @@ class TensorPair:
     parts: Mapping[str, tuple[int, ...]]
     is_transposed: bool
 
-    def split(self, values: Tensor, model: Model) -> dict[str, Tensor]:
+    def split(self, values: Tensor, model: Architecture) -> dict[str, Tensor]:
         blocks = self._blocks_of(values, model)
         if len(self.parts) < len(blocks):
             blocks = [torch.cat(blocks)]
@@ -103,7 +109,7 @@ class TensorPair:
             blocks = [block.T for block in blocks]
         return {name: block.contiguous() for name, block in zip(self.parts, blocks, strict=True)}
 
-    def join(self, parts: Sequence[Tensor], model: Model) -> Tensor:
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         blocks = [part.T for part in parts] if self.is_transposed else list(parts)
         if not _is_qkv(self.tensor):
             return torch.cat(blocks).view(self.tensor.shape)
@@ -112,7 +118,7 @@ class TensorPair:
         rows = [block.reshape(model.num_query_groups, -1, model.head_dim, *block.shape[1:]) for block in blocks]
         return torch.cat(rows, dim=1).view(self.tensor.shape)
 
-    def _blocks_of(self, values: Tensor, model: Model) -> list[Tensor]:
+    def _blocks_of(self, values: Tensor, model: Architecture) -> list[Tensor]:
         if not _is_qkv(self.tensor):
             return list((values.flatten(0, 1) if values.dim() == 3 else values).chunk(len(self.parts)))
         rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
@@ -123,32 +129,24 @@ def _is_qkv(tensor: ModelTensor) -> bool:
     return ".linear_qkv." in tensor.key and ".layer_norm_" not in tensor.key
 
 
-def _rows(num_rows: int, model: Model) -> list[int]:
+def _rows(num_rows: int, model: Architecture) -> list[int]:
     """Of queries, keys and values."""
     keys = model.num_query_groups * model.head_dim
     return [num_rows - 2 * keys, keys, keys]
 
 
-def _modules_of(model: Model) -> Mapping[str, Sequence[str]]:
-    if isinstance(model, Gpt2):
-        return _MODULES_OF_GPT2
-    if isinstance(model, DeepSeek):
-        return _MODULES_OF_DEEPSEEK
-    return _MODULES if model.num_experts is None else _MODULES_OF_MIXTRAL
-
-
-def tied_names(model: Model) -> tuple[str, str]:
+def tied_names(model: Architecture) -> tuple[str, str]:
     """The tensors of the output layer and of the embedding, which are one if the model is tied."""
-    modules = _modules_of(model)
+    modules = _MODULES_OF[model.family]
     return f"{modules['output_layer'][0]}.weight", f"{modules['embedding.word_embeddings'][0]}.weight"
 
 
 _OF_LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.")
 
 
-def tensor_pairs(config: RunConfig, model: Model) -> Iterator[TensorPair]:
+def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]:
     """All tensors of the model, which is that of the settings, in the order of its layers."""
-    is_gpt2, modules = isinstance(model, Gpt2), _modules_of(model)
+    is_gpt2, modules = model.family == "gpt2", _MODULES_OF[model.family]
     layers = "transformer.h" if is_gpt2 else "model.layers"
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
@@ -179,13 +177,13 @@ _LEAST_MASKED = -1e4
 """What GPT-2 adds to the scores of later tokens is at most this."""
 
 
-def is_constant(name: str, read: Callable[[], Tensor], model: Model) -> bool:
+def is_constant(name: str, read: Callable[[], Tensor], model: Architecture) -> bool:
     """Whether a stored tensor is not a parameter but a constant that the model computes: frequencies of RoPE, GPT-2's
     masks. Old versions of `transformers` have stored them.
     """
-    if isinstance(model, Gpt2):
+    if model.family == "gpt2":
         mask = _MASK.fullmatch(name)
-        return mask is not None and _is_mask(read(), is_bias=mask[1] == "bias", length=model.seq_length)
+        return mask is not None and _is_mask(read(), is_bias=mask[1] == "bias", length=model.model["seq_length"])
     return _FREQUENCIES.fullmatch(name) is not None and _has_frequencies(read(), model)
 
 
@@ -197,16 +195,16 @@ def _is_mask(values: Tensor, *, is_bias: bool, length: int) -> bool:
     return torch.equal(values.float().view(length, length), torch.ones(length, length).tril())
 
 
-def _has_frequencies(values: Tensor, model: Architecture | DeepSeek) -> bool:
-    if isinstance(model, DeepSeek) and model.yarn:
+def _has_frequencies(values: Tensor, model: Architecture) -> bool:
+    if model.megatron.get("rope_type") == "yarn":
         return False
-    factor = getattr(model, "rope_scaling_factor", 1.0)
+    factor = model.model.get("rope_scaling_factor", 1.0)
     if values.shape != (model.head_dim // 2,) or not values.is_floating_point():
         return False
     used = RotaryEmbedding(
         kv_channels=model.head_dim,
         rotary_percent=1.0,
-        rotary_base=model.rope_base,
+        rotary_base=model.model["rope_base"],
         rope_scaling=factor != 1.0,
         rope_scaling_factor=factor,
         use_cpu_initialization=True,

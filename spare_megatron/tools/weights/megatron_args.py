@@ -11,7 +11,7 @@ from typing import Any, Literal
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON, OF_LATENT_ATTENTION
-from spare_megatron.config.model_fields import as_written, computed_activation, model_fields
+from spare_megatron.config.model_fields import SETTING_OF, as_written, computed_activation, model_fields
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch
 
@@ -28,18 +28,7 @@ _SAME_NAME = (
 )
 """Fields of TransformerConfig that are arguments, too, and settings of `[megatron]` here."""
 
-_OF_MODEL = (
-    "activation_func",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "gated_linear_unit",
-    "kv_channels",
-    "layernorm_epsilon",
-    "normalization",
-    "num_query_groups",
-    "qk_layernorm",
-    "window_size",
-)
+_OF_MODEL = ("kv_channels", *SETTING_OF)
 """Fields that have other names or values among the arguments, or settings of `[model]`."""
 
 _ONLY: Mapping[str, Collection[object]] = {
@@ -54,18 +43,11 @@ _ONLY: Mapping[str, Collection[object]] = {
     "num_experts": (None,),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
-    "is_hybrid_model": (False,),
-    "hybrid_override_pattern": (None,),
-    "hybrid_layer_pattern": (None,),
-    "use_mup": (False,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "quick_geglu": (False,),
     "rotary_percent": (1.0,),
-    "rotary_seq_len_interpolation_factor": (None,),
-    "qk_l2_norm": (False,),
+    **dict.fromkeys(("is_hybrid_model", "use_mup", "quick_geglu", "qk_l2_norm"), (False,)),
+    **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "linear_attention_freq"), (None,)),
+    **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), (None,)),
+    **dict.fromkeys(("experimental_attention_variant", "rotary_seq_len_interpolation_factor"), (None,)),
 }
 """Arguments that change the model, and the values with which it is one that can be imported."""
 

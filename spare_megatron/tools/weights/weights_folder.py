@@ -20,7 +20,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import ModelTensor, model_tensors
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import weights_differences, weights_terms_of
-from spare_megatron.formats.whole_files import json_object
+from spare_megatron.formats.codec import json_object
 from spare_megatron.mcore.weights import StoredWeights, WeightsPart, stacked_part, write_weights
 from spare_megatron.state.checkpoint import checkpoint_folder
 from spare_megatron.version import __version__
@@ -71,7 +71,8 @@ class Export:
         self._tokenizer = _tokenizer_files(options.tokenizer) if options.tokenizer else _files_in(imported)
         begun_with = _tokenizer_beside(Path(config.checkpoint.load_weights or checkpoint.path))
         origins = [folder for folder in (options.tokenizer, imported, begun_with) if folder]
-        self._origin = next((folder for folder in origins if _names_ids(folder)), begun_with)
+        named = (folder for folder in origins if any((folder / name).is_file() for name in TOKEN_ID_FILES))
+        self._origin = next(named, begun_with)
         self._stored = StoredWeights(checkpoint.path)
         if config.program.file and (key := _foreign(self._stored, config)):
             raise ValueError(
@@ -105,10 +106,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _files_in(folder: Path) -> list[Path]:
     return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-
-
-def _names_ids(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKEN_ID_FILES)
 
 
 def _foreign(stored: StoredWeights, config: RunConfig) -> str:
@@ -196,11 +193,7 @@ def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> checkpo
     files = {
         name: checkpoint_folder.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()
     }
-    return checkpoint_folder.publish(unfinished, _manifest(config, files), lambda _: None)
-
-
-def _manifest(config: RunConfig, files: Mapping[str, checkpoint_folder.StoredFile]) -> checkpoint_folder.Manifest:
-    return checkpoint_folder.Manifest(
+    manifest = checkpoint_folder.Manifest(
         step=0,
         num_samples=0,
         terms=weights_terms_of(config),
@@ -215,3 +208,4 @@ def _manifest(config: RunConfig, files: Mapping[str, checkpoint_folder.StoredFil
         files=dict(sorted(files.items())),
         optimizer={"sharding": checkpoint_folder.WEIGHTS_ALONE},
     )
+    return checkpoint_folder.publish(unfinished, manifest, lambda _: None)

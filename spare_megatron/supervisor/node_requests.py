@@ -1,11 +1,17 @@
-"""What a supervisor does about requests to end the run: passes them on to its ranks, and keeps the time limit."""
+"""What a supervisor does about requests: to end the run, and to have groups leave it."""
 
+import contextlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Pipe
+from pathlib import Path
 
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.timers import Timers
 from spare_megatron.process.reports import EndAsked
+from spare_megatron.process.requests import asked_to_leave, request
+from spare_megatron.stacking.layout import GroupId
 
 SHARE_OF_STEP = 0.6
 """Share of the grace period after which ranks give the step under way up and save alone."""
@@ -63,3 +69,52 @@ class EndRequests:
             self._timers.after(asked.limit_s, self._end_at_once)
         if self._asked is None or is_first_limit:
             self._asked = asked
+
+
+_PAUSE_S = 0.5
+"""Seconds between looks; a file system of a network may show changes later."""
+
+
+class RequestWatch:
+    """Sends to `inbox` all groups that are asked to leave whenever they have changed; the `further` ones of the run are
+    at first. Once `notice_file` exists, which says that this machine is about to go, it requests that of the `groups`
+    here.
+    """
+
+    def __init__(
+        self, run_dir: Path, groups: Sequence[GroupId], notice_file: str, further: frozenset[GroupId] = frozenset()
+    ) -> None:
+        self._run_dir = run_dir
+        self._groups = groups
+        self._notice = Path(notice_file) if notice_file else None
+        self._further = self._last = further
+        self._is_ended = threading.Event()
+        self.inbox, self._outbox = Pipe(duplex=False)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="request-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Has the thread end, now or once the storage answers; for a machine that takes another place."""
+        self._is_ended.set()
+
+    def receive(self) -> frozenset[GroupId]:
+        """The groups that are asked to leave; call it once `inbox` is ready."""
+        asked: frozenset[GroupId] = self.inbox.recv()
+        return asked
+
+    def poll(self) -> None:
+        """Looks once. OSError: the storage does not answer."""
+        if self._notice is not None and self._notice.exists():
+            request(self._run_dir, self._groups, "drain")
+            self._notice = None  # the groups may be asked for again, wherever they then run
+        asked = asked_to_leave(self._run_dir, self._further)
+        if asked != self._last:
+            self._last = asked
+            self._outbox.send(asked)
+
+    def _run(self) -> None:
+        while not self._is_ended.is_set():
+            with contextlib.suppress(OSError):
+                self.poll()
+            self._is_ended.wait(_PAUSE_S)

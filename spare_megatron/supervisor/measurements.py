@@ -1,15 +1,15 @@
 """Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
 from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
 from spare_megatron.machine.machine_signs import MachineCounters, read_machine, starved_s, throttled_s
 from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.reports import NodeMeasured, RankKey
-from spare_megatron.stacking.layout import GroupId, MachineId
+from spare_megatron.stacking.layout import MachineId
+from spare_megatron.supervisor.rank_processes import RankProcesses
 
 _LEAST_STEPS = 4
 _LEAST_S = 2.0
@@ -29,22 +29,6 @@ class _Begin:
     answers: tuple[int, float]
 
 
-class MeasuredRanks(Protocol):
-    """The processes of the ranks on one node."""
-
-    @property
-    def stages(self) -> Mapping[GroupId, int | None]:
-        """Of groups that have fewer than usual: their ranks compute more than those at their position elsewhere."""
-        ...
-
-    @property
-    def pids(self) -> Mapping[RankKey, int]: ...
-
-    def page(self, key: RankKey) -> HeartbeatPage | None: ...
-
-    def device_index(self, key: RankKey) -> int | None: ...
-
-
 class Measurements:
     """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all;
     `clocks` of each GPU why its clock is reduced.
@@ -52,7 +36,7 @@ class Measurements:
 
     def __init__(
         self,
-        ranks: MeasuredRanks,
+        ranks: RankProcesses,
         machine: MachineId,
         answers: Callable[[], tuple[int, float]],
         clocks: Callable[[], Sequence[str]],
@@ -103,6 +87,7 @@ class Measurements:
         )
 
     def _read(self, now_s: float) -> _Begin:
+        # The ranks of a group with fewer stages compute more than those at their position elsewhere.
         alike = {key: pid for key, pid in self._ranks.pids.items() if self._ranks.stages[key[0]] is None}
         pages = {key: (pid, self._ranks.page(key)) for key, pid in alike.items()}
         ranks = {key: (pid, self._totals(key, pid, page)) for key, (pid, page) in pages.items() if page is not None}

@@ -1,0 +1,142 @@
+"""Replays a trace of machines that fail and come back on the nodes of a run: in wall time, and from outside."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Self
+
+from spare_megatron.formats.quantities import format_duration
+from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
+from spare_megatron.tools.campaign.campaign_figures import FaultCount
+from spare_megatron.tools.simulate.failures import Loss
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A node whose processes are suspended for a time, from so many seconds after the first committed step on."""
+
+    node: int
+    at_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What of a trace is replayed: `machines` by the node that stands for them; `left_out` counts losses of others."""
+
+    absences: tuple[Absence, ...]
+    machines: tuple[str, ...]
+    left_out: int
+    day_s: float
+
+    def text(self) -> str:
+        seconds = format_duration(median(absence.seconds for absence in self.absences))
+        named = ", ".join(f"{node}: {machine}" for node, machine in enumerate(self.machines))
+        return (
+            f"trace: {len(self.absences)} absences of the machines with most of them (by node, {named}), half of them "
+            f"longer than {seconds}; a day takes {format_duration(self.day_s)}; {self.left_out} of others are left out"
+        )
+
+
+def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float], day_s: float) -> Replay:
+    """The losses that begin in these days, of as many machines as there are nodes: those that have most of them.
+    A day of the trace takes `day_s` seconds. Raises ValueError where that is not possible.
+    """
+    first_s, end_s = (day * DAY_S for day in days)
+    inside = [loss for loss in losses if first_s <= loss.at_s < end_s]
+    of_machine = Counter(loss.machine for loss in inside)
+    if None in of_machine or any(loss.repair_s is None for loss in inside):
+        raise ValueError("--trace needs the columns machine and repair_s, to know who is away, and for how long")
+    machines = sorted(map(str, of_machine), key=lambda machine: (-of_machine[machine], machine))[:num_nodes]
+    if not machines:
+        raise ValueError(f"no machine of --trace is lost in --days {days[0]:g} {days[1]:g}")
+    nodes = {machine: node for node, machine in enumerate(machines)}
+    scale = day_s / DAY_S
+    absences = tuple(
+        Absence(node=nodes[str(loss.machine)], at_s=(loss.at_s - first_s) * scale, seconds=(loss.repair_s or 0) * scale)
+        for loss in inside
+        if loss.machine in nodes
+    )
+    return Replay(absences=absences, machines=tuple(machines), left_out=len(inside) - len(absences), day_s=day_s)
+
+
+class TraceReplay:
+    """Context manager that suspends and resumes the processes of nodes, which all run on this machine."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._pids: dict[int, Sequence[int]] = {}
+        self._suspended: dict[int, Sequence[int]] = {}
+        self._struck_s: list[float] = []
+        self._began_s = self._last_step_s = 0.0
+        self._has_begun, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._strike, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._has_begun.set()
+        self._thread.join()
+        for node in list(self._suspended):
+            self._resume(node)
+
+    def on_event(self, event: RunEvent) -> None:
+        match event:
+            case RanksStarted(node=node, pids=pids):
+                self._pids[node] = (*_supervisors_of(node), *pids.values())
+            case StepCommitted():
+                self._last_step_s = time.monotonic()
+                self._began_s = self._began_s or self._last_step_s
+                self._has_begun.set()
+
+    def count(self) -> FaultCount:
+        """An absence is masked if a step was committed after it began."""
+        reached_s = self._last_step_s - self._began_s
+        return FaultCount(
+            planned=len(self._replay.absences),
+            due=sum(absence.at_s <= reached_s for absence in self._replay.absences),
+            fired=len(self._struck_s),
+            masked=sum(at_s < self._last_step_s for at_s in self._struck_s),
+        )
+
+    def _strike(self) -> None:
+        absences = self._replay.absences
+        moments = [(one.at_s, True, one.node) for one in absences]
+        moments += [(one.at_s + one.seconds, False, one.node) for one in absences]
+        self._has_begun.wait()
+        for at_s, is_loss, node in sorted(moments):
+            if self._is_over.wait(max(0.0, self._began_s + at_s - time.monotonic())):
+                return
+            (self._suspend if is_loss else self._resume)(node)
+
+    def _suspend(self, node: int) -> None:
+        self._suspended[node] = self._pids.get(node, ())
+        _signal(self._suspended[node], signal.SIGSTOP)
+        self._struck_s.append(time.monotonic())
+
+    def _resume(self, node: int) -> None:
+        _signal(self._suspended.pop(node, ()), signal.SIGCONT)
+
+
+def _supervisors_of(node: int) -> list[int]:
+    """Each life of a supervisor is a child of this process, with a name that begins alike."""
+    children = [(f"{child.name}-", child.pid) for child in multiprocessing.active_children()]
+    return [pid for name, pid in children if pid and name.startswith(f"supervisor-{node}-")]
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -26,7 +26,7 @@ from spare_megatron.version import __version__
 
 R = TypeVar("R", bound=Record)
 
-FORMAT = 6
+FORMAT = 5
 """Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 _FORMER_FIELDS = {"cadence": ("restart_s",)}

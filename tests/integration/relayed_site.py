@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.frames import Address, ConnectionBroken
 from spare_megatron.machine import end_signal

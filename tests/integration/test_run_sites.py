@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, FaultsConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import RoundRecord
@@ -36,10 +36,8 @@ def free_port() -> int:
 def site_config(
     corpus: Path, sites: SitesConfig, *, steps: int, faults: Sequence[FaultConfig] = (), rejoins: int = 0
 ) -> RunConfig:
-    plain = tiny_config(
-        corpus, LayoutConfig(num_groups=2), steps=steps, mode="reproducible", faults=faults, rejoins=rejoins
-    )
-    config = replace(plain, sites=sites)
+    plain = tiny_config(corpus, LayoutConfig(num_groups=2), steps=steps, mode="reproducible", rejoins=rejoins)
+    config = replace(plain, sites=sites, faults=FaultsConfig(trace=tuple(faults)))
     assert problems(config, look_at_machine(config)) == []
     return config
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from spare_megatron.config.resolved import settings
 
 from spare_megatron.config.checks.validate import problems, warnings
+from spare_megatron.config.loader import settings
 from spare_megatron.config.schema import ClusterConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_sections import CheckpointConfig, SnapshotConfig
 from spare_megatron.config.schema_sites import SitesConfig

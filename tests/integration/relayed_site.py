@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -43,12 +44,12 @@ class _Relaying:
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
         self._ports: dict[str, int] = {}
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()
 
     async def control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = (await reader.readline()).decode().strip()
-        answer = self._num_bytes
-        if line != "bytes":
+        answer = self._num_bytes.total() - self._num_bytes[line.removeprefix("but ")]
+        if not line.startswith("but "):
             if line not in self._ports:
                 server = await asyncio.start_server(partial(self._forward, *line.split()), "127.0.0.1", 0)
                 self._ports[line] = server.sockets[0].getsockname()[1]
@@ -60,13 +61,14 @@ class _Relaying:
     async def _forward(self, host: str, port: str, reader: Any, writer: Any) -> None:
         with contextlib.suppress(OSError):
             there_reader, there_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
+            target = f"{host} {port}"
+            await asyncio.gather(self._pipe(target, reader, there_writer), self._pipe(target, there_reader, writer))
 
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pipe(self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while some := await reader.read(_CHUNK):
                 await asyncio.sleep(self._delay_s)
-                self._num_bytes += len(some)
+                self._num_bytes[target] += len(some)
                 writer.write(some)
                 await writer.drain()
         writer.close()
@@ -85,9 +87,9 @@ class Relay:
         assert self._process.stdout is not None
         self.control = int(self._process.stdout.readline())
 
-    @property
-    def num_bytes(self) -> int:
-        return ask(self.control, "bytes")
+    def num_bytes(self, port: int) -> int:
+        """Bytes so far, either way, but for those to and from this port of this machine."""
+        return ask(self.control, f"but 127.0.0.1 {port}")
 
     def port(self, port: int) -> int:
         """Where the relay forwards to this port of this machine."""

@@ -2,8 +2,8 @@
 
 All sites run on this machine; those but the first reach the others and the outer store through a relay each, which
 counts bytes, delays them and, stopped, cuts its site off. `ratio_to_model` is what came over the relay of the last site
-in some rounds over what it fetched and gave in them by the model; `ratio_to_sums` a round's bytes over those of fp32 sums in each of `--every-model`
-steps. The last site is cut off until the others have done `--alone` rounds without it.
+in some rounds over what it fetched and gave in them by the model; `ratio_to_sums` a round's bytes over those of fp32
+sums in each of `--every-model` steps. The last site is cut off until the others have done `--alone` rounds without it.
 """
 
 import argparse

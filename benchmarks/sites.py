@@ -1,9 +1,9 @@
 """What rounds between sites cost: bytes over their links, and how long a site that is cut off holds up the others.
 
 All sites run on this machine; those but the first reach the others and the outer store through a relay each, which
-counts bytes, delays them and, stopped, cuts its site off. `ratio_to_model` is what came over the relay of site 1 over
-what its ranks fetched and gave; `ratio_to_sums` a round's bytes over those of fp32 sums in each of `--every-model`
-steps. The last site is cut off until the others have done `--alone` rounds without it.
+counts bytes, delays them and, stopped, cuts its site off. `ratio_to_model` is what came over the relay of the last site
+in some rounds over what it fetched and gave in them by the model; `ratio_to_sums` a round's bytes over those of fp32
+sums in each of `--every-model` steps. The last site is cut off until the others have done `--alone` rounds without it.
 """
 
 import argparse
@@ -60,7 +60,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sites = [Site(config, folder, ([None, *relays])[number]) for number, config in enumerate(configs)]
         stack.enter_context(all_ended(*sites))
         first, last, relay = sites[0], sites[-1], relays[-1]
-        until(lambda: len(joint(first, options.sites)) >= options.rounds, LONGEST_S, "joint rounds")
+
+        def both(number: int) -> tuple[int, int]:
+            """Bytes over the relay, and rounds, once all sites have ended so many, and none has begun another."""
+            ends = (first, last)
+            until(lambda: min(len(joint(one, options.sites)) for one in ends) >= number, LONGEST_S, "joint rounds")
+            return relay.num_bytes(port), len(joint(last, options.sites))
+
+        (before, begun), (after, ended) = both(1), both(1 + options.rounds)
+        relayed = after - before, ended - begun
         cut_at_s = time.time()
         relay.cut()
         others = list(range(options.sites - 1))
@@ -73,7 +81,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         relay.restore()
         until(lambda: joint(last, options.sites)[-1]["at_s"] > restored_at_s, LONGEST_S, "a joint round again")
         summaries = [site.end() for site in sites]
-        relayed = relay.num_bytes(port)
         rounds = [site.rounds() for site in sites]
     return figures(options, configs[0], rounds, summaries, relayed, (cut_at_s, restored_at_s))
 
@@ -83,26 +90,18 @@ def figures(
     config: RunConfig,
     rounds: list[list[dict[str, Any]]],
     summaries: list[dict[str, Any]],
-    relayed: int,
+    relayed: tuple[int, int],
     cut_s: tuple[float, float],
 ) -> dict[str, Any]:
     whole = [one for one in rounds[-1] if len(one["sites"]) == options.sites]
     of_link = statistics.median(one["num_bytes"] for one in whole) / (options.sites - 1)
-    # Over the relay of the last site: what it has fetched, and its share of what the others have.
-    given = sum(
-        one["num_bytes"] // (len(one["sites"]) - 1)
-        for of_site in rounds[:-1]
-        for one in of_site
-        if options.sites - 1 in one["sites"] and len(one["sites"]) > 1
-    )
-    fetched = sum(one["num_bytes"] for one in rounds[-1])
     during = [one["spent_s"] for one in rounds[0] if cut_s[0] < one["at_s"] < cut_s[1]]
     sums = 4.0 * model_shape(config).num_parameters * options.every_model
     return {
         "parameters": model_shape(config).num_parameters,
         "bytes_of_a_message": of_link,
         "bits_of_a_number": 8 * of_link / model_shape(config).num_parameters,
-        "ratio_to_model": relayed / (given + fetched),
+        "ratio_to_model": relayed[0] / (relayed[1] * 2 * (options.sites - 1) * of_link),
         "ratio_to_sums": of_link / sums,
         "one_in": sums / of_link,
         "exchange_s": statistics.median(one["spent_s"] for one in whole),

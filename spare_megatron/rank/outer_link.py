@@ -68,6 +68,7 @@ class OuterLink(threading.Thread):
         self._renewed_at_s = 0.0
         self._renewed: tuple[int, Revision] | None = None
         self._arrived: Arrival | None = None
+        self._published = ""
         self.held, self.held_at = held, 0  # the revision, and entries acted on when the site came to hold it
         self.is_due = False
         self.arriving: Arriving | None = None
@@ -113,6 +114,7 @@ class OuterLink(threading.Thread):
     def _follow(self, log: OuterLog) -> None:
         rounds, watch = Rounds(self._sites.num_sites), LeaseWatch(self._sites.wait_s)
         incarnation = log.claim(self._site, self._start)
+        self._published = ""  # an embedded store may have begun anew
         while not self._ends.is_set():
             is_active = self._turn(log, rounds, watch, incarnation)
             self._hurries.clear()
@@ -133,8 +135,10 @@ class OuterLink(threading.Thread):
         leases, now_s = log.leases(), time.monotonic()
         watch.on_leases(leases, now_s)
         own, arriving, done = self._own(rounds, incarnation), self.arriving, self.done
-        if arriving is not None and may_arrive(rounds, own):
+        if arriving is not None and arriving.addresses != self._published:  # also in a round where another group spoke
             log.put_address(self._site, arriving.addresses)
+            self._published = arriving.addresses
+        if arriving is not None and may_arrive(rounds, own):
             self._arrived = log.arrive(
                 Arrival(
                     site=self._site,

@@ -175,7 +175,7 @@ def raise_something(*_: object) -> NoReturn:
     raise MemoryError("there is [none]\nleft")
 
 
-def serve_and_raise(_address: str, pipe: Any) -> NoReturn:
+def serve_and_raise(_address: str, _port: int, pipe: Any) -> NoReturn:
     pipe.send(1234)
     pipe.recv()
     raise_something()

@@ -78,7 +78,7 @@ def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.config.training.terms import microbatches_before, sequences_before, terms_of
     from spare_megatron.journal.journal_index import JournalIndex
-    from spare_megatron.journal.proofs.joined_sites import SiteHistory, join_sites
+    from spare_megatron.journal.proofs.joined_sites import SiteHistory, join_sites, without_gaps
     from spare_megatron.journal.proofs.proof import fold_view
     from spare_megatron.journal.records import RoundRecord
     from spare_megatron.journal.run_record import RunRecord
@@ -107,8 +107,10 @@ def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
         return of_order(first + 1) - 1, of_order(end) - 1
 
     def named(site: int, spans: "Sequence[tuple[int, int]]") -> str:
-        spans = [span for span in spans if span[0] < span[1]]
-        texts = (f"{a} to {b - 1} (samples {'{} to {}'.format(*samples(site, (a, b)))})" for a, b in spans)
+        texts = []
+        for first, end in without_gaps(spans):
+            samples_text = " to ".join(map(str, samples(site, (first, end))))
+            texts.append(f"{first} to {end - 1} (samples {samples_text})")
         return ", ".join(texts) or "none"
 
     num_sites = next(iter(configs.values())).sites.num_sites
@@ -134,7 +136,7 @@ def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
             say(f"  site {site}: no run of it is given; what it would have read is unread")
         for finding in joined.findings:
             say(f"  {finding.severity}: {finding.reason}")
-    return max((_EXIT_CODES[finding.severity] for finding in joined.findings), default=0)
+    return max((_EXIT_CODES.get(finding.severity, 0) for finding in joined.findings), default=0)
 
 
 def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":

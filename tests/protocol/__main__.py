@@ -7,19 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from os import cpu_count
 
-from tests.protocol.outer_sites import run_outer_histories
-from tests.protocol.sample import Sample, run_histories
+from tests.protocol.sample import Sample, run_both
 
 _HISTORIES_AT_ONCE = 250
-
-
-def run_both(seeds: range) -> Sample:
-    """Histories of a run, and of as many of sites."""
-    sample = run_histories(seeds)
-    counts, violations = run_outer_histories(seeds)
-    sample.counts.update({f"sites: {what}": times for what, times in counts.items()})
-    sample.violations |= violations
-    return sample
 
 
 def main() -> int:

@@ -69,8 +69,9 @@ def test_a_site_that_goes_back_to_a_checkpoint_computes_steps_again() -> None:
     b = history(1, [synced(10, 1, 0, 1), back, synced(6, 1), synced(12, 2, 0, 1)], 12)
     a = history(0, [synced(10, 1, 0, 1), synced(20, 2, 0, 1)], 20)
     joined = join_sites([a, b])
-    assert joined.findings == []
     assert of_site(joined, 1) == ([(0, 10), (6, 12)], [], (12, 12))
+    [finding] = joined.findings
+    assert (finding.severity, finding.reason.partition(", from ")[2]) == ("remark", "6 to 9")
 
 
 def test_a_run_that_continues_another_one_of_its_site_goes_on_with_its_rounds() -> None:

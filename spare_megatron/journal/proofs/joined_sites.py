@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from spare_megatron.core.log.entries import Restart, Synced, Undo, entry_of
@@ -135,12 +136,15 @@ def join_sites(histories: Sequence[SiteHistory]) -> JoinedSites:
                 joined[site].append(steps)
             else:
                 findings.append(unknown(f"round {revision.round}: no run of site {site} says what it contributed"))
+    for site, spans in joined.items():
+        spans.sort()
+        twice = [(later[0], before[1]) for before, later in pairwise(spans) if later[0] < before[1]]
+        what = f"site {site} has computed steps again that are in the parameters, from"
+        findings += [Finding("remark", f"{what} {first} to {end - 1}") for first, end in twice]
     return JoinedSites(
         newest=newest,
         rounds=sorted(revision.round for revision in chain),
-        sites=[
-            _site_steps(one, newest, sorted(joined[one.site])) for one in sorted(histories, key=lambda one: one.site)
-        ],
+        sites=[_site_steps(one, newest, joined[one.site]) for one in sorted(histories, key=lambda one: one.site)],
         findings=findings,
     )
 
@@ -166,3 +170,18 @@ def _site_steps(history: SiteHistory, newest: Revision, joined: list[Steps]) -> 
             left_out.append((reached, first))
         reached = max(reached, end)
     return SiteSteps(site=history.site, joined=joined, left_out=left_out, since=since)
+
+
+def without_gaps(spans: Iterable[Steps]) -> list[Steps]:
+    """Ascending spans, those joined that touch or overlap; without empty ones.
+
+    >>> without_gaps([(0, 3), (3, 5), (5, 5), (7, 9)])
+    [(0, 5), (7, 9)]
+    """
+    found: list[Steps] = []
+    for first, end in spans:
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif first < end:
+            found.append((first, end))
+    return found

@@ -58,7 +58,7 @@ def plain_rank(config: RunConfig, is_sharded: bool, rank: int, spec: StoreSpec, 
 
 def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     """Trains as one rank of ours and writes down its memory."""
-    from spare_megatron.comm import bucket_sums
+    from spare_megatron.comm import bucket_exchange
     from spare_megatron.mcore import trainer
     from spare_megatron.rank import assembly, rank
     from spare_megatron.rank.train_step import train
@@ -72,7 +72,7 @@ def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
             super().__init__(*parts, **settings)
             trainers.append(self)
 
-    class Staging(bucket_sums.Staging):
+    class Staging(bucket_exchange.Staging):
         def __init__(self, make: Callable[[], Tensor]) -> None:
             super().__init__(lambda: kept(make()))
 

@@ -2,7 +2,7 @@
 
 import time
 
-from spare_megatron.tools.bench.bench_machine import describe_machine
+from spare_megatron.tools.bench.bench import describe_machine
 from spare_megatron.version import commit
 
 _COMMIT = commit(num_digits=7)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer, _Awaited
+from spare_megatron.comm.transfers import Exchange, Share, SharedBackend, Transfer, _Awaited
 
 TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.0005
@@ -105,11 +105,11 @@ def _post_exact(transfer: Transfer, backend: dist.ProcessGroupGloo, buffer: torc
     transfer.follow = lambda: [backend._allgather_base(gathered, summed.float())]
 
 
-def _shares(options: argparse.Namespace, buffer: torch.Tensor, number: int) -> list[BucketShare]:
+def _shares(options: argparse.Namespace, buffer: torch.Tensor, number: int) -> list[Share]:
     parts = buffer[:-EXTRAS].split(-(-options.elements // options.parts))
     owners = [(number * options.parts + part) % options.groups for part in range(len(parts))]
     return [
-        BucketShare(values=values, recipients=tuple((owner + k) % options.groups for k in range(options.redundancy)))
+        (values, tuple((owner + k) % options.groups for k in range(options.redundancy)))
         for values, owner in zip(parts, owners, strict=True)
     ]
 

@@ -1,6 +1,7 @@
-"""Two designs in `state` beside their alternatives: the time that they take, and the memory.
+"""Designs in `state` beside their alternatives: the time that they take, and the memory.
 
 Snapshots: in memory of the node's snapshot server, or in files of /dev/shm that the rank writes, hashes and renames.
+Their redundancy: a second copy, or the parity of several parts.
 Restarts: reading all files of a checkpoint before the decision, divided among the groups, beside loading it once.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -129,6 +131,33 @@ def measure_snapshots(num_bytes: int, rounds: int) -> dict[str, Any]:
     return {**found, "copies_in_both": copies}
 
 
+def measure_parity(num_bytes: int, num_parts: int, rounds: int) -> dict[str, Any]:
+    """Processor seconds of one core: to copy the state, to add its parts up to their parity, and to restore one part
+    from the others. RuntimeError: the part is another one.
+    """
+    state = np.random.default_rng(0).integers(0, 2**63, num_bytes // 8 // num_parts * num_parts)
+    parts, copied = state.reshape(num_parts, -1), np.empty_like(state)
+    parity, restored = np.empty_like(parts[0]), np.empty_like(parts[0])
+    times: dict[str, list[float]] = {"copy_s": [], "parity_s": [], "restore_s": []}
+    for _ in range(rounds + 1):
+        stamps = [time.thread_time()]
+        np.copyto(copied, state)
+        stamps.append(time.thread_time())
+        parity[:] = parts[0]
+        for part in parts[1:]:
+            np.bitwise_xor(parity, part, out=parity)
+        stamps.append(time.thread_time())
+        restored[:] = parity
+        for part in parts[1:]:
+            np.bitwise_xor(restored, part, out=restored)
+        stamps.append(time.thread_time())
+        for name, seconds in zip(times, np.diff(stamps).tolist(), strict=True):
+            times[name].append(seconds)
+    if not (restored == parts[0]).all():
+        raise RuntimeError("the parity does not restore the part")
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}  # memory is new in the first
+
+
 def measure_restart(num_bytes: int, num_files: int, groups: Sequence[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "step-00000001"
@@ -168,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="snapshots that count")
+    parser.add_argument("--parts", type=int, default=7, help="parts of the state that have one parity")
     parser.add_argument("--files", type=int, default=8, help="files of the checkpoint")
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--json", action="store_true")
@@ -175,8 +205,9 @@ def main() -> None:
     num_bytes = options.mib * 2**20
     snapshots = measure_snapshots(num_bytes, options.rounds)
     ratio = snapshots["server"]["hashed_s"] / snapshots["files"]["hashed_s"]
+    parity = measure_parity(num_bytes, options.parts, options.rounds)
     restart = measure_restart(num_bytes, options.files, options.groups)
-    result = {"ratio": ratio, "snapshots": snapshots, "restart": restart} | origin()
+    result = {"ratio": ratio, "snapshots": snapshots, "parity": parity, "restart": restart} | origin()
     if options.json:
         print(json.dumps(result))
         return
@@ -187,6 +218,10 @@ def main() -> None:
             f"(the first {found['first_s']:.2f} s)"
         )
     print(f"memory of both: {snapshots['copies_in_both']:.1f} copies")
+    print(
+        f"one core: a copy {parity['copy_s']:.2f} s, parity of {options.parts} parts {parity['parity_s']:.2f} s, one "
+        f"part from it {parity['restore_s']:.2f} s"
+    )
     shares = ", ".join(f"{spent_s:.2f} s in each of {num}" for num, spent_s in restart["read_s"].items())
     print(f"restart: all groups load in {restart['load_s']:.2f} s; before that they read for {shares} groups")
 

@@ -41,7 +41,7 @@ from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import Fault, FaultKind, FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord
-from spare_megatron.mcore import checked_operations
+from spare_megatron.mcore import pass_checks
 from spare_megatron.mcore.corruption import CORRUPTIONS, NO_FAULT, OperationFaults, site_of
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -322,14 +322,14 @@ def bounds(options: argparse.Namespace, corpus: Path) -> dict[str, Any]:
 def measure_sound(config: RunConfig, num_products: int) -> list[float]:
     """The excess of each product that one rank has checked while it trained; raises RuntimeError after an alarm."""
     found: list[Tensor] = []
-    excess_of = checked_operations._excess_of
+    excess_of = pass_checks._excess_of
 
     def counted(*of_product: Any) -> Tensor:
         found.append(excess_of(*of_product))
         return found[-1]
 
     trainer = GroupTrainer(config, CPU)
-    with mock.patch.object(checked_operations, "_excess_of", counted):
+    with mock.patch.object(pass_checks, "_excess_of", counted):
         step = 0
         while len(found) < num_products:
             trainer.begin_step(step % config.train.steps)

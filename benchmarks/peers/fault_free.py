@@ -75,7 +75,7 @@ def steps_of(way: str, config: RunConfig, folder: Path) -> Steps:
 
 def _ends_of_steps(way: str, config: RunConfig, folder: Path) -> list[float]:
     if way == PLAIN:
-        ends, _ = run_plain(config)
+        ends, _ = run_plain(config, len)
         return ends
     per_step = config.spare.microbatches_per_shard * config.layout.num_groups
     commits = commits_of(_events_of(way, config, folder), per_step)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spare_megatron.cli.check import proof_so_far, way_back
 from spare_megatron.cli.console import LiveView, RunConsole
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.cli.printing import say, say_json
@@ -82,7 +83,6 @@ def _newest_run(folder: Path) -> Path:
 
 
 def _print_run(run_dir: Path, window_s: float, *, as_json: bool) -> None:
-    from spare_megatron.cli.check import proof_so_far
     from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.state.follow import read_run_state
 
@@ -106,7 +106,6 @@ def find_overview(run_dir: Path, run_state: "RunState", now_s: float, window_s: 
 
 
 def _view(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "Overview") -> LiveView:
-    from spare_megatron.cli.check import way_back
     from spare_megatron.cli.run_view import view_of
     from spare_megatron.formats.store_space import usage
 
@@ -177,7 +176,6 @@ def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", overview: "
 
 
 def _watch(run_dir: Path, window_s: float) -> None:
-    from spare_megatron.cli.check import proof_so_far
     from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.state.follow import Follower
     from spare_megatron.journal.state.overview import UNPROVEN

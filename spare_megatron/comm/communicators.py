@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
-from spare_megatron.comm.warm_up import Call, WarmUp, connecting, no_warm_up
+from spare_megatron.comm.nccl import Call, WarmUp, connecting, no_warm_up
+from spare_megatron.comm.transfers import Exchange, SharedBackend, Transfer
 from spare_megatron.config.supported_versions import check_names
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus.device_errors import ends_process
@@ -60,6 +60,7 @@ class _Build:
         return self.thread is None or not self.thread.is_alive()
 
 
+@dataclass(kw_only=True)
 class CrossGroupCommunicator:
     """The cross-group communicator of rank j = `position` of every group, as one rank sees it across rebuilds.
 
@@ -68,30 +69,22 @@ class CrossGroupCommunicator:
     makes the calls after which NCCL has connected everything, for a number of members.
     """
 
-    def __init__(
-        self,
-        *,
-        group: GroupId,
-        position: int,
-        device: torch.device,
-        store: ControlStore,
-        timeout_s: float,
-        ask_interval_s: float,
-        probe: Probe,
-        warm_up: WarmUp = no_warm_up,
-    ) -> None:
-        self._group = group
-        self._position = position
-        self._device = device
-        self._store = store
-        self._timeout = timedelta(seconds=timeout_s)
-        self._ask_interval_s = ask_interval_s
-        self._probe = probe
-        self._warm_up = warm_up
-        self._end_of_work = nccl.EndOfWork(device)
+    group: GroupId
+    position: int
+    device: torch.device
+    store: ControlStore
+    timeout_s: float
+    ask_interval_s: float
+    probe: Probe
+    warm_up: WarmUp = no_warm_up
+
+    def __post_init__(self) -> None:
+        self._timeout = timedelta(seconds=self.timeout_s)
+        self._end_of_work = nccl.EndOfWork(self.device)
         self._connection: SharedBackend | None = None
         self._build: _Build | None = None
-        self._members: tuple[GroupId, ...] = (group,)
+        self.members: tuple[GroupId, ...] = (self.group,)
+        """The groups of the current communicator, ascending."""
         self._num_shares = 0  # posted to this communicator
         self.num_posted_bytes = 0
         """Of all tensors given to communicators for sums or gathers so far; none while this group is alone."""
@@ -108,18 +101,13 @@ class CrossGroupCommunicator:
         self.ready_at_s: float | None = None
         """Monotonic time at which the current attempt had its communicator; None before that."""
 
-    @property
-    def members(self) -> tuple[GroupId, ...]:
-        """The groups of the current communicator, ascending."""
-        return self._members
-
     def start_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Drops the current communicator and starts to build the next one in a thread."""
         self._abandon()
-        self._members, self._num_shares, self._linked = tuple(members), 0, set()
+        self.members, self._num_shares, self._linked = tuple(members), 0, set()
         if self._is_alone:
             return
-        self._rendezvous.append((keys.communicator(key, self._position), list(members).index(self._group)))
+        self._rendezvous.append((keys.communicator(key, self.position), list(members).index(self.group)))
         former = self._rendezvous.popleft() if len(self._rendezvous) > _MAX_RENDEZVOUS else None
         place = *self._rendezvous[-1], former
         build = self._build = _Build()
@@ -129,13 +117,13 @@ class CrossGroupCommunicator:
         """Connects (sender, receiver) pairs before `post_shares` needs them; sums cannot be posted meanwhile.
         Collective over: the members that are in a new pair. On CPUs all pairs are connected.
         """
-        new = [pair for pair in sorted(set(pairs) - self._linked) if self._group in pair and pair[0] != pair[1]]
+        new = [pair for pair in sorted(set(pairs) - self._linked) if self.group in pair and pair[0] != pair[1]]
         self._linked.update(new)
         is_there = self._build is not None or self._connection is not None
-        if self._device.type == "cpu" or not new or not is_there:
+        if self.device.type == "cpu" or not new or not is_there:
             return
-        index = self._members.index
-        call = connecting([(index(sender), index(to)) for sender, to in new], index(self._group), self._device)
+        index = self.members.index
+        call = connecting([(index(sender), index(to)) for sender, to in new], index(self.group), self.device)
         build = self._build or _Build(result=[self._connection] if self._connection is not None else [])
         earlier, self._build, self._connection = build.thread, build, None
         self._run_in_thread(build, lambda: self._extend(build, earlier, call))
@@ -179,16 +167,16 @@ class CrossGroupCommunicator:
         return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
 
     def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
-        """Starts to sum shares of a buffer for their recipients, as in `BucketShare`, and `extras` for all, whose
+        """Starts to sum shares of a buffer for their recipients, as in `transfers.Share`, and `extras` for all, whose
         completion proves that every member has posted the whole buffer. Collective and returns as `post`, with the same
         recipients.
         """
-        index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
+        index, first_tag = self.members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
-        ranked = [BucketShare(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
+        ranked = [(values, tuple(map(index, groups))) for values, groups in shares]
 
         def start(transfer: Transfer, backend: Any) -> None:
-            exchange = Exchange(backend, index(self._group), is_polled=self._device.type != "cpu")
+            exchange = Exchange(backend, index(self.group), is_polled=self.device.type != "cpu")
             exchange.post(transfer, ranked, extras, first_tag)
 
         return self._start([*(values for values, _ in shares), extras], start)
@@ -223,7 +211,7 @@ class CrossGroupCommunicator:
 
     def _begin(self, transfer: Transfer, connection: SharedBackend, start: Callable[[Transfer, Any], None]) -> None:
         with connection.using() as backend:
-            if self._device.type != "cpu":
+            if self.device.type != "cpu":
                 transfer.preceding = nccl.event_now()
             start(transfer, backend)
 
@@ -260,7 +248,7 @@ class CrossGroupCommunicator:
 
     def _pause(self, longest_s: float) -> None:
         first = self._in_flight[0]
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             self._end_of_work.wait(first.works[-1], longest_s)  # its works end in order
         else:
             first.pause(longest_s)
@@ -281,7 +269,7 @@ class CrossGroupCommunicator:
         self._drop_connection()
         return False
 
-    def first_in_flight(self) -> object | None:
+    def first_in_flight(self) -> Transfer | None:
         """The oldest sum in flight, for `abort_sum`; None on CPUs, which abort none. Callable from any thread."""
         return next(iter(self._all_in_flight()), None)
 
@@ -289,9 +277,8 @@ class CrossGroupCommunicator:
         """The oldest sum in flight that is not complete, as far as torch's watchdog knows. Callable from any thread."""
         return next((transfer for transfer in self._all_in_flight() if transfer.is_waiting), None)
 
-    def abort_sum(self, in_flight: object, reason: str = MOVED_ON) -> None:
+    def abort_sum(self, in_flight: Transfer, reason: str = MOVED_ON) -> None:
         """Aborts a sum's communicator; `poll` then counts none of its sums. Callable from any thread; never waits."""
-        assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
         self._abort(in_flight.connection, reason)
 
     @property
@@ -300,29 +287,29 @@ class CrossGroupCommunicator:
         return any(connection.may_break_device for connection in self._aborted)
 
     def _all_in_flight(self) -> list[Transfer]:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return []
         build = self._build
         return [*self._in_flight, *([] if build is None else build.transfers[-1:])]
 
     @property
     def _is_alone(self) -> bool:
-        return len(self._members) == 1
+        return len(self.members) == 1
 
     def _construct(
         self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None
     ) -> SharedBackend | Exception:
         """Runs in the build's thread. Returns the connection, or the exception for the main thread to read."""
         try:
-            store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
-            limit_s = self._timeout.total_seconds()
-            if self._device.type == "cpu":
-                return SharedBackend(dist.ProcessGroupGloo(store, rank, size, self._timeout), self._device, limit_s)
+            store = self.store.rendezvous(name, rank, self.timeout_s, former)
+            if self.device.type == "cpu":
+                gloo = dist.ProcessGroupGloo(store, rank, size, self._timeout)
+                return SharedBackend(gloo, self.device, self.timeout_s)
             backend = nccl.connect(
-                store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
+                store, rank, size, device=self.device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
             )
-            connection = SharedBackend(backend, self._device, limit_s)
-            self._rehearse(build, connection, self._warm_up(size))
+            connection = SharedBackend(backend, self.device, self.timeout_s)
+            self._rehearse(build, connection, self.warm_up(size))
         except Exception as error:  # noqa: BLE001  (handled in the rank's main thread)
             return self._why_failed(error)
         return connection
@@ -349,7 +336,7 @@ class CrossGroupCommunicator:
 
         connection.is_connecting = True
         try:
-            with nccl.own_stream(self._device):
+            with nccl.own_stream(self.device):
                 for call in calls:
                     build.transfers[:] = [transfer := Transfer(connection=connection, tensors=call.tensors)]
                     self._begin(transfer, connection, start(call))
@@ -365,7 +352,7 @@ class CrossGroupCommunicator:
 
     def _why_failed(self, error: Exception) -> Exception:
         """The error without its frames, whose cycle with the build would keep the store open."""
-        if self._device.type != "cpu" and not isinstance(error, nccl.NoLongerWanted):
+        if self.device.type != "cpu" and not isinstance(error, nccl.NoLongerWanted):
             with contextlib.suppress(RuntimeError):
                 gpu.empty_cache()  # NCCL may lack the memory that torch holds; the next attempt builds again
         return error.with_traceback(None)
@@ -402,26 +389,26 @@ class CrossGroupCommunicator:
 
     def _require_device(self, error: Exception) -> None:
         """Raises the error if every later use of the device would fail, too: another communicator would not help."""
-        if self._device.type != "cpu" and ends_process(error):
+        if self.device.type != "cpu" and ends_process(error):
             raise error
 
     def _wait(
         self, is_done: Callable[[], bool], pause: Callable[[float], object], is_decided: Callable[[], bool]
     ) -> bool:
         """Waits for `is_done`; returns False if a newer log entry or the timeout comes first."""
-        longest_s = min(self._ask_interval_s, _PAUSE_S)
-        ask_log_at_s = time.monotonic() + self._ask_interval_s
-        end_s = time.monotonic() + self._timeout.total_seconds()
+        longest_s = min(self.ask_interval_s, _PAUSE_S)
+        ask_log_at_s = time.monotonic() + self.ask_interval_s
+        end_s = time.monotonic() + self.timeout_s
         while not is_done():
             pause(longest_s)
-            self._probe.progress()
+            self.probe.progress()
             if time.monotonic() >= end_s:  # gloo has its own timeout, NCCL's is not visible to a poller
-                self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"
+                self.evidence = f"no end within reduce.timeout_s={self.timeout_s:g}"
                 return False
             if time.monotonic() >= ask_log_at_s:
                 if is_decided():
                     return is_done()
-                ask_log_at_s = time.monotonic() + self._ask_interval_s
+                ask_log_at_s = time.monotonic() + self.ask_interval_s
         return True
 
     def _abandon(self) -> None:
@@ -441,7 +428,7 @@ class CrossGroupCommunicator:
             self._connection = None
 
     def _abort(self, connection: SharedBackend | None, reason: str) -> None:
-        if self._device.type != "cpu" and connection is not None and not connection.end_reason:
+        if self.device.type != "cpu" and connection is not None and not connection.end_reason:
             self._aborted.append(connection)
             connection.abort(reason)
 

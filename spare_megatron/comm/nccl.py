@@ -9,10 +9,10 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def connect(
     timeout: timedelta,
     is_wanted: Callable[[], bool],
 ) -> Any:
-    """Returns a NCCL backend, to be warmed up (`comm.warm_up`); makes `device` current. The members meet at `store`,
+    """Returns a NCCL backend, to be warmed up (`warm_up`); makes `device` current. The members meet at `store`,
     under names never used before, within `timeout`. Collective over: all members. NoLongerWanted: `is_wanted` is False
     then. RuntimeError: a member is late or gone.
     """
@@ -264,3 +264,66 @@ class Abort:
     def _leave(self) -> None:
         say(f"an abort of NCCL has not returned within reduce.timeout_s={self._limit_s:g}", err=True)
         leave(ExitCode.ABORT_HUNG)
+
+
+# ------------------------------------------------------------------------------------------------------------- warm-up
+# NCCL connects an algorithm, by function and number of bytes, and a pair of members in the first call; while members
+# are lost, that would block.
+
+
+class Call(NamedTuple):
+    """A call to a backend, which returns its work, and the tensors that it reads and writes."""
+
+    tensors: Sequence[torch.Tensor]
+    start: Callable[[Any], Any]
+
+
+WarmUp = Callable[[int], Iterable[Call]]
+"""The calls for a number of members, the same on all of them. Collective over: all members."""
+
+
+def no_warm_up(_size: int) -> Iterable[Call]:
+    return ()
+
+
+def warm_up(new_buffer: Callable[[], torch.Tensor], size: int, *, is_stacked: bool) -> Sequence[Call]:
+    """All-reduces of up to the size of a buffer, of the current stream; for stacked state also a reduce and
+    all-gathers.
+    """
+
+    def all_reduce(values: torch.Tensor) -> Call:
+        return Call([values], lambda backend: backend.allreduce([values], dist.AllreduceOptions()))
+
+    def all_gather(received: torch.Tensor, sent: torch.Tensor) -> Call:
+        return Call([received, sent], lambda backend: backend._allgather_base(received, sent))
+
+    buffer = new_buffer()
+    calls = [all_reduce(buffer[:count]) for count in _doubling(len(buffer))]
+    if is_stacked:
+        calls.append(Call([buffer], lambda backend: backend.reduce([buffer[:1]], dist.ReduceOptions())))  # in a ring
+        calls += [all_gather(buffer[: size * n], buffer[-n:]) for n in _doubling(len(buffer) // (size + 1))]
+    return calls
+
+
+def _doubling(largest: int) -> Iterator[int]:
+    """1, 2, 4 and so on, and the largest; nothing if that is 0."""
+    if largest:
+        yield from (1 << exponent for exponent in range((largest - 1).bit_length()))
+        yield largest
+
+
+def connecting(pairs: Sequence[tuple[int, int]], rank: int, device: torch.device) -> Call:
+    """Sends an element in each (sender, receiver) pair, of which the member with index `rank` is one."""
+    sent, received = torch.zeros(1, device=device), torch.zeros(1, device=device)
+
+    def start(backend: Any) -> Any:
+        def post() -> None:
+            for sender, receiver in pairs:
+                if sender == rank:
+                    backend.send([sent], receiver, 0)
+                else:
+                    backend.recv([received], sender, 0)
+
+        return coalesced(backend, device, post)
+
+    return Call([sent, received], start)

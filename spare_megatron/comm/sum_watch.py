@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,22 +18,20 @@ _INTERVAL_S = 0.25
 """A main thread that is not blocked reads the log many times within this interval."""
 
 
+@dataclass
 class SumWatch:
     """The watch thread of one rank with a GPU, with a store connection of its own from `connect`. The log entry after
     `head`, those that the main thread has folded, makes the sums in flight obsolete.
     """
 
-    def __init__(
-        self, communicator: CrossGroupCommunicator, connect: Callable[[], ControlStore], head: Callable[[], int]
-    ) -> None:
-        self._communicator = communicator
-        self._connect = connect
-        self._head = head
-        self._log: DecisionLog | None = None
-        self._last: object | None = None
-        """The oldest sum in flight at the last check."""
-        self._obsolete_at: int | None = None
-        """The head at the last check, if the next entry had been written by then."""
+    communicator: CrossGroupCommunicator
+    connect: Callable[[], ControlStore]
+    head: Callable[[], int]
+    _log: DecisionLog | None = None
+    _last: object | None = None
+    """The oldest sum in flight at the last check."""
+    _obsolete_at: int | None = None
+    """The head at the last check, if the next entry had been written by then."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
@@ -41,19 +40,19 @@ class SumWatch:
         """Aborts the sums in flight if the oldest was obsolete at the previous check too. StoreLost: the store does not
         answer.
         """
-        first, head = self._communicator.first_in_flight(), self._head()
+        first, head = self.communicator.first_in_flight(), self.head()
         is_same, self._last = first is not None and first is self._last, first
         was_obsolete_at, self._obsolete_at = self._obsolete_at, None
         if not is_same or not self._is_written(head):
             return
         if was_obsolete_at == head:
             assert first is not None
-            self._communicator.abort_sum(first)
+            self.communicator.abort_sum(first)
         else:
             self._obsolete_at = head
 
     def _is_written(self, index: int) -> bool:
-        self._log = self._log or DecisionLog(self._connect())
+        self._log = self._log or DecisionLog(self.connect())
         return self._log.has(index)
 
     def _run(self) -> None:
@@ -65,47 +64,40 @@ class SumWatch:
             return  # the main thread notices this itself
 
 
+@dataclass
 class WaitWatch:
     """Calls `on_waiting` every `pause_s` while the device waits for other members: the oldest sum in flight is not
     complete, but all work before it is. Ends a sum after `timeout_s`. The sums of a rank that hangs complete, which
     tells it from those that it keeps waiting.
     """
 
-    def __init__(
-        self,
-        communicator: CrossGroupCommunicator,
-        on_waiting: Callable[[], None],
-        *,
-        pause_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._communicator = communicator
-        self._on_waiting = on_waiting
-        self._pause_s = pause_s
-        self._timeout_s = timeout_s
-        self._begun: Transfer | None = None
-        """The sum in flight that began last."""
-        self._since_s = 0.0
+    communicator: CrossGroupCommunicator
+    on_waiting: Callable[[], None]
+    pause_s: float
+    timeout_s: float
+    _begun: Transfer | None = None
+    """The sum in flight that began last."""
+    _since_s: float = 0.0
 
     def start(self, device: torch.device) -> None:
         threading.Thread(target=self._run, args=(device,), name="wait-watch", daemon=True).start()
 
     def poll(self, now_s: float) -> None:
         """Waits until the oldest sum in flight has begun, if that has not been seen; reports one that has."""
-        first = self._communicator.first_waiting()
+        first = self.communicator.first_waiting()
         if first is None:
             self._begun = None
         elif first is not self._begun:
             with contextlib.suppress(RuntimeError):  # the main thread raises it
                 first.preceding.synchronize()
                 self._begun, self._since_s = first, now_s
-        elif now_s - self._since_s < self._timeout_s:
-            self._on_waiting()
+        elif now_s - self._since_s < self.timeout_s:
+            self.on_waiting()
         else:
-            self._communicator.abort_sum(first, f"no end within reduce.timeout_s={self._timeout_s:g}")
+            self.communicator.abort_sum(first, f"no end within reduce.timeout_s={self.timeout_s:g}")
 
     def _run(self, device: torch.device) -> None:
         gpu.set_device(device)  # of this thread: CUDA would otherwise open a context on device 0
         while True:
-            time.sleep(self._pause_s)
+            time.sleep(self.pause_s)
             self.poll(time.monotonic())

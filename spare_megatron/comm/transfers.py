@@ -12,15 +12,9 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketShare:
-    """A range of a buffer, summed in place over all members; undefined afterwards on those that do not receive it.
-    `recipients`: member indices, first the one that sends the sum to the others; empty means all.
-    """
-
-    values: torch.Tensor
-    recipients: tuple[int, ...] = ()
+Share = tuple[torch.Tensor, Sequence[int]]
+"""A range of a buffer, summed in place over all members, and its recipients: member indices, first the one that sends
+the sum to the others; empty means all. It is undefined afterwards on those that do not receive it."""
 
 
 class SharedBackend:
@@ -84,14 +78,6 @@ class SharedBackend:
         else:
             work.wait()
 
-    def may_write(self, works: Sequence[Any]) -> bool:
-        """Whether some work has not ended and may still write its tensors."""
-        return self.is_ending or not all(work.is_completed() for work in works)
-
-    def is_waiting(self, works: Sequence[Any]) -> bool:
-        """Whether some work has not ended, a little late; NCCL only. Never blocks, and may be called by any thread."""
-        return self.is_ending if self.end_reason else not all(nccl.has_result(work) for work in works)
-
 
 @dataclass(slots=True)
 class Transfer:
@@ -144,12 +130,18 @@ class Transfer:
     @property
     def may_write(self) -> bool:
         """Whether some work has not ended and may still write its tensors."""
-        return self.connection is not None and self.connection.may_write(self.works)
+        if self.connection is None:
+            return False
+        return self.connection.is_ending or not all(work.is_completed() for work in self.works)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some work has not ended, as `SharedBackend.is_waiting`."""
-        return self.connection is not None and self.connection.is_waiting(self.works)
+        """Whether some work has not ended, a little late; NCCL only. Never blocks, and may be called by any thread."""
+        if self.connection is None:
+            return False
+        if self.connection.end_reason:
+            return self.connection.is_ending
+        return not all(nccl.has_result(work) for work in self.works)
 
 
 class Exchange:
@@ -162,7 +154,7 @@ class Exchange:
         self._rank = rank
         self._is_polled = is_polled
 
-    def post(self, transfer: Transfer, shares: Sequence[BucketShare], extras: torch.Tensor, first_tag: int) -> None:
+    def post(self, transfer: Transfer, shares: Sequence[Share], extras: torch.Tensor, first_tag: int) -> None:
         """Starts to sum the shares for their recipients, and `extras` for all members, each with a tag equal on all:
         buffers may complete in different orders. NCCL's stream keeps the order; with gloo a sum is forwarded once it is
         here.
@@ -175,26 +167,26 @@ class Exchange:
             transfer.works = self._sums(shares, extras)
             transfer.follow = lambda: self._copies(shares, first_tag)
 
-    def _sums(self, shares: Sequence[BucketShare], extras: torch.Tensor) -> list[Any]:
+    def _sums(self, shares: Sequence[Share], extras: torch.Tensor) -> list[Any]:
         works = []
-        for share in shares:
-            if share.recipients:
+        for values, recipients in shares:
+            if recipients:
                 options = dist.ReduceOptions()
-                options.rootRank, options.rootTensor = share.recipients[0], 0
-                works.append(self._backend.reduce([share.values], options))
+                options.rootRank, options.rootTensor = recipients[0], 0
+                works.append(self._backend.reduce([values], options))
             else:
-                works.append(self._backend.allreduce([share.values], dist.AllreduceOptions()))
+                works.append(self._backend.allreduce([values], dist.AllreduceOptions()))
         # Its completion proves that all members have posted this buffer; a sum that only others receive does not.
         works.append(self._backend.allreduce([extras], dist.AllreduceOptions()))
         return works
 
-    def _copies(self, shares: Sequence[BucketShare], first_tag: int) -> list[Any]:
+    def _copies(self, shares: Sequence[Share], first_tag: int) -> list[Any]:
         """Forwards each sum from its first recipient to the others."""
         sent = [
-            (share.values, share.recipients[0], other, tag)
-            for tag, share in enumerate(shares, first_tag)
-            for other in share.recipients[1:]
-            if self._rank in (share.recipients[0], other)
+            (values, recipients[0], other, tag)
+            for tag, (values, recipients) in enumerate(shares, first_tag)
+            for other in recipients[1:]
+            if self._rank in (recipients[0], other)
         ]
         if not sent:
             return []

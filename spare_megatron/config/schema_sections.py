@@ -139,6 +139,9 @@ class CheckpointConfig:
     """When to save: at a fixed interval, or at the optimal one for the measured save, restart and loss times."""
     group_life_s: PositiveFloat = 1e6
     """Mean seconds until a given group is lost, assumed before the first loss; for cadence = optimal."""
+    group_absence_s: PositiveFloat | None = None
+    """Mean seconds until a lost group is back, assumed before the first return; without it none is expected before. For
+    cadence = optimal."""
     interval_steps: PositiveInt | None = None
     """Steps between checkpoints; without this and `interval_s` none is taken until the run is asked to end."""
     interval_s: PositiveFloat | None = None

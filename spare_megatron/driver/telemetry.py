@@ -28,7 +28,6 @@ from spare_megatron.observe.metrics import (
     Value,
     WandbSink,
 )
-from spare_megatron.observe.prometheus import PrometheusSink
 from spare_megatron.process import reports
 from spare_megatron.process.processes import report_held
 from spare_megatron.stacking.layout import GroupId, Member
@@ -129,6 +128,8 @@ def open_sinks(
 
     sinks: list[MetricsSink] = [JsonlSink(run_dir, report_held(on_event))]
     if (port := metrics.prometheus_port) is not None:
+        from spare_megatron.observe.prometheus import PrometheusSink  # whose package is optional
+
         try:
             sinks.append(PrometheusSink(run_dir, config.name, metrics.prometheus_address, port))
         except OSError as error:  # taken since it was tried

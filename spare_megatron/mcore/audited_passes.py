@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spare_megatron.core.audits.audits import Boundary
+from spare_megatron.mcore.gradients.digests import words_of
 from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
 from spare_megatron.mcore.held_slabs import HeldSlab
 from spare_megatron.mcore.model.model import Chunk
@@ -42,7 +43,7 @@ _Place = tuple[str, int]
 
 def digest64(tensor: Tensor, salt: int = 0) -> Tensor:
     """Digest of a tensor's bytes as an int64 on its device. Other salts give unrelated digests."""
-    words = _words(tensor)
+    words = words_of(tensor.detach().contiguous().view(-1).view(torch.uint8))
     if tensor.device.type == "cpu":  # NumPy starts an operation in a tenth of the time that torch takes
         found = _mixed_blocks(words.numpy(), _multipliers(), _CPU_PIECE_BLOCKS, np.concatenate, np.arange, salt)
         return torch.from_numpy(found.sum(keepdims=True)).view(()) + salt
@@ -52,15 +53,6 @@ def digest64(tensor: Tensor, salt: int = 0) -> Tensor:
         return torch.arange(first, end, device=tensor.device)
 
     return _mixed_blocks(words, multipliers, _DEVICE_PIECE_BLOCKS, torch.cat, count, salt).sum() + salt
-
-
-def _words(tensor: Tensor) -> Tensor:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    elif data.storage_offset() % 4:
-        data = data.clone()
-    return data.view(torch.int32)
 
 
 def _mixed_blocks(

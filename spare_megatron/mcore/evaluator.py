@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,64 +41,52 @@ class EvaluationData:
     def set_of(self, unit: Microbatch) -> str:
         return self._names[unit.index // self._per_set]
 
-    def has_any_of(self, unit: Microbatch) -> bool:
-        return self.has(self._first_of(unit))
-
     def item(self, microbatch: Numbered) -> Item:
         """The microbatch, or padding in its place that keeps the lanes of a row together."""
         if self.has(microbatch):
             return Item(microbatch)
-        return Item(self._first_of(microbatch.unit), is_padding=True)
+        return Item(self.first_of(microbatch.unit), is_padding=True)
 
     def has(self, microbatch: Numbered) -> bool:
-        return self._windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch.unit)])
+        return self.windows_of(microbatch).stop <= len(self._sets[self.set_of(microbatch.unit)])
 
     def microbatch(self, microbatch: Numbered) -> dict[str, Tensor]:
         """As `Corpus.microbatch`."""
         windows = self._sets[self.set_of(microbatch.unit)]
-        samples = [windows.sample(number) for number in self._windows_of(microbatch)]
+        samples = [windows.sample(number) for number in self.windows_of(microbatch)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
-    def first_window(self, microbatch: Numbered) -> int:
-        return self._windows_of(microbatch).start
-
-    def _first_of(self, unit: Microbatch) -> Numbered:
+    def first_of(self, unit: Microbatch) -> Numbered:
         return Numbered(unit, (unit.shard * self.units_per_shard + unit.index) * self._row_size)
 
-    def _windows_of(self, microbatch: Numbered) -> range:
+    def windows_of(self, microbatch: Numbered) -> range:
         shard, index = microbatch.unit
         in_row = microbatch.number % self._row_size
         first = (((index % self._per_set) * self._num_shards + shard) * self._row_size + in_row) * self._size
         return range(first, first + self._size)
 
 
+@dataclass
 class Evaluator:
     """Computes microbatches of the validation sets and adds up their losses; changes no gradient, generator or
     schedule.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        chunks: Sequence[Chunk],
-        groups: GroupCollection,
-        pipeline: Pipeline,
-        program: Program,
-        terms: LossTerms,
-        device: torch.device,
-        probe: Probe,
-    ) -> None:
+    config: RunConfig
+    chunks: Sequence[Chunk]
+    groups: GroupCollection
+    pipeline: Pipeline
+    program: Program
+    terms: LossTerms
+    device: torch.device
+    probe: Probe
+
+    def __post_init__(self) -> None:
         """Opens the validation sets. Raises ValueError as `ValidationWindows` does."""
-        self._config = config
-        self._chunks = chunks
-        self._groups = groups
-        self._pipeline = pipeline
-        self._terms = terms
-        self._probe = probe
         # A program may draw numbers in evaluation mode, too.
-        self._passes = ForwardPasses(config, program, groups, device, probe, is_random=bool(config.program.file))
-        self._data = EvaluationData(config, validation_sets(config))
+        is_random = bool(self.config.program.file)
+        self._passes = ForwardPasses(self.config, self.program, self.groups, self.device, self.probe, is_random)
+        self._data = EvaluationData(self.config, validation_sets(self.config))
         self._no_tokens = torch.tensor(0, dtype=torch.int)  # the schedule adds it up, but nothing uses the total
         self._step = 0
         self._seen: list[Numbered] = []
@@ -113,33 +102,33 @@ class Evaluator:
         """Adds the losses of this lane's share of `work` to `sums`; returns the work. Collective over: all ranks of the
         group. Raises RuntimeError if the schedule runs another share.
         """
-        present = [unit for unit in work if self._data.has_any_of(unit)]
-        share = share_in_lane(present, self._groups, self._config, self._data.units_per_shard)
+        present = [unit for unit in work if self._data.has(self._data.first_of(unit))]
+        share = share_in_lane(present, self.groups, self.config, self._data.units_per_shard)
         items = [self._data.item(microbatch) for microbatch in share]
         asked = [item.microbatch for item in items if not item.is_padding]
         self._seen.clear()
         self._losses.clear()
-        is_training = [chunk.module.training for chunk in self._chunks]
-        for chunk in self._chunks:
+        is_training = [chunk.module.training for chunk in self.chunks]
+        for chunk in self.chunks:
             chunk.module.eval()
         try:
             with torch.no_grad():
-                self._pipeline.run(items, self._forward, is_forward_only=True)
+                self.pipeline.run(items, self._forward, is_forward_only=True)
         finally:
-            for chunk, was_training in zip(self._chunks, is_training, strict=True):
+            for chunk, was_training in zip(self.chunks, is_training, strict=True):
                 chunk.module.train(was_training)
         if sorted(self._seen) != sorted(asked):
             raise RuntimeError(f"an evaluation ran {self._seen} where {asked} was asked for")
-        sums = [SetSum(name, in_fixed_point(float(loss)), int(num)) for name, loss, num in self._losses]
+        sums = [SetSum(name, _exact(float(loss)), int(num)) for name, loss, num in self._losses]
         self.sums = added([self.sums, sums])
         return work
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
-        self._probe(FaultPoint.EVALUATION)
-        if chunk is self._chunks[0] and not item.is_padding:
+        self.probe(FaultPoint.EVALUATION)
+        if chunk is self.chunks[0] and not item.is_padding:
             self._seen.append(item.microbatch)
         one = item.microbatch
-        first, read = self._data.first_window(one), partial(self._data.microbatch, one)
+        first, read = self._data.windows_of(one).start, partial(self._data.microbatch, one)
         output, terms = self._passes.run(chunk, self._step, one.number, first, read)
         if chunk.is_last:
             output = self._add(item, terms)
@@ -148,15 +137,10 @@ class Evaluator:
     def _add(self, item: Item, terms: Terms) -> Tensor:
         """Keeps the loss of a microbatch, which it returns."""
         if not item.is_padding:
-            loss = self._terms.whole_sum(terms), self._terms.whole_count(terms)
+            loss = self.terms.whole_sum(terms), self.terms.whole_count(terms)
             self._losses.append((self._data.set_of(item.microbatch.unit), *loss))
         return terms[LOSS][0]
 
 
-def in_fixed_point(loss: float) -> int | None:
-    """The loss as `SetSum` has it.
-
-    >>> in_fixed_point(1.5), in_fixed_point(math.inf)
-    (6442450944, None)
-    """
+def _exact(loss: float) -> int | None:
     return round(math.ldexp(loss, FRACTION_BITS)) if math.isfinite(loss) else None

@@ -45,9 +45,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from spare_megatron.formats.codec import encode
+from spare_megatron.mcore.gradients.flat_gradients import is_divided_expert
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import OWN
-from spare_megatron.mcore.gradients.tied_parameters import is_divided_expert
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer

@@ -23,9 +23,9 @@ from spare_megatron.mcore.audited_passes import AuditedPasses
 from spare_megatron.mcore.evaluator import Evaluator
 from spare_megatron.mcore.gradients.checksums import squares_in_fp64
 from spare_megatron.mcore.gradients.digests import TensorsDigest, prepare_digests
+from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, is_divided_expert, sum_inside_group
 from spare_megatron.mcore.gradients.host_copies import HostCopies
 from spare_megatron.mcore.gradients.partitions import GradientPart, StatePartitions, gradient_parts, whole_parameters
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, sum_inside_group
 from spare_megatron.mcore.group_checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.held_slabs import HeldSlab, held_slabs
 from spare_megatron.mcore.loss_terms import LossTerms

@@ -5,16 +5,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from spare_megatron.journal.records import SaveOutcome
 from spare_megatron.journal.state.follow import Follower
 from spare_megatron.journal.state.run_state import GroupStatus, RunState
 from spare_megatron.journal.step_values import KINDS
 from spare_megatron.observe.metrics import Value
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
 
 _GROWING = ("fault/groups_lost", "fault/groups_rejoined", "fault/restarts")
 """Metrics that only grow while a driver lives."""
@@ -33,8 +33,6 @@ class PrometheusSink:
     """
 
     def __init__(self, run_dir: Path, run_name: str, address: str, port: int) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
-
         self._run_dir, self._run_name = run_dir, run_name
         self._follower: Follower | None = None
         self._lock, self._following = threading.Lock(), threading.Lock()
@@ -58,7 +56,7 @@ class PrometheusSink:
         self._thread.join()
         self._server.server_close()
 
-    def collect(self) -> "Iterator[Metric]":
+    def collect(self) -> Iterator[Metric]:
         """The metrics of now, for prometheus_client, which may ask in several threads."""
         with self._lock:  # which `write` waits for
             found = [*_of_values(self._values), *_of_saves(self._saves)]
@@ -67,9 +65,7 @@ class PrometheusSink:
                 self._follower = Follower(self._run_dir)
             return iter([*found, *self._of_state(self._follower.poll())])
 
-    def _of_state(self, run_state: RunState) -> "Iterator[Metric]":
-        from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
-
+    def _of_state(self, run_state: RunState) -> Iterator[Metric]:
         run, groups = run_state.run, run_state.groups()
         if run is None:
             return
@@ -98,9 +94,7 @@ def name_of(key: str) -> tuple[str, dict[str, str]]:
     return f"spare_{spelled}", {}
 
 
-def _of_values(values: Mapping[str, float]) -> "Iterator[Metric]":
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
+def _of_values(values: Mapping[str, float]) -> Iterator[Metric]:
     families: dict[str, Metric] = {}
     for key, value in values.items():
         name, labels = name_of(key)
@@ -111,9 +105,7 @@ def _of_values(values: Mapping[str, float]) -> "Iterator[Metric]":
     yield from families.values()
 
 
-def _of_saves(saves: Mapping[str, int]) -> "Iterator[Metric]":
-    from prometheus_client.metrics_core import CounterMetricFamily
-
+def _of_saves(saves: Mapping[str, int]) -> Iterator[Metric]:
     family = CounterMetricFamily("spare_ckpt_saves", "Saves of checkpoints that have ended.", labels=["outcome"])
     for outcome in get_args(SaveOutcome):
         family.add_metric([outcome], saves.get(outcome, 0))

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.bucket_exchange import BucketExchange, BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.nccl import warm_up
 from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.comm.sum_watch import SumWatch, WaitWatch
-from spare_megatron.comm.warm_up import warm_up
 from spare_megatron.config.training.audits_and_evaluations import audit_policy
 from spare_megatron.core.controller.controller import Controller
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
@@ -35,7 +34,7 @@ from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
 from spare_megatron.rank.sync import Sites
 from spare_megatron.rank.train_step import Components
-from spare_megatron.stacking.layout import GroupId, PartitionId
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import hosted_by
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights
@@ -46,9 +45,8 @@ from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.stacked.stacked_state import StackedState
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_transfer import StateTransfer
+from spare_megatron.state.transfer.state_transfer import StateSource, StateTransfer
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.store.interface import ControlStore
@@ -104,7 +102,7 @@ class Assembly:
         # A restarted group has no state: it copies or loads its state partitions.
         check_weights(config.checkpoint)
         begins = not spec.incarnation and not config.checkpoint.load
-        hosted = _hosted_at_first(spec, self._controller) if begins else ()
+        hosted = hosted_by(self._controller.state_hosts, spec.member) if begins else ()
         trainer = GroupTrainer(spec.own_config, self._device, self._probe, hosted=hosted, slabs=config.slabs)
         if audit_policy(config) is not None:
             check_same_device(self._device, spec.group, self._store)
@@ -198,7 +196,7 @@ class Assembly:
         if optimizer is None:
             pairs = zip(ctx.trainer.slabs, ctx.communicators, strict=True)
             return OptimizerState(ctx.trainer, [BucketSums(slab.gradients, one) for slab, one in pairs])
-        hosted = () if ctx.spec.incarnation else _hosted_at_first(ctx.spec, ctx.controller)
+        hosted = () if ctx.spec.incarnation else hosted_by(ctx.controller.state_hosts, ctx.member)
         [staging] = self._staging
         return StackedState(ctx, optimizer, staging, hosted)
 
@@ -211,8 +209,3 @@ class Assembly:
         for slab in ctx.trainer.slabs:
             ctx.store.put(keys.piece_server(ctx.member, slab.position), str(server.address))
         return source
-
-
-def _hosted_at_first(spec: RankSpec, controller: Controller) -> tuple[PartitionId, ...]:
-    """The state partitions that the group holds at the start of the run."""
-    return hosted_by(controller.state_hosts, spec.member)

@@ -1,7 +1,7 @@
 """Saves and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint, SaveDispute, TakeSnapshot
 from spare_megatron.core.log.entries import SaveEnd
@@ -15,65 +15,57 @@ from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.state.transfer.state_digests import StateDigests
 
 
+@dataclass(frozen=True, slots=True)
 class GroupSaves:
     """Carries out SaveCheckpoint, RefuseCheckpoint, SaveDispute and TakeSnapshot on one rank, if configured."""
 
-    def __init__(
-        self,
-        ctx: RankContext,
-        *,
-        saver: Saver,
-        dispute_saver: Saver | None,
-        snapshotter: Snapshotter | None,
-        digests: StateDigests,
-    ) -> None:
-        self._ctx = ctx
-        self._saver = saver
-        self._dispute_saver = dispute_saver
-        self._snapshotter = snapshotter
-        self._digests = digests
+    ctx: RankContext
+    saver: Saver
+    dispute_saver: Saver | None
+    snapshotter: Snapshotter | None
+    digests: StateDigests
 
     def save(self, action: SaveCheckpoint) -> None:
         """Starts a checkpoint, if this group has a part in it. Collective over: all ranks of the group."""
-        member = self._ctx.member
-        self._digests.check_saved(action.step)
+        member = self.ctx.member
+        self.digests.check_saved(action.step)
         if action.cadence is not None and action.member == member:
             record = CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence))
-            self._ctx.write_if_leader(record)
-        self._saver.save(action)
+            self.ctx.write_if_leader(record)
+        self.saver.save(action)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
-        self._saver.refuse(action)
+        self.saver.refuse(action)
 
     def save_dispute(self, action: SaveDispute) -> None:
         """Has the state before the step compared, and saves its parameters in turn. Collective over: all ranks of the
         group.
         """
-        assert self._dispute_saver is not None, "only a run with audits has disputes"
-        if self._ctx.progress.lacks_params:
-            self._digests.is_wanted = True
+        assert self.dispute_saver is not None, "only a run with audits has disputes"
+        if self.ctx.progress.lacks_params:
+            self.digests.is_wanted = True
             return
         # Earlier digests may be from before the fault.
-        self._digests.check(action.step)
-        if action.member == self._ctx.member:
-            self._dispute_saver.save_weights(action)
+        self.digests.check(action.step)
+        if action.member == self.ctx.member:
+            self.dispute_saver.save_weights(action)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
-        assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.start_copy(action)
+        assert self.snapshotter is not None, "only a run that takes snapshots asks for one"
+        self.snapshotter.start_copy(action)
 
     def resume_postponed(self, step: int) -> None:
         """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
-        self._saver.start_postponed(step)
-        if self._snapshotter is not None:
-            self._snapshotter.start_postponed()
+        self.saver.start_postponed(step)
+        if self.snapshotter is not None:
+            self.snapshotter.start_postponed()
 
     def await_copies(self, step: int) -> None:
         """Waits until the update that makes `step` committed steps may change the state."""
-        self._saver.await_copy()
-        if self._snapshotter is not None:
-            self._snapshotter.await_copy(step)
+        self.saver.await_copy()
+        if self.snapshotter is not None:
+            self.snapshotter.await_copy(step)
 
     def settle(self) -> None:
         """Waits until no copy of the state is made any more."""
@@ -83,26 +75,26 @@ class GroupSaves:
         """Waits until nothing is written or copied any more, within the time limits of both. Saves alone what cannot be
         saved otherwise because the store is lost.
         """
-        if self._snapshotter is not None:
-            self._snapshotter.finish()
-        unsaved = self._saver.finish()
-        if unsaved is not None and self._ctx.member.group not in self._ctx.controller.stages:
-            save_alone(self._ctx, replace(unsaved, member=self._ctx.member))
-        if self._dispute_saver is not None:
-            self._dispute_saver.finish()
+        if self.snapshotter is not None:
+            self.snapshotter.finish()
+        unsaved = self.saver.finish()
+        if unsaved is not None and self.ctx.member.group not in self.ctx.controller.stages:
+            save_alone(self.ctx, replace(unsaved, member=self.ctx.member))
+        if self.dispute_saver is not None:
+            self.dispute_saver.finish()
 
     def report_finished(self) -> None:
         """Journals and reports the saves and snapshots that have ended since the last call."""
-        for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
-            self._ctx.journal.write(snapshot)  # every holder: no other group may keep this rank position
-        disputes = [] if self._dispute_saver is None else self._dispute_saver.take_finished()
-        for record in (*disputes, *self._saver.take_finished()):
-            self._ctx.write_if_leader(record)
+        for snapshot in self.snapshotter.take_finished() if self.snapshotter is not None else ():
+            self.ctx.journal.write(snapshot)  # every holder: no other group may keep this rank position
+        disputes = [] if self.dispute_saver is None else self.dispute_saver.take_finished()
+        for record in (*disputes, *self.saver.take_finished()):
+            self.ctx.write_if_leader(record)
             if isinstance(record, DisputeRecord):
                 continue
-            if self._ctx.agreement.is_leader:
-                self._ctx.send(record)
-            self._ctx.progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
+            if self.ctx.agreement.is_leader:
+                self.ctx.send(record)
+            self.ctx.progress.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
 
 def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:

@@ -10,13 +10,8 @@ from spare_megatron.formats.output import real_paths
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import Member
 from spare_megatron.state.rank_context import RankContext
-
-_TURN_S = 2.0
-
-_POLL_S = 0.05
-
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the announcements of all groups from the store."""
+from spare_megatron.store.decision_log import poll_interval_s
+from spare_megatron.voting.agreement import TURN_S
 
 _SEARCH_AGAIN_S = 1.0
 """A checkpoint folder that cannot be read may be back after this time."""
@@ -28,7 +23,7 @@ class RestartSearch:
     def __init__(self, ctx: RankContext, loader: RestartLoader) -> None:
         self._ctx = ctx
         self._loader = loader
-        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(ctx.groups))
+        self._pause_s = poll_interval_s(len(ctx.groups))
         self._since_s = self._searched_at_s = 0.0
         self._own = RestartState(member=ctx.member, candidates=())
         self._announced: RestartState | None = None
@@ -49,7 +44,7 @@ class RestartSearch:
 
     def seek(self, index: int) -> None:
         """Works on the restart for some seconds, until the entry at the index is written."""
-        end_s = time.monotonic() + _TURN_S
+        end_s = time.monotonic() + TURN_S
         while time.monotonic() < end_s and not self._ctx.agreement.is_written(index):
             if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
                 self._search()

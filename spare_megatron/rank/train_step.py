@@ -35,9 +35,8 @@ from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.rank.sync import Sites
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.state.rank_context import RankContext, StepUnderWay
-from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
-from spare_megatron.state.transfer.state_transfer import StateTransfer, admit
+from spare_megatron.state.transfer.state_transfer import StateSource, StateTransfer, admit
 from spare_megatron.voting.agreement import Fenced, GroupOpinion, RankOutcome
 from spare_megatron.voting.log_follower import Stop
 from spare_megatron.voting.voting import plain_vote

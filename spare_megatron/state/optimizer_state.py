@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from spare_megatron.comm.bucket_sums import BucketSums
+from spare_megatron.comm.bucket_exchange import BucketSums
 from spare_megatron.core.log.actions import GatherParams, StartRepairs, TakeSnapshot, UpdateModel
 from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.formats.pieces import Piece

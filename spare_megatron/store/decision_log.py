@@ -17,8 +17,7 @@ from spare_megatron.store.interface import ControlStore, StoreTimeout, lost_key,
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
 """Over all ranks of a run, two keys each: half of what the embedded store's server answers with one processor."""
-
-
+_POLL_S, _POLL_S_PER_GROUP = 0.05, 0.001
 _CHECK_S = 2.0
 """Longest time for which a process relies on entries that it has seen."""
 
@@ -179,6 +178,11 @@ class DecisionLog:
             self.store, [keys.votes(attempt, writer) for writer in writers], list[tuple[str, list[Member]]]
         )
         return {voter: vote for casts in found for vote, voters in casts or () for voter in voters}
+
+
+def poll_interval_s(num_groups: int) -> float:
+    """Seconds between looks of a waiting leader at keys of all groups: every leader reads those of all others."""
+    return max(_POLL_S, _POLL_S_PER_GROUP * num_groups)
 
 
 def ask_interval_s(num_ranks: int) -> float:

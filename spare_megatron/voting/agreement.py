@@ -27,8 +27,9 @@ from spare_megatron.voting.fencing import fence, fences
 
 T = TypeVar("T")
 
+TURN_S = 2.0
+"""How long the other ranks of a group wait at most for their leader, which polls the store."""
 _POLL_S = 0.05
-
 _LENGTH_BYTES = 8
 _FIRST_BYTES = 1016
 """Bytes of text that the first message of a broadcast holds; most entries need no second one."""
@@ -101,6 +102,7 @@ class GroupOpinion:
         return any(bucket is not None for bucket in self.wrong_sums)
 
 
+@dataclass
 class GroupAgreement:
     """One rank's part in its group's agreement. Collective methods raise `GroupBroken` if another rank is gone.
     `ranks`: for CPU tensors, with a timeout beyond decision_timeout_s, the longest wait for an entry. `may_come_back`:
@@ -108,35 +110,25 @@ class GroupAgreement:
     `stages`: of the group, None if it has the whole pipeline.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        ranks: dist.ProcessGroup,
-        log: DecisionLog,
-        decision_timeout_s: float,
-        may_come_back: Sequence[GroupId] = (),
-        fan_in: int = 1,
-        *,
-        num_positions: int,
-        stages: int | None = None,
-    ) -> None:
-        self.member = member
-        self._stages = stages
-        self._may_come_back = tuple(may_come_back)
-        self._fan_in = fan_in
+    member: Member
+    ranks: dist.ProcessGroup
+    log: DecisionLog
+    decision_timeout_s: float
+    may_come_back: Sequence[GroupId] = ()
+    fan_in: int = 1
+    num_positions: int = field(kw_only=True)
+    stages: int | None = None
+
+    def __post_init__(self) -> None:
         self._voters: Sequence[Member] = ()
-        self._blocks = Blocks((), fan_in)
-        self._ranks = ranks
-        self._log = log
-        self._decision_timeout_s = decision_timeout_s
-        self._num_positions = num_positions
-        self._is_alone = ranks.size() == 1
-        self.is_leader = ranks.rank() == 0
+        self._blocks = Blocks((), self.fan_in)
+        self._is_alone = self.ranks.size() == 1
+        self.is_leader = self.ranks.rank() == 0
         self._appended = (-1, "")  # index and text of the entry that the log holds where this rank wrote last
 
     def is_written(self, index: int) -> bool:
         """Whether the log entry is written; this rank alone asks the store."""
-        return self._log.has(index)
+        return self.log.has(index)
 
     def poll_entry(self, index: int, timeout_s: float) -> bool:
         """Whether the log entry is written within this time; this rank alone asks the store, now and then."""
@@ -147,13 +139,11 @@ class GroupAgreement:
 
     def report_broken(self, index: int, cause: str) -> str:
         """Marks the collective preceding entry `index` as failed unless that is written; the first mark's cause."""
-        return (
-            cause if self.is_written(index) else self._log.report_broken(index, f"group {self.member.group}: {cause}")
-        )
+        return cause if self.is_written(index) else self.log.report_broken(index, f"group {self.member.group}: {cause}")
 
     def is_over(self, index: int) -> bool:
         """Whether the entry at the index is written, or any rank has marked the collective preceding it as failed."""
-        return self.is_written(index) or self._log.is_broken(index)
+        return self.is_written(index) or self.log.is_broken(index)
 
     def highest(self, value: int) -> int:
         """Maximum of the ranks' values. Collective over: all ranks of the group."""
@@ -169,13 +159,13 @@ class GroupAgreement:
         unknown = (-math.inf, -math.inf)
         sums = (outcome.loss, *outcome.terms)
         known = [value for one in sums for value in one or unknown]  # a float64 counts tokens up to 2^53
-        complete, wrong = [0.0] * self._num_positions, [0.0] * self._num_positions
+        complete, wrong = [0.0] * self.num_positions, [0.0] * self.num_positions
         for position, number in outcome.num_complete.items():
             complete[position] = float(number)
         for position, bucket in outcome.wrong_sums.items():
             wrong[position] = bucket + 1.0
-        compute_s = [0.0] * self._ranks.size()
-        compute_s[self._ranks.rank()] = outcome.compute_s
+        compute_s = [0.0] * self.ranks.size()
+        compute_s[self.ranks.rank()] = outcome.compute_s
         flags = [float(outcome.finding), *map(float, (outcome.ends, outcome.has_suspects, bool(outcome.wrong_numbers)))]
         own = [float(not outcome.is_complete), work, -work, *flags, outcome.pace_s]
         parts = [own, complete, compute_s, wrong, outcome.memory, known]
@@ -214,8 +204,8 @@ class GroupAgreement:
         """The ranks' values in rank order. Collective over: all ranks of the group."""
         if self._is_alone:
             return [value]
-        values: list[Any] = [None] * self._ranks.size()
-        self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
+        values: list[Any] = [None] * self.ranks.size()
+        self._collective(lambda: dist.all_gather_object(values, value, group=self.ranks))
         return values
 
     def combine_digests(self, digests: Mapping[int, Sequence[str]]) -> list[str]:
@@ -224,7 +214,7 @@ class GroupAgreement:
         """
         own = {position: bytes.fromhex("".join(of_slab)) for position, of_slab in digests.items()}
         num_bytes = len(next(iter(own.values())))
-        table = torch.zeros(self._num_positions, num_bytes, dtype=torch.uint8)
+        table = torch.zeros(self.num_positions, num_bytes, dtype=torch.uint8)
         for position, row in own.items():
             table[position] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         self._reduce(table, dist.ReduceOp.MAX)
@@ -236,7 +226,7 @@ class GroupAgreement:
     def blocks(self, voters: Sequence[Member]) -> Blocks:
         """The voters by block; cached while the same `voters` object is passed."""
         if voters is not self._voters:
-            self._voters, self._blocks = voters, Blocks(voters, self._fan_in)
+            self._voters, self._blocks = voters, Blocks(voters, self.fan_in)
         return self._blocks
 
     def cast(
@@ -245,16 +235,16 @@ class GroupAgreement:
         """Leader: casts encoded votes, also those that it relays; votes on the attempts in `forget` are no longer read.
         Returns all votes if the last one may be among them, for the leader to decide.
         """
-        num_votes = self._log.cast(attempt, self.member, votes, forget)
+        num_votes = self.log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
     def num_votes(self, attempt: int) -> int:
         """Leader: votes cast so far, repeated casts included; never too low."""
-        return self._log.num_votes(attempt)
+        return self.log.num_votes(attempt)
 
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
         """Leader: the votes that these voters have cast so far, and the groups that wait to be admitted."""
-        votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
+        votes = self.log.votes(attempt, voters, self.blocks(voters).relays)
         decoded = {text: decode(text, Vote) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
         waiting, stages = self.waiting(voters)
@@ -265,8 +255,8 @@ class GroupAgreement:
         stages of those that have fewer than the whole pipeline.
         """
         present = {voter.group for voter in voters}
-        absent = [group for group in self._may_come_back if group not in present]
-        read = read_values(self._log.store, [keys.waiting(group) for group in absent], Announcement)
+        absent = [group for group in self.may_come_back if group not in present]
+        read = read_values(self.log.store, [keys.waiting(group) for group in absent], Announcement)
         found = [(group, one) for group, one in zip(absent, read, strict=True) if one is not None]
         waiting = tuple(Member(group, one.incarnation) for group, one in found)
         return waiting, {group: one.stages for group, one in found if one.stages is not None}
@@ -275,31 +265,31 @@ class GroupAgreement:
 
     def is_at_end(self, index: int) -> bool:
         """Whether the entry at the index is not written yet. Collective over: all ranks of the group."""
-        mine = torch.tensor([int(self.is_leader and not self._log.read(index, 1))])
+        mine = torch.tensor([int(self.is_leader and not self.log.read(index, 1))])
         self._send_from_leader(mine)
         return bool(mine)
 
     def announce(self) -> None:
         """On the leader, announces that the group is up and waits to be admitted."""
         if self.is_leader:
-            announced = Announcement(self.member.incarnation, self._stages)
-            write_value(self._log.store, keys.waiting(self.member.group), announced)
+            announced = Announcement(self.member.incarnation, self.stages)
+            write_value(self.log.store, keys.waiting(self.member.group), announced)
 
     def announce_restart(self, waiting: RestartState) -> None:
         """Leader: announces that the group waits for the restart, and what state it can restart from."""
-        announced = replace(waiting, stages=self._stages)
-        write_value(self._log.store, keys.restart(waiting.member.group), set_fields(announced))
+        announced = replace(waiting, stages=self.stages)
+        write_value(self.log.store, keys.restart(waiting.member.group), set_fields(announced))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""
-        found = read_values(self._log.store, [keys.restart(group) for group in groups], RestartState)
+        found = read_values(self.log.store, [keys.restart(group) for group in groups], RestartState)
         return tuple(state for state in found if state is not None)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the member; this rank alone asks the store."""
         index = from_index
-        while self._log.has(index):
-            if fences(self._log.wait(index, self._decision_timeout_s), other):
+        while self.log.has(index):
+            if fences(self.log.wait(index, self.decision_timeout_s), other):
                 return True
             index += 1
         return False
@@ -307,23 +297,23 @@ class GroupAgreement:
     def publish_digest(self, index: int, digest: str) -> None:
         """On the leader, publishes the digest of the group's parameters as of this entry, for newcomers."""
         if self.is_leader:
-            write_value(self._log.store, keys.digest(index, self.member.group), digest)
+            write_value(self.log.store, keys.digest(index, self.member.group), digest)
 
     def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
-        return read_values(self._log.store, [keys.digest(index, group) for group in groups], str)
+        return read_values(self.log.store, [keys.digest(index, group) for group in groups], str)
 
     def append(self, index: int, entry: Entry) -> None:
         """Writes the entry if the index is free; `await_entry` then has the entry stored there without asking."""
-        self._appended = (index, self._log.append(index, encode_entry(entry)))
+        self._appended = (index, self.log.append(index, encode_entry(entry)))
 
     def fence(self, member: Member, reason: str, from_index: int) -> int:
         """Leader: makes sure that the log fences the member; returns the index of an entry that does."""
-        return fence(self._log, member, reason, from_index)
+        return fence(self.log, member, reason, from_index)
 
     def await_entry(self, index: int) -> str:
         """Leader: the encoded entry, as soon as it is written. Raises StoreTimeout after the decision timeout."""
         appended_at, text = self._appended
-        return text if index == appended_at else self._log.wait(index, self._decision_timeout_s)
+        return text if index == appended_at else self.log.wait(index, self.decision_timeout_s)
 
     def read_entry(self, index: int, text: str = "") -> Entry:
         """The entry at the index, as soon as it is written; `text`: the leader's text of it, if it has one already.
@@ -331,16 +321,16 @@ class GroupAgreement:
         timeout.
         """
         text = self._broadcast((text or self.await_entry(index)) if self.is_leader else "")
-        self._log.note(index, text)  # every rank finds out by itself that the store has lost it
+        self.log.note(index, text)  # every rank finds out by itself that the store has lost it
         return decode_entry(text)
 
     def read_entries(self, index: int) -> list[Entry]:
         """Likewise, with entries already written after it. Collective as `read_entry`."""
-        texts = self._log.read(index) if self.is_leader else []
+        texts = self.log.read(index) if self.is_leader else []
         if self.is_leader and not texts:
             texts = [self.await_entry(index)]
         texts = self._broadcast("\n".join(texts)).split("\n")
-        self._log.note(index + len(texts) - 1, texts[-1])
+        self.log.note(index + len(texts) - 1, texts[-1])
         return [decode_entry(text) for text in texts]
 
     def _broadcast(self, text: str) -> str:
@@ -361,11 +351,11 @@ class GroupAgreement:
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if not self._is_alone:
-            self._collective(lambda: dist.all_reduce(values, op=op, group=self._ranks))
+            self._collective(lambda: dist.all_reduce(values, op=op, group=self.ranks))
 
     def _send_from_leader(self, values: torch.Tensor) -> None:
         if not self._is_alone:
-            self._collective(lambda: dist.broadcast(values, group=self._ranks, group_src=0))
+            self._collective(lambda: dist.broadcast(values, group=self.ranks, group_src=0))
 
     def _collective(self, run: Callable[[], object]) -> None:
         try:

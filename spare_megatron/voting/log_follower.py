@@ -49,6 +49,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             interval_s=checkpoint.interval_s,
             interval_steps=checkpoint.interval_steps,
             group_life_s=checkpoint.group_life_s if checkpoint.cadence == "optimal" else None,
+            group_absence_s=checkpoint.group_absence_s,
             saves_last=checkpoint.is_wanted,
         ),
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,

@@ -4,6 +4,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from spare_megatron.formats.frames import Address, ConnectionBroken, Frame, FrameKind, Inbox, connect, send_at_once
 from spare_megatron.stacking.layout import Member
@@ -12,27 +13,28 @@ RETRY_ATTEMPTS = 100
 """A relay that is unreachable or does not pass entries on is not used for this many attempts."""
 
 
+@dataclass
 class RelayLink:
     """A member's connection to its current relay, opened with the first vote and again when the relay changes. `find`:
     the address that a relay has published. Waits `timeout_s` at most from the sending of a vote.
     """
 
-    def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
-        self._member = member
-        self._find = find
-        self._timeout_s = timeout_s
-        self._relay: Member | None = None
-        self._connection: socket.socket | None = None
-        self._inbox, self._token = Inbox(""), ""
-        self._retry_at = 0  # number of an attempt
-        self._entries: dict[int, str] = {}
-        self._last_entry = -1
-        self._waited_for = -1  # index of an entry that did not come in time
-        self._end_s = 0.0
+    member: Member
+    find: Callable[[Member], Address | None]
+    timeout_s: float
+    _relay: Member | None = None
+    _connection: socket.socket | None = None
+    _inbox: Inbox = field(default_factory=lambda: Inbox(""))
+    _token: str = ""
+    _retry_at: int = 0  # number of an attempt
+    _entries: dict[int, str] = field(default_factory=dict)
+    _last_entry: int = -1
+    _waited_for: int = -1  # index of an entry that did not come in time
+    _end_s: float = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
         """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately."""
-        self._end_s = time.monotonic() + self._timeout_s
+        self._end_s = time.monotonic() + self.timeout_s
         if relay != self._relay:
             self.close()
             self._relay, self._retry_at = relay, 0
@@ -46,7 +48,7 @@ class RelayLink:
             if self._last_entry < self._waited_for:
                 raise ConnectionBroken("it has not passed an entry on")
             if not is_closed:
-                frame = Frame(FrameKind.VOTE, attempt, self._member, vote.encode())
+                frame = Frame(FrameKind.VOTE, attempt, self.member, vote.encode())
                 send_at_once(connection, frame.packed(self._token))
         except ConnectionBroken:
             self._give_up(attempt + RETRY_ATTEMPTS)
@@ -75,10 +77,10 @@ class RelayLink:
         self._give_up(0)
 
     def _connect(self, relay: Member) -> socket.socket:
-        address = self._find(relay)
+        address = self.find(relay)
         if address is None:
             raise ConnectionBroken("it has published no address")
-        connection = connect(address, self._timeout_s)
+        connection = connect(address, self.timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._inbox, self._token = connection, Inbox(address.token), address.token
         return connection

@@ -24,8 +24,9 @@ from spare_megatron.mcore.model.probe import Probe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.store import keys
+from spare_megatron.store.decision_log import poll_interval_s
 from spare_megatron.store.interface import ControlStore, StoreTimeout, read_values, write_value
-from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.agreement import TURN_S, GroupAgreement
 from spare_megatron.voting.relay_link import RelayLink
 from spare_megatron.voting.vote_relay import VoteRelay
 
@@ -33,11 +34,6 @@ COLLECT_INTERVALS = 1 / 8
 """How long a relay waits for the votes of its block, in heartbeat intervals."""
 FALLBACK_INTERVALS = 1 / 4
 """How long the others of the block wait for the relay, in heartbeat intervals."""
-_TURN_S = 2.0
-"""How long the other ranks of a group wait at most for their leader, which polls the store in a pause."""
-_POLL_S = 0.05
-_POLL_S_PER_GROUP = 0.001
-"""Every leader reads the announcements of all absent groups."""
 
 Attempt = (
     actions.AttemptReduce
@@ -168,8 +164,7 @@ class Voting:
 
     def poll_hosts(self, action: actions.AwaitHosts) -> HostsRead:
         """Leader: waits, some seconds at most, for the next log entry or for a further group that waits."""
-        end_s = time.monotonic() + _TURN_S
-        interval_s = max(_POLL_S, _POLL_S_PER_GROUP * len(action.voters))
+        end_s, interval_s = time.monotonic() + TURN_S, poll_interval_s(len(action.voters))
         while True:
             waiting, stages = self.agreement.waiting(action.voters)
             groups = {member.group for member in waiting}

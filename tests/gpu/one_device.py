@@ -44,7 +44,7 @@ from spare_megatron.state.snapshot import mapped_files
 from spare_megatron.state.snapshot.mapped_files import MappedFiles
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_transfer import StateSource
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
 from tests.integration.mcore_state_group import hand_over
 from tests.search_path import put_checkout_first

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.comm.warm_up import warm_up
+from spare_megatron.comm.nccl import warm_up
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId

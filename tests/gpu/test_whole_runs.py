@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.machine.gpus import visible_gpus
+from spare_megatron.tools.bench.bench_throughput import memory_of
 from spare_megatron.tools.bench.plain_megatron import run_plain
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
 
@@ -65,7 +67,7 @@ def test_a_group_alone_trains_on_one_gpu(text_corpus: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_plain_megatron_trains_beside_it(text_corpus: Path, device: Any) -> None:
     config = alert_config(text_corpus, LayoutConfig(num_groups=1), cluster=ClusterConfig(device=device), **MODEL)
-    ends, memory = run_plain(config)
+    ends, memory = run_plain(config, partial(memory_of, is_gpu=device == "gpu"))
     assert len(ends) == config.train.steps
     assert (memory.device_bytes > 0) == (device == "gpu")
 

@@ -18,9 +18,9 @@ from spare_megatron.mcore.gradients.flat_gradients import (
     flat_parameters,
     scatter_ranges,
     segments,
+    sum_inside_group,
 )
 from spare_megatron.mcore.gradients.host_copies import HostCopies
-from spare_megatron.mcore.gradients.tied_parameters import sum_inside_group
 from spare_megatron.mcore.group_checkpoint import AnyOptimizer, GroupState, load_checkpoint
 from spare_megatron.mcore.model import cpu
 from spare_megatron.mcore.model.model import Chunk, build_chunks

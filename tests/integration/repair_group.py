@@ -17,7 +17,7 @@ from spare_megatron.stacking.layout import GroupId, Member, PartitionId
 from spare_megatron.stacking.state_partitions import Repair
 from spare_megatron.state.stacked.partition_copier import PartitionRepairs, partition_contents
 from spare_megatron.state.transfer.piece_server import PieceServer, Source
-from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_transfer import StateSource
 from tests.integration.mcore_group import CPU
 from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated

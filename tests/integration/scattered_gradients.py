@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
-from spare_megatron.mcore.gradients.tied_parameters import needed_everywhere
+from spare_megatron.mcore.gradients.flat_gradients import flat_parameters, needed_everywhere
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import CPU, agreed_loss, all_work
 from tests.integration.stacked_groups import stacked

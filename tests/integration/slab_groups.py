@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.bucket_exchange import BucketExchange, BucketSums, Staging
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.comm.slab_exchanges import SlabExchanges
 from spare_megatron.config.schema import RunConfig

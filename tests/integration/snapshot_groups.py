@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.bucket_exchange import Staging
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import TakeSnapshot
 from spare_megatron.core.log.events import HeldPartition

@@ -233,7 +233,8 @@ def state_bytes(config: RunConfig) -> tuple[int, int, list[int]]:
     tensors = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values() if tensor.ndim]
     main = [named.parameter.main_param for named in whole_state.parameters_named() if config.model.precision == "bf16"]
     size = sum(tensor.nbytes for tensor in (*tensors, *main))
-    return sum(map(torch.numel, parameters)), size, [stacked(trainer).state_bytes for trainer in trainers]
+    hosted = [stacked(trainer).whole_partitions().values() for trainer in trainers]
+    return sum(map(torch.numel, parameters)), size, [sum(state.nbytes for state in states) for states in hosted]
 
 
 def zero_bytes(config: RunConfig) -> int:

@@ -3,19 +3,23 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.audit_groups import Case, Played, PlayedGroups
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig, SpareConfig
 from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.core.audits.audits import combined_digest, first_difference
 from spare_megatron.mcore import audited_passes
 from spare_megatron.mcore.audited_passes import digest64
+from spare_megatron.mcore.gradients.digests import words_of
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import audited_group
-from tests.integration.mcore_group import run_group
+from tests.integration.mcore_group import run_group, run_ranks
+from tests.integration.whole_run import tiny_config
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -113,7 +117,7 @@ def test_digests_see_every_bit_and_every_exchange() -> None:
 def test_numpy_and_torch_compute_the_same_digest(num_values: int, salt: int) -> None:
     """Those of groups on CPUs and on GPUs are never compared, but what holds for one has to hold for both."""
     values = torch.randn(num_values, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    words, multipliers = audited_passes._words(values), audited_passes._multipliers_on(values.device)
+    words, multipliers = words_of(values.view(torch.uint8)), audited_passes._multipliers_on(values.device)
     blocks = audited_passes._mixed_blocks(words, multipliers, 2, torch.cat, torch.arange, salt)
     assert int(digest64(values, salt)) == int(blocks.sum() + salt)
 
@@ -131,3 +135,22 @@ def _flip_a_weight(trainer: Any) -> None:
     weight = next(p for name, p in chunk.named_parameters() if name.endswith("linear_fc1.weight"))
     with torch.no_grad():
         weight.view(-1)[3] += 1.0
+
+
+STEPS = 12
+
+
+def play(config: RunConfig, case: Case | None) -> Played:
+    return PlayedGroups(config, seed=5).through_losses(0, STEPS, Random(5), case)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["", "drift"])
+def test_steps_through_losses_show_a_dispute_exactly_if_a_layer_drifts(text_corpus: Path, kind: str) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=4), redundancy=3, mode="reproducible", steps=STEPS)
+    prepare_index(config)
+    case = Case(step=0, group=2, rank=0, kind=kind, bit=0) if kind else None
+    (played,) = run_ranks(1, play, config, case, timeout_s=60.0)
+    assert (played.num_steps, played.num_losses > 0, played.num_compared > 0) == (STEPS, True, True)
+    assert played.num_disputes == 0 if case is None else played.num_disputes > 0
+    assert {int(fence.group) for fence in played.fences} == ({2} if case else set())

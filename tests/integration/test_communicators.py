@@ -134,15 +134,15 @@ def test_a_build_that_fails_at_once_ends_the_wait_of_its_rank_with_the_error_and
 ) -> None:
     store = dist.HashStore()
     short, other = (_Rank(store, group, PATIENCE_S) for group in (0, 1))
-    works = short.communicator._store
-    short.communicator._store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
+    works = short.communicator.store
+    short.communicator.store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
     short.communicator.start_build(1, [GroupId(0), GroupId(1)])
     assert not short.communicator.connect(lambda: False)
     assert (short.communicator.error, short.communicator.evidence) == (NO_FILES, f"rebuild: {NO_FILES}")
     other.communicator.start_build(1, [GroupId(0), GroupId(1)])
     assert not other.communicator.connect(lambda: True), "it learns that from the log"
     assert other.communicator.find_error() is None
-    short.communicator._store = works
+    short.communicator.store = works
     for rank in (short, other):
         rank.communicator.start_attempt()
         rank.communicator.start_build(2, [GroupId(0), GroupId(1)])
@@ -152,7 +152,7 @@ def test_a_build_that_fails_at_once_ends_the_wait_of_its_rank_with_the_error_and
 
 def test_a_rank_that_gives_up_for_others_finds_that_its_own_build_has_failed_too() -> None:
     rank = _Rank(dist.HashStore(), 0, PATIENCE_S)
-    rank.communicator._store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
+    rank.communicator.store = SimpleNamespace(rendezvous=short_of_files)  # type: ignore[assignment]
     rank.communicator.start_build(1, [GroupId(0), GroupId(1)])
     assert not rank.communicator.connect(lambda: True)
     assert rank.communicator.find_error() is NO_FILES

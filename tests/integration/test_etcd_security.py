@@ -1,8 +1,10 @@
-"""etcd with TLS, client certificates and users: who may come in, and what never shows."""
+"""etcd with TLS, client certificates and users, also a job's own: who may come in, and what never shows."""
 
 import dataclasses
+import os
 import ssl
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +12,14 @@ import pytest
 import trustme
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig
+from spare_megatron.driver.slurm import etcd
 from spare_megatron.store.etcd_gateway import EtcdGateway, StoreRefused, encoded
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.open_store import etcd_spec
 from spare_megatron.store.spec import Credentials, EtcdStoreSpec
-from tests.integration.etcd_cluster import EtcdCluster, ServerTls, ask, running_cluster
+from tests.integration.etcd_cluster import EtcdCluster, ServerTls, ask, ports_for_members, running_cluster
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
-
-pytestmark = pytest.mark.timeout(120)
 
 USER, PASSWORD, OTHER_PASSWORD = "trainer", "correct-horse-battery", "wrong-horse-battery"
 ROOT = Credentials(user="root", password="root-of-the-test")
@@ -90,6 +91,7 @@ def write_secret(path: Path, text: str, mode: int = 0o600) -> None:
     path.chmod(mode)
 
 
+@pytest.mark.timeout(120)
 def test_a_client_with_certificate_and_password_reads_writes_and_waits(secure: SecureCluster) -> None:
     store = EtcdControlStore(secure.spec)
     assert not store.exists("log/0")
@@ -100,6 +102,7 @@ def test_a_client_with_certificate_and_password_reads_writes_and_waits(secure: S
     assert store.get(["beat/0"]) == ["alive"]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -139,6 +142,7 @@ def test_a_stranger_can_neither_read_nor_write(secure: SecureCluster, change: di
     assert EtcdControlStore(secure.spec).get(["secret", "log/7"]) == ["value", None]
 
 
+@pytest.mark.timeout(120)
 def test_without_tls_no_client_is_answered(secure: SecureCluster) -> None:
     plain = tuple(endpoint.replace("https", "http") for endpoint in secure.cluster.endpoints)
     spec = dataclasses.replace(secure.spec, endpoints=plain, credentials=None, timeout_s=1.0)
@@ -146,6 +150,7 @@ def test_without_tls_no_client_is_answered(secure: SecureCluster) -> None:
         EtcdControlStore(spec).get(["secret"])
 
 
+@pytest.mark.timeout(120)
 def test_a_client_goes_on_when_its_token_is_no_longer_valid(secure: SecureCluster) -> None:
     store = EtcdControlStore(secure.spec)
     store.put("key", "value")
@@ -154,6 +159,7 @@ def test_a_client_goes_on_when_its_token_is_no_longer_valid(secure: SecureCluste
     assert not store.exists("log/9")
 
 
+@pytest.mark.timeout(120)
 def test_a_run_with_users_and_tls_shows_no_password_anywhere(
     secure: SecureCluster, text_corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,3 +177,63 @@ def test_a_run_with_users_and_tls_shows_no_password_anywhere(
 def _store_settings(control: ControlConfig) -> dict[str, object]:
     names = ("store", "endpoints", "ca_file", "cert_file", "key_file", "credentials_file", "store_timeout_s")
     return {name: getattr(control, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def of_the_job(etcd_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdStoreSpec, Path]]:
+    """Its three members are processes of this machine instead of steps on three nodes."""
+    folder = tmp_path_factory.mktemp("job") / "etcd"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{etcd_binary.parent}:{os.environ['PATH']}")
+        patch.setattr(etcd, "address_of", lambda _: "127.0.0.1")
+        patch.setattr(etcd, "step_command", lambda _name, _node, command: command)
+        patch.setattr(etcd, "_END_S", 0.2)  # members without a step around them do not end when they are asked to
+        with etcd.etcd_of_the_job(
+            ["n1", "n2", "n3"], ControlConfig(store="etcd"), ports_for_members(), "token", folder
+        ) as control:
+            yield etcd_spec(control, "run", {}), folder
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.alone
+def test_its_own_processes_read_and_write_through_every_member(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
+    spec, _ = of_the_job
+    assert len(spec.endpoints) == 3
+    for i, endpoint in enumerate(spec.endpoints):
+        store = EtcdControlStore(dataclasses.replace(spec, endpoints=(endpoint,)))
+        assert store.put_if_absent(f"log/{i}", "entry") == "entry"
+        assert store.get([f"log/{i}"]) == ["entry"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.alone
+@pytest.mark.parametrize("who", ["no user", "stranger", "in the clear"])
+def test_a_stranger_to_the_job_can_neither_read_nor_write(
+    of_the_job: tuple[EtcdStoreSpec, Path], tmp_path: Path, who: str
+) -> None:
+    spec, _ = of_the_job
+    EtcdControlStore(spec).put("secret", "value")
+    store = EtcdControlStore(dataclasses.replace(spec, timeout_s=1.0, **_means_of(who, spec.endpoints, tmp_path)))
+    for attempt in (lambda: store.get(["secret"]), lambda: store.put("secret", "falsified")):
+        with pytest.raises(StoreLost):
+            attempt()
+    assert EtcdControlStore(spec).get(["secret"]) == ["value"]
+
+
+def _means_of(who: str, endpoints: Sequence[str], folder: Path) -> dict[str, object]:
+    if who == "stranger":
+        write_certificate(trustme.CA().issue_cert("trainer.test"), folder, "stranger")
+        return {"cert_file": str(folder / "stranger.pem"), "key_file": str(folder / "stranger.key")}
+    if who == "no user":
+        return {"cert_file": "", "key_file": ""}
+    return {"endpoints": tuple(endpoint.replace("https", "http") for endpoint in endpoints)}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.alone
+def test_only_the_owner_can_read_the_keys_and_no_one_can_sign_more(of_the_job: tuple[EtcdStoreSpec, Path]) -> None:
+    _, folder = of_the_job
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    keys = sorted(path for path in folder.iterdir() if b"PRIVATE KEY" in path.read_bytes())
+    assert [path.name for path in keys] == ["client.key", "member.key"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}

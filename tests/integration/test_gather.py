@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.bucket_exchange import Staging
 from spare_megatron.comm.communicators import MOVED_ON
 from spare_megatron.core.log.actions import GatherParams
 from spare_megatron.core.log.bucket_window import MAX_STAGED

@@ -38,7 +38,7 @@ NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
     "reorder": ("--states 3 --sequences 1 --most-groups 200", {"coverage", "times"}),
     "report": ("--steps 50 --chromium=", {"processor_s", "page_bytes"}),
     "scatter": ("--groups 2 --elements 1000 --parts 2 --rounds 2", {"ratio", "median_s"}),
-    "state_alternatives": ("--mib 1 --rounds 1 --files 2 --groups 1 2", {"ratio", "snapshots", "restart"}),
+    "state_alternatives": ("--mib 1 --rounds 1 --files 2 --groups 1 2", {"ratio", "snapshots", "parity", "restart"}),
     "state_wipe_outs": ("--groups 200 --hosts 2 --steps 3", {"ratio", "rows"}),
 }
 """Arguments, and keys that the result has beside where it comes from. None of these trains."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spare_megatron.comm.bucket_exchange import BucketExchange
-from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.bucket_exchange import BucketExchange, BucketSums, Staging
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.faults.points import FaultPoint

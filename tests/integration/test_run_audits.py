@@ -1,10 +1,13 @@
-"""Groups that compute wrongly without losing precision: audits find them before the step is committed."""
+"""Groups that compute wrongly: found by audits, by suspect losses, and by their own checks."""
 
 import json
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.loader import dump_run_config, load_run_config
-from spare_megatron.config.schema import AuditConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import AuditConfig, ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.config.schema_sections import SnapshotConfig
+from spare_megatron.core.audits.suspects import LEAST_STEPS
+from spare_megatron.driver.run import start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.proofs.audit_history import UndoneSteps
 from spare_megatron.journal.records import (
@@ -22,17 +27,21 @@ from spare_megatron.journal.records import (
     ContributionRecord,
     DisputeRecord,
     FaultRecord,
+    PlacesRecord,
     RestartRecord,
+    SuspicionRecord,
     UpdateRecord,
+    VoteRecord,
 )
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank, train_step
 from spare_megatron.state.checkpoint.audited_checkpoints import go_back_to_audited
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from spare_megatron.state.checkpoint.start_checkpoint import resumed
 from spare_megatron.state.checkpoint.verification import read_manifest, refusal_of
 from tests.integration.fault_free import FaultFreeRuns
-from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, tiny_config
-
-pytestmark = pytest.mark.timeout(300)
+from tests.integration.suspect_rank import Spoiled, suspect_ranks
+from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, read_run, tiny_config
 
 AUDITED = 2
 """The first step with audits."""
@@ -49,6 +58,7 @@ def finished(config: RunConfig, run_dir: Path) -> Run:
     return run
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_experts", [None, 4], ids=["dense", "experts"])
 def test_a_lane_that_drifts_is_found_in_the_step(text_corpus: Path, tmp_path: Path, num_experts: int | None) -> None:
     """Whichever lane it is; the lanes that divide experts compute rows together, and the one that is wrong is named."""
@@ -71,6 +81,7 @@ def test_a_lane_that_drifts_is_found_in_the_step(text_corpus: Path, tmp_path: Pa
     assert differing == {1}
 
 
+@pytest.mark.timeout(300)
 def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_run(
     text_corpus: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +126,7 @@ def test_a_layer_that_drifts_is_found_in_the_step_and_leaves_the_bits_of_a_calm_
     machines_of_a_group_replay_the_same(tmp_path / "run", found)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_lanes", [1, 2], ids=["one lane", "state divided over lanes"])
 def test_steps_that_a_group_has_spoiled_are_undone_and_computed_again(
     text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns, num_lanes: int
@@ -149,6 +161,7 @@ def test_steps_that_a_group_has_spoiled_are_undone_and_computed_again(
     assert "goes back to the snapshot" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
 
 
+@pytest.mark.timeout(300)
 def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_nothing_had_been_wrong(
     text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
 ) -> None:
@@ -235,3 +248,124 @@ def machines_of_a_group_replay_the_same(run_dir: Path, found: dict[str, Any]) ->
     host = socket.gethostname()
     machines = [{"node": node, "host": host} for node in (4, 5)]
     assert json.loads(asked_for.stdout) == {**found, "group": 2, "machines": machines}
+
+
+UNUSUAL = Spoiled(step=LEAST_STEPS, shard=0)
+FLEETING = Spoiled(step=LEAST_STEPS + 1, shard=1, group=1, is_transient=True)
+LASTING = Spoiled(step=LEAST_STEPS + 2, shard=2, group=2)
+
+
+def finished_with_suspects(corpus: Path, run_dir: Path, *spoiled: Spoiled, every_steps: int) -> Run:
+    layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
+    config = tiny_config(corpus, layout, steps=LEAST_STEPS + 4, mode="reproducible")
+    reduce = replace(config.reduce, bucket_mib=0.05)
+    config = replace(config, audit=AuditConfig(every_steps=every_steps), reduce=reduce)
+    start_run(config, run_dir, lambda _: None, rank_main=suspect_ranks(*spoiled))
+    run = read_run(config, run_dir, ())
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    return run
+
+
+@pytest.mark.timeout(180)
+def test_suspects_are_computed_again_and_only_those_of_wrong_groups_cost_a_group(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Unusual data stay, and the step keeps its sum; a group with a wrong loss is fenced before the commit."""
+    calm = finished_with_suspects(text_corpus, tmp_path / "calm", UNUSUAL, every_steps=0)
+    assert [entry["entry"] for entry in entries_of(calm.journal)] == ["commit"] * (LEAST_STEPS + 4)
+    [suspect] = calm.journal.of(SuspicionRecord)
+    assert (suspect.step, suspect.shard, suspect.group) == (UNUSUAL.step, UNUSUAL.shard, 0)
+
+    run = finished_with_suspects(text_corpus, tmp_path / "run", UNUSUAL, FLEETING, LASTING, every_steps=99)
+    entries = [entry for entry in entries_of(run.journal) if entry["entry"] != "commit"]
+    assert [(entry["entry"], entry.get("step")) for entry in entries] == [
+        ("retry", UNUSUAL.step),
+        *[("retry", FLEETING.step), ("fence", None), ("retry", FLEETING.step)],
+        *[("retry", LASTING.step)] * 2,
+        *[("fence", None), ("retry", LASTING.step)],
+    ]
+    unusual, fleeting, contradicts, anew, lasting, third, outvoted, again = entries
+    assert all(number > 0 for number in unusual["kept"])
+    assert (unusual["disputes"][0]["asked"], not unusual.get("recompute")) == ([1, 0], True)
+    assert (contradicts["group"], "it contradicts itself" in contradicts["reason"]) == (1, True)
+    assert (outvoted["group"], contradicts["discard"], outvoted["discard"]) == (2, True, True)
+    assert "agree on other values; first wrong at stage 1, forward pass, rank 1" in outvoted["reason"]
+    assert (anew["recompute"], again["recompute"], third["disputes"][0]["asked"]) == (True, True, [3])
+    assert fleeting["disputes"][0]["statements"][0][0] == 1
+    assert lasting["disputes"][0]["statements"][0][0] == 2
+
+    assert losses_of(run.journal) == losses_of(calm.journal)
+    assert run.summary.params_sha256 == calm.summary.params_sha256
+    asked_for = CliRunner().invoke(app, ["audit", str(tmp_path / "run"), "--json"])
+    found = json.loads(asked_for.output)
+    assert [(one["group"], one["step"]) for one in found["culprits"]] == [(1, FLEETING.step), (2, LASTING.step)]
+    assert {(one["step"], one["shard"]) for one in found["mismatches"]} == {(LASTING.step, LASTING.shard)}
+    suspects = {(one["step"], one["shard"], one["is_data"], bool(one["samples"])) for one in found["suspects"]}
+    assert suspects == {
+        (UNUSUAL.step, UNUSUAL.shard, True, True),
+        (FLEETING.step, FLEETING.shard, False, True),
+        (LASTING.step, LASTING.shard, False, True),
+    }
+
+
+STEP = 1
+TEXT = "the product of layer 1"
+
+
+def run_finding_rank(found: Mapping[tuple[int, int], str], spec: RankSpec, reports: Connection) -> None:
+    """In step `STEP` these ranks (group, rank) have found something."""
+    text, outcome_of = found.get((spec.group, spec.rank), ""), train_step._outcome
+
+    def outcome(ctx: Any, parts: Any, action: Any) -> Any:
+        return replace(outcome_of(ctx, parts, action), wrong_numbers=text if action.step == STEP else "")
+
+    train_step._outcome = outcome
+    rank.run_rank(spec, reports)
+
+
+def run_with(corpus: Path, run_dir: Path, found: Mapping[tuple[int, int], str]) -> Run:
+    """Three groups of two machines each."""
+    config = tiny_config(
+        corpus,
+        LayoutConfig(num_groups=3, pipeline_parallel=2),
+        mode="reproducible",
+        cluster=ClusterConfig(device="cpu", num_nodes=6),
+    )
+    config = replace(config, audit=AuditConfig(every_steps=99))
+    start_run(config, run_dir, lambda _: None, rank_main=partial(run_finding_rank, found))
+    return read_run(config, run_dir, ())
+
+
+@pytest.mark.timeout(180)
+def test_a_group_that_finds_itself_wrong_is_fenced_with_its_machine_and_no_bit_changes(
+    text_corpus: Path, tmp_path: Path, fault_free: FaultFreeRuns
+) -> None:
+    run = run_with(text_corpus, tmp_path / "run", {(1, 1): TEXT})
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    fence, again = [entry for entry in entries_of(run.journal) if entry["entry"] != "commit"]
+    assert fence["reason"] == f"its own checks found wrong numbers: rank 1: {TEXT}"
+    assert (fence["group"], fence["discard"], fence["is_outvoted"], fence["wrong_positions"]) == (1, True, True, [1])
+    assert (again["step"], again["recompute"], again["disputes"]) == (STEP, True, [])
+    [evidence] = [vote.evidence for vote in run.journal.of(VoteRecord) if vote.evidence]
+    assert evidence == f"own checks found wrong numbers: rank 1: {TEXT}"
+    quarantined = [one for record in run.journal.of(PlacesRecord) for one in record.quarantined]
+    assert {(machine, cause) for machine, cause, _ in quarantined} == {(3, "outvoted")}
+    assert run.journal.of(DisputeRecord) == []
+    calm = fault_free(run.config)
+    assert losses_of(run.journal) == losses_of(calm.journal)
+    assert run.summary.params_sha256 == calm.summary.params_sha256
+    assert run.summary.spoiled is not None
+    last = [record for record in run.journal.of(AuditRecord) if record.digests]
+    assert {(record.step, record.group) for record in last} == {(run.config.train.steps - 1, group) for group in (0, 2)}
+    asked_for = CliRunner().invoke(app, ["audit", str(tmp_path / "run")])
+    assert asked_for.exit_code == 1
+    assert f"step {STEP}: group 1 (incarnation 0) fenced: {fence['reason']}" in asked_for.output
+
+
+@pytest.mark.timeout(180)
+def test_two_groups_that_find_themselves_wrong_in_a_step_halt_the_run(text_corpus: Path, tmp_path: Path) -> None:
+    run = run_with(text_corpus, tmp_path / "run", {(0, 0): "a sum", (2, 1): TEXT})
+    assert run.summary.outcome == "halted"
+    assert f"group 0: rank 0: a sum; group 2: rank 1: {TEXT}" in run.summary.outcome_reason
+    assert run.summary.steps_committed == STEP
+    assert "halted: own checks found wrong numbers" in CliRunner().invoke(app, ["audit", str(tmp_path / "run")]).output

@@ -1,10 +1,12 @@
-"""Checkpoints of whole runs: taken while training goes on, never torn, and gone on from."""
+"""Checkpoints of whole runs: never torn, gone on from, saved by ranks alone, and never used where state was wrong."""
 
 import json
 import os
 import re
 import resource
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,20 +19,39 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.commands import app
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig
+from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.log.events import Event
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.machine.lock import Locked
+from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.reports import RanksReady, RunEvent
 from spare_megatron.process.specs import RankMain, RankSpec
+from spare_megatron.rank import assembly, rank, train_step
+from spare_megatron.rank.group_saves import GroupSaves
+from spare_megatron.rank.train_step import Components, read_entry
 from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint import saver
 from spare_megatron.state.checkpoint.checkpoint_folder import aside_path, checkpoint_path, visible_steps
-from spare_megatron.state.checkpoint.verification import newest_valid, verify
-from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
+from spare_megatron.state.checkpoint.start_checkpoint import resumed
+from spare_megatron.state.checkpoint.verification import newest_valid, refusal_of, verify
+from spare_megatron.state.rank_context import RankContext
+from spare_megatron.voting.agreement import Fenced
+from tests.integration.whole_run import (
+    REPLICATED,
+    Run,
+    complete_run,
+    entries_of,
+    kill,
+    losses_of,
+    read_run,
+    tiny_config,
+)
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(120)
@@ -278,3 +299,165 @@ def finished_with(config: RunConfig, run_dir: Path, main: RankMain) -> Run:
     run = read_run(config, run_dir, events)
     assert_proven(run)
     return run
+
+
+STEPS, LOST_IN = 4, 2
+LAYOUT = LayoutConfig(num_groups=2)
+TERMS = {"steps": STEPS, "mode": "reproducible", "hidden_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def whole(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return complete_run(tiny_config(text_corpus, LAYOUT, **TERMS), tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.mark.parametrize(
+    ("lanes", "optimizer"),
+    [(1, REPLICATED), (1, OptimizerConfig(sharding="stacked", redundancy=2)), (2, REPLICATED)],
+    ids=["replicated", "stacked", "divided over lanes"],
+)
+def test_a_run_goes_on_bitwise_from_what_its_ranks_have_saved(
+    text_corpus: Path, tmp_path: Path, whole: Run, lanes: int, optimizer: OptimizerConfig
+) -> None:
+    """The checkpoint after one step, which was taken before, is older."""
+    fault = FaultConfig(phase=FaultPoint.BEFORE_REDUCE, step=LOST_IN, group=1, rank=0, kind="kill_store")
+    config = tiny_config(text_corpus, replace(LAYOUT, data_parallel=lanes), **TERMS, optimizer=optimizer)
+    saving = replace(config.checkpoint, interval_steps=1, asynchronous=False, folder=str(tmp_path / "shared"))
+    config = replace(config, checkpoint=saving)
+    lost = complete_run(replace(config, faults=replace(config.faults, trace=(fault,))), tmp_path / "lost")
+    assert lost.summary.outcome == "failed"
+    path = tmp_path / "shared" / f"step-{LOST_IN:08d}.state"
+    assert f"the state is in {path}" in lost.summary.outcome_reason
+
+    run = complete_run(resumed(config, tmp_path / "shared"), tmp_path / "resumed")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    [record] = run.journal.of(RunRecord)
+    assert record.first_step == LOST_IN
+    assert losses_of(run.journal) == {step: losses_of(whole.journal)[step] for step in range(LOST_IN, STEPS)}
+    if lanes == 1:  # otherwise it is of another number of ranks
+        assert run.summary.params_sha256 == whole.summary.params_sha256
+
+
+NUM_GROUPS = 4
+WRONG_GROUP = GroupId(0)
+PATIENCE_S = 60.0
+
+
+def finished_with_wrong(
+    main: Callable[[RankSpec, Connection], None], corpus: Path, run_dir: Path, *, steps: int
+) -> Run:
+    """A run that saves every two steps, first by the group whose state is wrong, and puts that group out."""
+    config: RunConfig = tiny_config(corpus, LayoutConfig(num_groups=NUM_GROUPS), steps=steps)
+    config = replace(
+        config,
+        train=replace(config.train, params_check_every_steps=0),
+        checkpoint=replace(config.checkpoint, interval_steps=EVERY, keep_last=9),
+    )
+    events: list[RunEvent] = []
+    start_run(config, run_dir, events.append, rank_main=main)
+    run = read_run(config, run_dir, events)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    [fence] = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert (fence["group"], fence["discard"]) == (WRONG_GROUP, True)
+    assert {record.group for record in run.journal.of(CheckpointRecord) if record.step == EVERY} <= {WRONG_GROUP}
+    return run
+
+
+# ----------------------------------------------------------------------------------------------- wrong moments
+
+
+class _WrongMoments(GroupSaves):
+    """Its first moment of one parameter changes before it is saved."""
+
+    def save(self, action: SaveCheckpoint) -> None:
+        if action.step == EVERY:
+            assert action.member.group == WRONG_GROUP, "it is the first to save"
+            adam = first_moments(self.ctx.trainer)
+            adam["exp_avg"].view(-1)[0] += 0.01
+        super().save(action)
+
+
+def first_moments(trainer: GroupTrainer) -> dict[str, Any]:
+    """What torch's Adam keeps of a parameter, the tensors themselves."""
+    state = trainer._optimizer.state_dict()["megatron"]  # type: ignore[union-attr]
+    each: dict[str, Any] = next(iter(state.get("optimizer", state)["state"].values()))
+    return each
+
+
+def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
+    if spec.group == WRONG_GROUP:
+        assembly.GroupSaves = _WrongMoments
+    rank.run_rank(spec, reports)
+
+
+def test_moments_that_are_wrong_when_they_are_saved_refuse_the_checkpoint(text_corpus: Path, tmp_path: Path) -> None:
+    """The parameters are right when they are saved; the moments beside them are not, and compared, too."""
+    run = finished_with_wrong(with_wrong_moments, text_corpus, tmp_path / "run", steps=3 * EVERY)
+    [reason] = [entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert reason == f"its state before step {EVERY} differs from that of 3 groups"
+    folder = tmp_path / "run" / "checkpoints"
+    if EVERY in visible_steps(folder):  # else it was not written by then, and never is
+        assert refusal_of(checkpoint_path(folder, EVERY)) == f"group 0: {reason}"
+    assert not [record for record in run.journal.of(CheckpointRecord) if record.outcome == "failed"]
+    found = newest_valid(folder).found
+    assert found is not None
+    assert found.manifest.step == 3 * EVERY
+
+
+# ----------------------------------------------------------------------------------------------- written after that
+
+
+class _WrongParameter(GroupSaves):
+    """A parameter changes before it is saved."""
+
+    def save(self, action: SaveCheckpoint) -> None:
+        named = next(iter(self.ctx.trainer.parameters_named()))
+        named.parameter.data.view(-1)[0] += 1.0
+        super().save(action)
+
+
+def _read_late(ctx: RankContext, parts: Components, index: int) -> Sequence[Event]:
+    """Looks at the group's fence when the group has come to the end of its save."""
+    try:
+        return read_entry(ctx, parts, index)
+    except Fenced:
+        [(save, writing)] = parts.saves.saver._under_way
+        wait([writing], PATIENCE_S)
+        (ctx.spec.run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
+        raise
+
+
+def save_late(spec: RankSpec, reports: Connection) -> None:
+    """The wrong group makes no folder for its save before all others have refused it.
+
+    The next save, which would remove that folder as left behind, waits for the end of it.
+    """
+    refuse, prepare = saver.refuse, saver.Saver._prepare
+
+    def on_refused(folder: Path, action: RefuseCheckpoint) -> None:
+        refuse(folder, action)
+        (spec.run_dir / f"refused-by-{spec.group}").touch()
+
+    def prepare_late(*arguments: Any) -> None:
+        pattern, number = ("refused-by-*", NUM_GROUPS - 1) if spec.group == WRONG_GROUP else ("ended", 1)
+        end_s = time.monotonic() + PATIENCE_S
+        while len(list(spec.run_dir.glob(pattern))) < number:
+            assert time.monotonic() < end_s, f"there are not {number} of {pattern}"
+            time.sleep(0.01)
+        prepare(*arguments)
+
+    saver.refuse = on_refused
+    saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
+    if spec.group == WRONG_GROUP:
+        assembly.GroupSaves = _WrongParameter  # type: ignore[misc]
+        train_step.read_entry = _read_late
+    rank.run_rank(spec, reports)
+
+
+def test_a_fenced_group_does_not_publish_what_it_begins_to_write_afterwards(text_corpus: Path, tmp_path: Path) -> None:
+    finished_with_wrong(save_late, text_corpus, tmp_path / "run", steps=2 * EVERY)
+    assert (tmp_path / "run" / "ended").read_text() == (
+        "failed: rank 0: what was to be saved does not count: "
+        f"group 0: its parameters before step {EVERY} differ from those of 3 groups"
+    )
+    assert visible_steps(tmp_path / "run" / "checkpoints") == [2 * EVERY]

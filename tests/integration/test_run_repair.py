@@ -1,4 +1,4 @@
-"""StatePartitions that have lost hosts get others while training goes on, so that the next loss finds a copy."""
+"""State partitions that have lost hosts get others while training goes on, so that the next loss finds a copy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +10,14 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.journal.records import ParamsRecord, RedundancyRecord, RepairRecord, UpdateRecord
+from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Ownership, PartitionCopy, PartitionSetup, first_ownership
+from tests.integration.mcore_group import run_group
+from tests.integration.repair_group import repair_while_training
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
-
-pytestmark = pytest.mark.timeout(180)
 
 STEPS = 10
 REPAIRED = 5
@@ -76,6 +77,7 @@ def last_groups(run: Run) -> set[int]:
     return {record.group for record in run.journal.of(UpdateRecord) if record.step == STEPS - 1}
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_second_host_of_a_state_partition_is_lost_after_the_repair(
     text_corpus: Path, tmp_path: Path, stages: int, run_without_faults: Callable[[Run], Run]
@@ -98,6 +100,7 @@ def test_a_second_host_of_a_state_partition_is_lost_after_the_repair(
     assert_bitwise(run, run_without_faults(run))
 
 
+@pytest.mark.timeout(180)
 def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     assert_bitwise(run, run_without_faults(run))
 
 
+@pytest.mark.timeout(180)
 def test_a_group_that_came_back_gets_copies_of_all_state_partitions(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
@@ -144,6 +148,7 @@ def test_a_group_that_came_back_gets_copies_of_all_state_partitions(
     assert_bitwise(run, run_without_faults(run))
 
 
+@pytest.mark.timeout(180)
 def test_a_group_that_came_back_takes_its_state_partitions_over_and_both_that_had_them_are_lost(
     text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
 ) -> None:
@@ -186,3 +191,20 @@ def test_a_group_that_came_back_takes_its_state_partitions_over_and_both_that_ha
 def named(copies: list[tuple[int, tuple[int, int]]]) -> set[tuple[int, int, int]]:
     """Partition, group and incarnation of copies in a log entry."""
     return {(number, group, incarnation) for number, (group, incarnation) in copies}
+
+
+def group_config(corpus: Path, **settings: str) -> RunConfig:
+    config = tiny_config(corpus, LayoutConfig(num_groups=3), steps=1000, **settings)
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
+    prepare_index(config)
+    return config
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_copies_made_while_training_are_those_of_the_donor(text_corpus: Path, precision: str) -> None:
+    config = group_config(text_corpus, precision=precision)
+    (figures,) = run_group(repair_while_training, config, 500, 1e9)
+    assert figures["partitions"] == 2
+    assert figures["pieces"] > 10
+    assert figures["steps"] >= 1

@@ -1,4 +1,4 @@
-"""However a run is ended from outside, it leaves no process behind."""
+"""However a run is ended from outside, it leaves no process behind; a signal in a start is one line."""
 
 import contextlib
 import json
@@ -21,6 +21,7 @@ from spare_megatron.journal.records import EndRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
 from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.whole_run import tiny_config
+from tests.interrupts.trial import interrupt, write_preset
 from tests.unit.journal_in_memory import check_journal
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -190,3 +191,21 @@ def left_of(processes: Sequence[psutil.Process]) -> list[str]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 left.append(str(process))
     return left
+
+
+@pytest.mark.parametrize(
+    ("line", "after_s"),
+    [
+        ("begun", 0.2),
+        ("starting: Megatron", 0.4),
+        ("starting: control store", 0.0),
+        ("starting: 2 ranks", 0.1),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_start_is_one_line(
+    text_corpus: Path, tmp_path: Path, line: str, after_s: float, number: signal.Signals
+) -> None:
+    """As `python -m tests.interrupts` does at 200 moments."""
+    write_preset(text_corpus, tmp_path / "preset.toml")
+    assert interrupt(tmp_path / "preset.toml", tmp_path / "trial", after_s, line, number).problem == ""

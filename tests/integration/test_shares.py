@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from spare_megatron.comm.transfers import BucketShare, Exchange, SharedBackend, Transfer
+from spare_megatron.comm.transfers import Exchange, SharedBackend, Transfer
 
 TIMEOUT = timedelta(seconds=60)
 LENGTHS = (5, 1, 4000, 17)
@@ -59,9 +59,7 @@ def on_members(num_members: int, dtype: torch.dtype) -> list[list[torch.Tensor]]
             exchange = Exchange(backend, rank, is_polled=False)
             transfers = []
             for number, buffer in enumerate(buffers[rank]):
-                shares = [
-                    BucketShare(values=buffer[p], recipients=r) for p, r in zip(places(), RECIPIENTS, strict=True)
-                ]
+                shares = [(buffer[p], r) for p, r in zip(places(), RECIPIENTS, strict=True)]
                 transfers.append(Transfer(connection=SharedBackend(backend, buffer.device, 60.0), tensors=[buffer]))
                 exchange.post(transfers[-1], shares, buffer[-EXTRAS:], number * len(shares))
             order = transfers if rank % 2 else transfers[::-1]

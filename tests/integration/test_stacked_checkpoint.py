@@ -1,4 +1,4 @@
-"""Checkpoints of optimizer state in partitions: the same bits as of replicated state, and each loads as the other."""
+"""Checkpoints and snapshots of optimizer state in partitions."""
 
 import itertools
 import math
@@ -12,6 +12,7 @@ import torch
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, ParameterRule, RunConfig
 from spare_megatron.mcore.group_checkpoint import boxes
 from spare_megatron.mcore.model.training_samples import prepare_index
+from tests.integration import snapshot_groups as snapshots
 from tests.integration import stacked_checkpoint_groups as checkpoints
 from tests.integration.mcore_group import run_group
 from tests.integration.whole_run import tiny_config
@@ -116,3 +117,17 @@ def test_boxes_are_the_range_in_its_order_and_few() -> None:
             taken = [flat.reshape(shape)[place].ravel() for place in places]
             assert np.array_equal(np.concatenate(taken), flat[start:stop])
             assert len(found) <= 2 * len(shape) - 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_snapshot_requested_before_the_parameters_are_there_has_them(text_corpus: Path, precision: str) -> None:
+    config = config_of(text_corpus, LayoutConfig(num_groups=3), precision=precision)
+    ((answers, records),) = run_group(snapshots.go_on_from_memory, config, 2, 3)
+    assert answers[0] == answers[1]
+    assert len(answers[0][1]) == 1
+    assert [(record.group, record.is_kept, record.has_params) for record in records] == [
+        (0, True, True),
+        (1, True, False),
+        (2, True, False),
+    ]
+    assert sorted(number for record in records for number in record.slices) == [0, 1, 2]

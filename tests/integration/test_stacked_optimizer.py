@@ -1,4 +1,4 @@
-"""Optimizer state in partitions on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
+"""Optimizer state in partitions on a few groups each, or divided over lanes: against the whole state everywhere."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +14,7 @@ from spare_megatron.config.schema import (
     LayoutConfig,
     ModelConfig,
     OptimizerConfig,
+    ParameterRule,
     ReduceConfig,
     RunConfig,
     SpareConfig,
@@ -24,10 +25,11 @@ from spare_megatron.mcore.gradients.partitions import StatePartitions, whole_par
 from spare_megatron.mcore.model.training_samples import prepare_index
 from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.stacking.layout import PartitionId
-from tests.integration import plain_parity
+from tests.integration import lane_group, plain_parity
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks
 from tests.integration.reference import relative_distance
+from tests.integration.whole_run import tiny_config
 
 MakeConfig = Callable[..., RunConfig]
 STEPS, FEW_STEPS = 20, 10
@@ -224,3 +226,55 @@ def roundings_apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     patterns = [np.ascontiguousarray(values).view(np.int32) >> 16 for values in (one, other)]
     ordered = [np.where(pattern < 0, np.int32(-(2**15)) - pattern, pattern) for pattern in patterns]
     return np.abs(ordered[0] - ordered[1]).ravel()
+
+
+DIVIDED_STEPS, DIVIDED_CLIP = 4, 0.5
+RULES = (ParameterRule(pattern="*.linear_fc1.weight", weight_decay_factor=0.5, learning_rate_factor=2.0),)
+
+
+def config_of(corpus: Path, layout: LayoutConfig, mode: str, precision: str, clip: float = DIVIDED_CLIP) -> RunConfig:
+    settings = OptimizerConfig(learning_rate=5e-3, warmup_steps=2, weight_decay=0.1, clip_grad=clip, rules=RULES)
+    return tiny_config(corpus, layout, num_microbatches=3, mode=mode, precision=precision, optimizer=settings)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        (LayoutConfig(num_groups=2, data_parallel=3), "bf16"),
+        (LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2), "fp32"),
+    ],
+    ids=["three lanes", "two lanes of two stages"],
+)
+def test_parameters_of_divided_state_are_those_of_whole_state_bit_for_bit(
+    text_corpus: Path, layout: LayoutConfig, precision: str
+) -> None:
+    """With gradients of own strips alone, uneven strips, tied embeddings, rules, weight decay and clipping."""
+    config = config_of(text_corpus, layout, "reproducible", precision)
+    for rank in run_group(lane_group.update_both_ways, config, DIVIDED_STEPS):
+        assert [ours for ours, _, _ in rank] == [theirs for _, theirs, _ in rank]
+        assert max(norm for (norm, _), _, _ in rank) > DIVIDED_CLIP
+        assert all(apart == 0.0 for _, _, apart in rank)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("parts", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=["stages", "tensor"])
+def test_sums_of_floats_give_the_same_norm_but_for_its_rounding(text_corpus: Path, parts: dict[str, int]) -> None:
+    """Of tied embeddings in two places, or of parameters that both tensor-parallel ranks have."""
+    layout = LayoutConfig(num_groups=2, data_parallel=2, **parts)
+    config = config_of(text_corpus, layout, "fast", "fp32")
+    ranks = run_group(lane_group.update_both_ways, config, DIVIDED_STEPS)
+    for rank in ranks:
+        for (norm, rate), (expected, expected_rate), apart in rank:
+            assert norm == pytest.approx(expected, rel=1e-6)
+            assert rate == expected_rate
+            assert apart < 1e-6
+    assert len({tuple(ours for ours, _, _ in rank) for rank in ranks}) == 1
+
+
+@pytest.mark.timeout(120)
+def test_other_ranks_and_runs_go_on_from_the_state_bit_for_bit(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=2, data_parallel=2, pipeline_parallel=2)
+    config = config_of(text_corpus, layout, "reproducible", "fp32")
+    for rank in run_group(lane_group.carry_over, config, tmp_path, DIVIDED_STEPS):
+        assert all(rank.values()), rank

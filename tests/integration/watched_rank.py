@@ -206,7 +206,7 @@ class _TimelyAgreement(GroupAgreement):
     def announce(self) -> None:
         if self.is_leader and self.member in self._steps:
             step, index = self._steps[self.member] - 1, 0
-            while not _is_commit(decode_entry(self._log.wait(index, _RESTART_TIMEOUT_S)), step):
+            while not _is_commit(decode_entry(self.log.wait(index, _RESTART_TIMEOUT_S)), step):
                 index += 1
         super().announce()
 

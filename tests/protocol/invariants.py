@@ -36,7 +36,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import combinations
 
 from spare_megatron.core.log.actions import (
     AttemptEvaluation,
@@ -66,11 +65,9 @@ from spare_megatron.core.log.entries import (
 from spare_megatron.core.log.loss_sums import EvaluationPolicy, SetSum
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Vote
 from spare_megatron.stacking.layout import Member
-from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.audits import AuditDigests, AuditObserver
+from tests.protocol.ballots import Ballots
 from tests.protocol.communicators import Sums
-from tests.protocol.confirming import has_majority, is_unconfirmed
-from tests.protocol.evaluations import SET, loss_of
 from tests.protocol.incarnations import Incarnation, Opening, incarnation_of
 from tests.protocol.own_findings import FindingObserver, is_own_finding
 from tests.protocol.partitions import WRONG, PartitionObserver
@@ -80,6 +77,7 @@ from tests.protocol.shortages import LACKING, ShortageObserver
 from tests.protocol.suspects import SuspectObserver
 from tests.protocol.undoing import UndoObserver
 from tests.protocol.violation import Violation
+from tests.protocol.work import Work
 
 MAX_RESUMES = 4
 """One more without a commit, and the run may end for want of hosts."""
@@ -105,39 +103,23 @@ class Invariants:
         self._num_resumes = 0  # of the step or evaluation
         self._was_state_lost = False  # so that only a restart helps, or the run has ended for want of hosts
         self.partitions = partitions
-        sets = None if hosts is None else [set(map(int, row)) for row in hosts]
-        self.audits, self.suspects = AuditObserver(sets), SuspectObserver(sets)
         # Without `hosts` every group can compute every shard.
-        self._hosts = None if hosts is None else [frozenset(map(int, row)) for row in hosts]
-        self._batches = [
-            Counter(Microbatch(shard, k) for shard in range(num_shards) for k in range(size)) for size in sizes
-        ]
-        self._num_shards = num_shards
-        self._num_steps = num_steps
-        self._eval_every = evaluation.every_steps if evaluation else 0
-        self._evaluated = [
-            Microbatch(shard, k)
-            for shard in range(num_shards)
-            for k in range(evaluation.microbatches_per_shard if evaluation else 0)
-        ]
+        self._hosts = None if hosts is None else [set(map(int, row)) for row in hosts]
+        self.audits, self.suspects = AuditObserver(self._hosts), SuspectObserver(self._hosts)
+        self._work = Work(num_shards, sizes, num_steps, evaluation)
         self._is_evaluation_due = False
         self.entries: list[Entry] = []
         self.members: frozenset[Incarnation] = frozenset((group, 0) for group in range(num_shards))
         self._fenced: set[Incarnation] = set()
         self._admitted: set[Incarnation] = set(self.members)
-        self.epoch = 0
-        self.step = 0
-        self.attempt = 0
+        self.epoch = self.step = self.attempt = 0
         self._opened = {0: Opening(0, self.members, 0)}
         self._commits: dict[int, tuple[int, frozenset[Incarnation]]] = {}  # by attempt: step, members
         self._generation = 0  # restarts
         self._began_with = self.members  # the step, or the evaluation before it
         self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
-        self._votes: dict[tuple[Incarnation, int], Vote] = {}
-        self._too_late: set[tuple[Incarnation, int]] = set()  # cast after the voter was fenced
-        self.cast_on: Callable[[int], set[Incarnation]] = lambda _attempt: set()
-        """Those whose votes on an attempt have reached the store."""
+        self.ballots = Ballots()
         self.stages_of: Callable[[Member], int | None] = lambda _member: None
         """Those of a member that has fewer than others."""
         self._params: dict[tuple[int, int, bool], str] = {}  # by restarts and step, and whether a round is applied
@@ -165,7 +147,8 @@ class Invariants:
                 if discard:
                     self.undos.found_wrong(group, self.step)
                 if is_own_finding(entry):
-                    self._is_halted |= self._findings.fenced(entry, writer, self._stated(), self.members)
+                    stated = self.ballots.stated(self.attempt)
+                    self._is_halted |= self._findings.fenced(entry, writer, stated, self.members)
                     self.counts["fence for own wrong numbers"] += 1
                 if entry.is_outvoted:
                     self.audits.outvoted(f"{group}.{incarnation}", writer, self._corrupted)
@@ -205,6 +188,9 @@ class Invariants:
         self.counts["resume with state partitions"] += self.partitions.exist
         self._is_discarded = False
         self.suspects.begin()
+        self._open_attempt()
+
+    def _open_attempt(self) -> None:
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
@@ -235,12 +221,11 @@ class Invariants:
         self._shortages.begin()
         self._findings.begin()
         self._num_resumes = 0
-        self._is_evaluation_due, self.rounds.is_due = self._evaluates_now(), False
-        self.attempt += 1
+        self._is_evaluation_due, self.rounds.is_due = self._work.has_evaluation(self.step), False
         self._is_discarded = False
         self.suspects.begin()
         self._generation += 1
-        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+        self._open_attempt()
         self.partitions.restarted(self.step, self.members)
 
     def _undone(self, entry: Undo, writer: str) -> None:
@@ -259,8 +244,7 @@ class Invariants:
         self._num_resumes = 0
         self._is_evaluation_due = self._is_discarded = False
         self.suspects.begin()
-        self.attempt += 1
-        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+        self._open_attempt()
 
     def _given_up(self, reason: str, writer: str) -> None:
         if not self._is_wiped_out():
@@ -269,7 +253,9 @@ class Invariants:
 
     def _discarded(self, process: str, writer: str) -> None:
         incarnation = incarnation_of(process)
-        is_wrong = process in self._corrupted or self._is_unconfirmed(incarnation)
+        is_wrong = process in self._corrupted or self.ballots.is_unconfirmed(
+            incarnation, self.members, self.attempt, self.partitions.redundancy
+        )
         if not is_wrong and not self._receives_wrong_sums(incarnation):
             raise Violation(f"{writer} fences {process}, whose parameters are right")
         self._is_discarded = True
@@ -277,63 +263,32 @@ class Invariants:
 
     def _receives_wrong_sums(self, incarnation: Incarnation) -> bool:
         """Whether it found sums wrong twice, and all others found them right the second time."""
-        votes = {member: self._votes[member, self.attempt] for member in self.members}
+        cast = self.ballots.on(self.attempt)
+        votes = {member: cast[member] for member in self.members}
         is_alone = all(vote.is_complete != (member == incarnation) for member, vote in votes.items())
         is_found = self._found_wrong == {incarnation} and votes[incarnation].has_wrong_sum
         self.counts["fence for wrong sums"] += is_alone and is_found
         return is_alone and is_found
 
-    def _is_unconfirmed(self, incarnation: Incarnation) -> bool:
-        """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
-        own = self._votes[incarnation, self.attempt]
-        reported = [own.params_digest, own.state_digest, *(digest.value for digest in own.partition_digests)]
-        votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
-        of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == incarnation]
-        of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != incarnation]
-        # The group that decides may have seen the votes of some lost groups, and not those of others.
-        some_of_others = (some for number in range(len(of_others) + 1) for some in combinations(of_others, number))
-        return any(one.startswith(WRONG) for one in reported) or any(
-            is_unconfirmed(own, [*of_members, *some], self.partitions.redundancy) for some in some_of_others
-        )
-
     def _halted(self, reason: str, writer: str) -> None:
+        self._is_halted = True
         if LACKING in reason:
             self._shortages.halted(reason, writer, self._votes_now())
             self.counts["halt for lack of a resource"] += 1
-            self._is_halted = True
-            return
-        if reason.startswith(WRONG_NUMBERS):
-            self._findings.halted(reason, writer, self._stated(is_late=True))
+        elif reason.startswith(WRONG_NUMBERS):
+            self._findings.halted(reason, writer, self.ballots.stated(self.attempt, is_late=True))
             self.counts["halt for own wrong numbers"] += 1
-            self._is_halted = True
-            return
-        if reason.startswith("audit of"):
+        elif reason.startswith("audit of"):
             self.audits.halted(writer, self.entries, set(self.members))
             self.counts["halt over an audit"] += 1
-            self._is_halted = True
-            return
-        votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
-        params = {incarnation: vote.params_digest for incarnation, vote in votes.items() if vote.params_digest}
-        states: dict[Incarnation, str] = {}
-        digests: set[tuple[int, str]] = set()
-        for incarnation, vote in sorted(votes.items(), key=lambda item: item[0] not in self.members):
-            # What was copied confirms nothing but its donor's.
-            digest = (incarnation[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
-            if vote.state_digest and digest not in digests:
-                states[incarnation] = vote.state_digest
-                digests.add(digest)
-        is_reported = any(vote.state_digest for vote in votes.values())
-        is_known = has_majority(params, self.members) and (not is_reported or has_majority(states, self.members))
-        # With state partitions the majority may have a wrong value from its owner.
-        if is_known and not (self.partitions.exist and len(set(params.values())) > 1):
+        elif self.ballots.have_majority(self.members, self.attempt, has_partitions=self.partitions.exist):
             raise Violation(f"{writer} halts the run: {reason}")
-        self._is_halted = True
 
     def _lost(self, group: int, incarnation: int) -> None:
         """An incarnation ends with its own fence, or with that of a later one."""
         ended = {(group, number) for number in range(incarnation + 1)}
         if ended & self.members:
-            self._too_late |= {(one, self.attempt) for one in ended - self.cast_on(self.attempt)}
+            self.ballots.lost(ended, self.attempt)
         present = [number for of, number in self.members if of == group]
         what = "a member" if ended & self.members else "a fenced group"
         if present and present[0] > incarnation:
@@ -350,7 +305,7 @@ class Invariants:
         drained = frozenset(tuple(member) for member in entry.drain)
         if strange := [member for member in drained if member not in self.members or not votes[member].leaves]:
             raise Violation(f"{writer} drains {strange}, which have not asked for it")
-        if drained and self.step == self._num_steps:
+        if drained and self.step == self._work.num_steps:
             raise Violation(f"{writer} drains {set(drained)} with the last step")
         self.members -= drained
         left = {group for group, _ in self.members}
@@ -366,7 +321,7 @@ class Invariants:
         able = {member for member in asked if member not in self._fenced and member[0] not in present}
         latest = {max(member for member in able if member[0] == group) for group, _ in able}
         self.counts["admission"] += len(latest)
-        self.counts["admission of a further group"] += sum(group >= self._num_shards for group, _ in latest)
+        self.counts["admission of a further group"] += sum(group >= self._work.num_shards for group, _ in latest)
         self.counts["void admission"] += len(set(asked) - latest)
         if latest and present == {group for group, _ in self.members}:  # else the drain has counted this change
             self.epoch += 1
@@ -375,18 +330,7 @@ class Invariants:
 
     def _votes_now(self) -> dict[Incarnation, Vote | None]:
         """Of the members, on this attempt."""
-        return {incarnation: self._votes.get((incarnation, self.attempt)) for incarnation in sorted(self.members)}
-
-    def _stated(self, *, is_late: bool = False) -> set[Incarnation]:
-        """Those that say in votes on this attempt that they found themselves wrong; late votes may be seen or not."""
-        of_attempt = [
-            voter for (voter, attempt), vote in self._votes.items() if attempt == self.attempt and vote.wrong_numbers
-        ]
-        return {voter for voter in of_attempt if is_late or (voter, self.attempt) not in self._too_late}
-
-    def _evaluates_now(self) -> bool:
-        is_last = self.step == self._num_steps
-        return bool(self._eval_every and self.step and (is_last or self.step % self._eval_every == 0))
+        return self.ballots.of(self.members, self.attempt)
 
     def _decided(self, entry: Commit | Retry | Evaluated | Synced | Finish, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
@@ -398,13 +342,13 @@ class Invariants:
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
         found_wrong = frozenset(member for member, vote in votes.items() if vote is not None and vote.has_wrong_sum)
-        stated = self._stated()
+        stated = self.ballots.stated(self.attempt)
         self._findings.decided(entry, writer, stated, self.members)
         self.counts["sum of a group lost since it found itself wrong"] += bool(stated) and not self._is_discarded
         is_anew = self._compared(entry, writer) or bool(found_wrong) or bool(stated)
         is_anew |= self.attempt in self.undos.attempts
         if isinstance(entry, Retry) and entry.recompute:
-            is_anew |= bool(self._stated(is_late=True))  # which may have been seen, or not
+            is_anew |= bool(self.ballots.stated(self.attempt, is_late=True))  # which may have been seen, or not
         if isinstance(entry, Commit | Evaluated | Synced) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
@@ -436,8 +380,7 @@ class Invariants:
         if isinstance(entry, Retry) and entry.recompute:
             self.suspects.begin()
         self._is_discarded = any(one.differs for one in disputes)
-        self.attempt += 1
-        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+        self._open_attempt()
 
     def _retried(
         self,
@@ -463,10 +406,7 @@ class Invariants:
         self.counts["retry that keeps buckets"] += any(entry.kept)
 
     def _committed(self, entry: Commit, writer: str, cast: Mapping[Incarnation, Vote]) -> None:
-        of_attempt = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == entry.attempt}
-        # Also of those lost since they voted: their gradients are in the sum.
-        in_time = {voter: vote for voter, vote in of_attempt.items() if (voter, entry.attempt) not in self._too_late}
-        self.audits.committed(writer, in_time)
+        self.audits.committed(writer, self.ballots.in_time(entry.attempt))
         self.undos.committed(writer, self.step, self.attempt, cast)
         self.counts["commit with agreed suspects"] += self.suspects.committed(writer, cast)
         self.counts["commit with audits"] += any(vote.audits for vote in cast.values())
@@ -483,9 +423,9 @@ class Invariants:
         self._shortages.begin()
         present = {group for group, _ in self.members}
         self._drain(entry, writer, cast)
-        if self.step < self._num_steps:
+        if self.step < self._work.num_steps:
             self._admit(entry.admit, present)
-        self._is_evaluation_due = self._evaluates_now()
+        self._is_evaluation_due = self._work.has_evaluation(self.step)
         self._began_with = self.members
 
     def _expect(self, entry: Commit | Evaluated | Synced | Finish, writer: str) -> None:
@@ -497,17 +437,17 @@ class Invariants:
                 )
             self.rounds.synced(writer, entry, self._votes_now())
             return
-        is_over = self.step == self._num_steps
+        is_over = self.step == self._work.num_steps
         due = Evaluated if self._is_evaluation_due else Finish if is_over else Commit
         is_skipped = is_over and isinstance(entry, Finish) and self._was_wiped_out
         if not isinstance(entry, due) and not is_skipped:
-            raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps, not {due}")
+            raise Violation(f"{writer} writes {entry} after {self.step} of {self._work.num_steps} steps, not {due}")
         self._is_evaluation_due = False
         self.counts["evaluation after a loss"] += isinstance(entry, Evaluated) and self.members != self._began_with
 
     def _compared(self, entry: Entry, writer: str) -> bool:
         """Whether no sum of the attempt may stay, by what all voters reported of their state."""
-        votes = {incarnation: vote for (incarnation, attempt), vote in self._votes.items() if attempt == self.attempt}
+        votes = self.ballots.on(self.attempt)
         members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
         if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Evaluated | Synced | Finish):
             return self._is_discarded
@@ -566,10 +506,7 @@ class Invariants:
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         if not is_late:
             self.suspects.voted(process, self.step, params, vote, is_wrong=is_wrong)
-        key = (incarnation_of(process), attempt)
-        if key in self._votes:
-            raise Violation(f"{process} votes again on attempt {attempt}")
-        self._votes[key] = vote
+        self.ballots.add(process, attempt, vote)
         if incarnation_of(process) not in self.members:
             self.counts["vote of a fenced group"] += 1
 
@@ -582,23 +519,14 @@ class Invariants:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
         if buckets is None:
             raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
-        batch = self._batches[step]
-        for sums in buckets:
-            counted = Counter(item for brought in sums.values() for item in brought)
-            if counted != batch:
-                wrong = {tuple(item): counted[item] for item in {*counted, *batch} if counted[item] != 1}
-                raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
+        self._work.applied(process, step, buckets)
         self.counts["step with buckets of several attempts"] += any(sums != buckets[0] for sums in buckets)
         return repr((step, attempt, [sorted(sums.items()) for sums in buckets]))
 
     def evaluated(self, process: str, generation: int, step: int, sums: Sequence[SetSum]) -> None:
         """A process learns the value of an evaluation."""
-        [(name, loss, num_counted)] = sums
         params = self._params.get((generation, step, True), self._params.get((generation, step, False)))
-        expected = None if params is None else sum(loss_of(params, item) for item in self._evaluated)
-        is_right = self._corrupted or (name, loss) == (SET, expected)
-        if not is_right or num_counted != len(self._evaluated):
-            raise Violation(f"{process} learns {sums} after {step} steps, of {len(self._evaluated)} and {expected}")
+        self._work.evaluated(process, step, sums, params, may_be_wrong=bool(self._corrupted))
 
     def corrupted(self, process: str) -> None:
         """The parameters of a process have changed behind its back."""
@@ -657,7 +585,7 @@ class Invariants:
     def _is_done(self) -> bool:
         # An evaluation after the last step is no reason to go back if a shard has no host.
         is_evaluated = not self._is_evaluation_due or (self._is_wiped_out() and bool(self.members))
-        return self.step == self._num_steps and self._is_finished and is_evaluated
+        return self.step == self._work.num_steps and self._is_finished and is_evaluated
 
     def ended(self, running: list[str], *, may_restart: bool) -> None:
         """Nothing moves any more.
@@ -675,7 +603,7 @@ class Invariants:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
         if self._is_done:
             fences = (entry for entry in self.entries if isinstance(entry, Fence) and entry.discard)
-            self.saves.ended(self._num_steps, {f"{fence.group}.{fence.incarnation}" for fence in fences})
+            self.saves.ended(self._work.num_steps, {f"{fence.group}.{fence.incarnation}" for fence in fences})
 
     def _has_hosts(self, groups: Collection[int]) -> bool:
         """Whether every shard has a host among them."""

@@ -1,5 +1,7 @@
 """The protocol in random histories: crashes, false suspicions, late and repeated fences, pauses, store outages."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 
 import pytest
@@ -16,129 +18,201 @@ from tests.protocol.slabs import draw_shapes
 from tests.protocol.undoing import draw_undos
 from tests.protocol.world import World
 
-NUM_HISTORIES = 550
-NUM_WIPE_OUT_HISTORIES = 150
-NUM_PAUSE_HISTORIES = 200
-NUM_CORRUPTION_HISTORIES = 100
-NUM_UNSOUND_HISTORIES = 150
-NUM_FLIP_HISTORIES = 100
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Histories of certain scenes, and how often what they are drawn for happens in them at the least."""
+
+    num_histories: int
+    draw: Callable[[Random], Scene]
+    least: dict[str, int]
+    most: dict[str, int] = field(default_factory=dict)
+
+
+EVERYTHING = {
+    "Commit": 600,
+    "Retry": 300,
+    "StopWipeOut": 50,
+    "FinishRun": 500,
+    "save": 100,
+    "fence of a fenced group": 50,
+    "fence of an earlier incarnation": 3,
+    "fence of a waiting group": 20,
+    "admission": 80,
+    "void admission": 5,
+    "fenced while alive": 100,
+    "vote of a fenced group": 100,
+    "commit with the sum of a fenced group": 15,
+    "discard": 20,
+    "refused checkpoint": 1,  # most wrong state is found before it is saved
+    "superseded checkpoint": 10,
+    "vote of a block": 60,
+    "vote without its relay": 100,
+    "votes left to a relay": 25,
+    "votes not read yet": 300,
+    "retry that keeps buckets": 25,
+    "step with buckets of several attempts": 8,
+    "Finish": 50,
+    "gather": 500,
+    "broken gather": 50,
+    "restored": 100,
+    "released": 10,
+    "proven": 10,
+    "piece too late": 1,
+    "state wipe-out": 100,
+    "gather anew": 10,
+    "Halt": 10,
+    **dict.fromkeys(FAULTS, 100),
+}
+HISTORIES = {
+    "all": Kind(550, Scene.draw, EVERYTHING),
+    "wipe-outs": Kind(
+        150,
+        Scene.draw_wipe_outs,
+        {
+            "Restart": 100,
+            "GiveUp": 3,
+            "StopWipeOut": 50,
+            "FinishRun": 200,
+            "save": 100,
+            "state wipe-out": 50,
+            "superseded checkpoint": 15,
+        },
+    ),
+    "lanes": Kind(60, draw_lanes, {"Commit": 60, "Retry": 30, "FinishRun": 50}),
+    "groups with fewer stages": Kind(
+        150,
+        draw_shapes,
+        {
+            "attempt with fewer stages": 1000,
+            "Resume": 20,
+            "Restart": 10,
+            "retry that keeps buckets": 40,
+            "step with buckets of several attempts": 20,
+            "ChangePaces": 25,
+            "admission": 100,
+            "drained": 25,
+            "FinishRun": 150,
+        },
+    ),
+    "pauses": Kind(
+        200,
+        Scene.draw_pauses,
+        {
+            "Resume": 50,
+            "resume of an evaluation": 5,
+            "resume with state partitions": 10,
+            "GiveUp": 1,
+            "Restart": 20,
+            "FinishRun": 200,
+        },
+    ),
+    "corruptions": Kind(
+        100,
+        Scene.draw_corruptions,
+        {
+            "corrupt": 100,
+            "discard": 50,
+            "gather anew": 50,
+            "restored": 100,
+            "FinishRun": 100,
+            "state wipe-out": 10,
+        },
+    ),
+    "unsound gradients": Kind(
+        150,
+        Scene.draw_unsound,
+        {
+            "unsound": 200,
+            "sum with an unsound part": 200,
+            "raises for its gradients": 100,
+            "FinishRun": 200,
+            "retry that keeps buckets": 30,
+            "step with buckets of several attempts": 30,
+            "admission": 20,
+        },
+        {"Halt": 0},
+    ),
+    "wrong sums": Kind(
+        100, Scene.draw_flips, {"flip": 150, "wrong sum": 150, "fence for wrong sums": 1, "FinishRun": 150}, {"Halt": 0}
+    ),
+    "returns with wrong state": Kind(
+        300, Scene.draw_returns, {"corrupt": 250, "admission": 400, "discard": 120, "Halt": 20, "FinishRun": 800}
+    ),
+    "drains": Kind(
+        60,
+        Scene.draw_drains,
+        {"drained": 30, "handed over": 20, "admission": 20, "Restart": 2, "save": 60, "FinishRun": 100},
+    ),
+    "slow groups": Kind(
+        60, Scene.draw_slow, {"ChangePaces": 60, "Retry": 40, "admission": 15, "drained": 20, "FinishRun": 60}
+    ),
+    "growth": Kind(
+        40, Scene.draw_growth, {"drained": 15, "admission": 40, "admission of a further group": 15, "FinishRun": 100}
+    ),
+    "evaluations": Kind(
+        150,
+        Scene.draw_evaluations,
+        {"Evaluated": 200, "evaluation after a loss": 10, "Restart": 5, "FinishRun": 100, "discard": 5},
+    ),
+    "shared data": Kind(
+        100, Scene.draw_shared, {"cold microbatch": 300, "Retry": 50, "admission": 10, "FinishRun": 60}
+    ),
+    "audits": Kind(
+        120,
+        Scene.draw_audits,
+        {
+            "dispute": 60,
+            "saved dispute": 60,
+            "outvoted": 40,
+            "commit with audits": 200,
+            "halt over an audit": 1,
+            "FinishRun": 100,
+        },
+    ),
+    "suspects": Kind(
+        120,
+        Scene.draw_suspects,
+        {
+            "question about suspects": 100,
+            "commit with agreed suspects": 60,
+            "dispute over a loss": 15,
+            "outvoted": 20,
+            "FinishRun": 100,
+        },
+    ),
+    "groups that find themselves wrong": Kind(
+        150,
+        Scene.draw_own_findings,
+        {
+            "fence for own wrong numbers": 50,
+            "halt for own wrong numbers": 2,
+            "StopHalted": 5,
+            "FinishRun": 100,
+            "sum of a group lost since it found itself wrong": 1,
+            "retry that keeps buckets": 5,
+        },
+    ),
+    "rounds of sites": Kind(
+        160, draw_rounds, {"Synced": 200, "round after a loss": 4, "Restart": 10, "FinishRun": 100}
+    ),
+    "undos": Kind(
+        160, draw_undos, {"Undo": 30, "drift": 120, "outvoted": 60, "refused checkpoint": 10, "FinishRun": 300}
+    ),
+}
 NUM_SHORTAGE_HISTORIES, NUM_SHORTAGE_AT_NIGHT = 250, 1000
-NUM_RETURN_HISTORIES = 300
-NUM_EVALUATION_HISTORIES = 150
-NUM_DRAIN_HISTORIES = 60
-NUM_GROWTH_HISTORIES = 40
-NUM_SLOW_HISTORIES = 60
-NUM_SHARED_HISTORIES = 100
-NUM_LANE_HISTORIES = 60
-NUM_SHAPE_HISTORIES = 150
-NUM_AUDIT_HISTORIES = 120
-NUM_SUSPECT_HISTORIES = 120
-NUM_OWN_FINDING_HISTORIES = 150
-NUM_UNDO_HISTORIES = 160
-NUM_ROUND_HISTORIES = 160
 
 
-def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
-    sample = run_histories(range(NUM_HISTORIES))
+@pytest.mark.parametrize("name", HISTORIES)
+def test_no_history_violates_an_invariant_and_together_they_reach_what_they_are_drawn_for(name: str) -> None:
+    kind = HISTORIES[name]
+    sample = run_histories(range(kind.num_histories), draw=kind.draw)
     assert sample.violations == {}
-    assert sample.num_histories == NUM_HISTORIES
-    least = {
-        "Commit": 600,
-        "Retry": 300,
-        "StopWipeOut": 50,
-        "FinishRun": 500,
-        "save": 100,
-        "fence of a fenced group": 50,
-        "fence of an earlier incarnation": 3,
-        "fence of a waiting group": 20,
-        "admission": 80,
-        "void admission": 5,
-        "fenced while alive": 100,
-        "vote of a fenced group": 100,
-        "commit with the sum of a fenced group": 15,
-        "discard": 20,
-        "refused checkpoint": 1,  # most wrong state is found before it is saved
-        "superseded checkpoint": 10,
-        "vote of a block": 60,
-        "vote without its relay": 100,
-        "votes left to a relay": 25,
-        "votes not read yet": 300,
-        "retry that keeps buckets": 25,
-        "step with buckets of several attempts": 8,
-        "Finish": 50,
-        "gather": 500,
-        "broken gather": 50,
-        "restored": 100,
-        "released": 10,
-        "proven": 10,
-        "piece too late": 1,
-        "state wipe-out": 100,
-        "gather anew": 10,
-        "Halt": 10,
-        **dict.fromkeys(FAULTS, 100),
-    }
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-    # Leaders that see the same votes decide alike, and one of their entries stands.
-    assert sample.counts["decisions"] > 1.2 * (sample.counts["Commit"] + sample.counts["Retry"])
-
-
-def test_no_history_of_wipe_outs_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_WIPE_OUT_HISTORIES), draw=Scene.draw_wipe_outs)
-    assert sample.violations == {}
-    least = {"Restart": 100, "GiveUp": 3, "StopWipeOut": 50, "FinishRun": 200, "save": 100, "state wipe-out": 50}
-    least["superseded checkpoint"] = 15
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_lanes_violates_an_invariant() -> None:
-    """Nor with rows: each microbatch of a step is counted once, whichever lanes compute it."""
-    sample = run_histories(range(NUM_LANE_HISTORIES), draw=draw_lanes)
-    assert sample.violations == {}
-    least = {"Commit": 60, "Retry": 30, "FinishRun": 50}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_groups_with_fewer_stages_violates_an_invariant() -> None:
-    """Whichever ranks hold a slab, its buckets are kept and summed by position."""
-    sample = run_histories(range(NUM_SHAPE_HISTORIES), draw=draw_shapes)
-    assert sample.violations == {}
-    least = {"attempt with fewer stages": 1000, "Resume": 20, "Restart": 10, "retry that keeps buckets": 40}
-    least |= {"step with buckets of several attempts": 20, "ChangePaces": 25, "admission": 100, "drained": 25}
-    least["FinishRun"] = 150
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_pauses_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_PAUSE_HISTORIES), draw=Scene.draw_pauses)
-    assert sample.violations == {}
-    least = {"Resume": 50, "resume of an evaluation": 5, "resume with state partitions": 10, "GiveUp": 1}
-    least |= {"Restart": 20, "FinishRun": 200}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_corruptions_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_CORRUPTION_HISTORIES), draw=Scene.draw_corruptions)
-    assert sample.violations == {}
-    least = {"corrupt": 100, "discard": 50, "gather anew": 50, "restored": 100, "FinishRun": 100, "state wipe-out": 10}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_unsound_gradients_violates_an_invariant() -> None:
-    """Each such gradient costs its group, and all others go on: no history halts for want of a loss."""
-    sample = run_histories(range(NUM_UNSOUND_HISTORIES), draw=Scene.draw_unsound)
-    assert sample.violations == {}
-    least = {"unsound": 200, "sum with an unsound part": 200, "raises for its gradients": 100, "FinishRun": 200}
-    least |= {"retry that keeps buckets": 30, "step with buckets of several attempts": 30, "admission": 20}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-    assert sample.counts["Halt"] == 0
-
-
-def test_no_history_of_wrong_sums_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_FLIP_HISTORIES), draw=Scene.draw_flips)
-    assert sample.violations == {}
-    least = {"flip": 150, "wrong sum": 150, "fence for wrong sums": 1, "FinishRun": 150}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-    assert sample.counts["Halt"] == 0
+    assert sample.num_histories == kind.num_histories
+    assert {what: sample.counts[what] for what in kind.least if sample.counts[what] < kind.least[what]} == {}
+    assert {what: sample.counts[what] for what in kind.most if sample.counts[what] > kind.most[what]} == {}
+    if name == "all":  # leaders that see the same votes decide alike, and one of their entries stands
+        assert sample.counts["decisions"] > 1.2 * (sample.counts["Commit"] + sample.counts["Retry"])
 
 
 @pytest.mark.parametrize("num_histories", [NUM_SHORTAGE_HISTORIES, NUM_SHORTAGE_AT_NIGHT])
@@ -151,92 +225,6 @@ def test_no_history_of_shortages_violates_an_invariant(num_histories: int) -> No
     share = num_histories / NUM_SHORTAGE_AT_NIGHT
     assert {what: sample.counts[what] for what in least if sample.counts[what] < share * least[what]} == {}
     assert sample.counts["Halt"] == sample.counts["halt for lack of a resource"]
-
-
-def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_RETURN_HISTORIES), draw=Scene.draw_returns)
-    assert sample.violations == {}
-    least = {"corrupt": 250, "admission": 400, "discard": 120, "Halt": 20, "FinishRun": 800}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_drains_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_DRAIN_HISTORIES), draw=Scene.draw_drains)
-    assert sample.violations == {}
-    least = {"drained": 30, "handed over": 20, "admission": 20, "Restart": 2, "save": 60, "FinishRun": 100}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_slow_groups_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_SLOW_HISTORIES), draw=Scene.draw_slow)
-    assert sample.violations == {}
-    least = {"ChangePaces": 60, "Retry": 40, "admission": 15, "drained": 20, "FinishRun": 60}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_growth_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_GROWTH_HISTORIES), draw=Scene.draw_growth)
-    assert sample.violations == {}
-    least = {"drained": 15, "admission": 40, "admission of a further group": 15, "FinishRun": 100}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_evaluations_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_EVALUATION_HISTORIES), draw=Scene.draw_evaluations)
-    assert sample.violations == {}
-    least = {"Evaluated": 200, "evaluation after a loss": 10, "Restart": 5, "FinishRun": 100, "discard": 5}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_with_shared_data_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_SHARED_HISTORIES), draw=Scene.draw_shared)
-    assert sample.violations == {}
-    least = {"cold microbatch": 300, "Retry": 50, "admission": 10, "FinishRun": 60}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_with_audits_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_AUDIT_HISTORIES), draw=Scene.draw_audits)
-    assert sample.violations == {}
-    least = {
-        "dispute": 60,
-        "saved dispute": 60,
-        "outvoted": 40,
-        "commit with audits": 200,
-        "halt over an audit": 1,
-        "FinishRun": 100,
-    }
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_with_suspects_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_SUSPECT_HISTORIES), draw=Scene.draw_suspects)
-    assert sample.violations == {}
-    least = {"question about suspects": 100, "commit with agreed suspects": 60, "dispute over a loss": 15}
-    least |= {"outvoted": 20, "FinishRun": 100}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_of_groups_that_find_themselves_wrong_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_OWN_FINDING_HISTORIES), draw=Scene.draw_own_findings)
-    assert sample.violations == {}
-    least = {"fence for own wrong numbers": 50, "halt for own wrong numbers": 2, "StopHalted": 5, "FinishRun": 100}
-    least |= {"sum of a group lost since it found itself wrong": 1, "retry that keeps buckets": 5}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_with_undos_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_UNDO_HISTORIES), draw=draw_undos)
-    assert sample.violations == {}
-    least = {"Undo": 30, "drift": 120, "outvoted": 60, "refused checkpoint": 10, "FinishRun": 300}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
-
-
-def test_no_history_with_rounds_of_sites_violates_an_invariant() -> None:
-    sample = run_histories(range(NUM_ROUND_HISTORIES), draw=draw_rounds)
-    assert sample.violations == {}
-    least = {"Synced": 200, "round after a loss": 4, "Restart": 10, "FinishRun": 100}
-    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 
 @st.composite

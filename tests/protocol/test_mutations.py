@@ -13,20 +13,22 @@ from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import (
     CORRECT,
     MUTATIONS,
-    MUTATIONS_OF_AUDITS,
     MUTATIONS_OF_COMPARISONS,
     MUTATIONS_OF_EVALUATIONS,
     MUTATIONS_OF_GRADIENTS,
     MUTATIONS_OF_LANES,
-    MUTATIONS_OF_OWN_FINDINGS,
     MUTATIONS_OF_RESTARTS,
     MUTATIONS_OF_SHAPES,
     MUTATIONS_OF_SHARED_DATA,
-    MUTATIONS_OF_SHORTAGES,
     MUTATIONS_OF_SUMS,
-    MUTATIONS_OF_SUSPECTS,
     MUTATIONS_OF_UNSOUND_SHAPES,
     Protocol,
+)
+from tests.protocol.mutations_of_audits import (
+    MUTATIONS_OF_AUDITS,
+    MUTATIONS_OF_OWN_FINDINGS,
+    MUTATIONS_OF_SHORTAGES,
+    MUTATIONS_OF_SUSPECTS,
 )
 from tests.protocol.mutations_of_membership import (
     MUTATIONS_OF_DRAINS,

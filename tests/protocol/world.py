@@ -111,7 +111,7 @@ class World:
         self._budget = Counter(scene.fault_budget)
         self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
         self._store = Store(self.invariants.entry_written)
-        self.invariants.cast_on = self._store.cast_on
+        self.invariants.ballots.cast_on = self._store.cast_on
         self._processes: list[Process] = []
         self._groups: dict[str, Group] = {}
         self._suspected: list[Member] = []

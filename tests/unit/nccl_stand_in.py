@@ -11,7 +11,7 @@ import torch
 
 from spare_megatron.comm import nccl
 from spare_megatron.comm.communicators import CrossGroupCommunicator
-from spare_megatron.comm.warm_up import WarmUp, no_warm_up
+from spare_megatron.comm.nccl import WarmUp, no_warm_up
 from spare_megatron.devices import gpu
 from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId

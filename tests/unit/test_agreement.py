@@ -75,7 +75,7 @@ def test_many_entries_are_passed_on_in_order() -> None:
 def test_a_leader_whose_entry_came_too_late_reads_the_one_that_stands() -> None:
     leader, other, _ = _group()
     late, _, _ = _group()
-    late._log = leader._log
+    late.log = leader.log
     leader.append(0, _fence("first"))
     late.append(0, _fence("second"))
     assert late.read_entry(0) == _fence("first")

@@ -19,7 +19,7 @@ from spare_megatron.journal.state.run_state import RunState
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, PlaceId, ShardId
 from spare_megatron.stacking.paces import PipelineTimes
 from spare_megatron.tools.report.page import _figures_of
-from spare_megatron.tools.report.trace import _moves
+from spare_megatron.tools.report.trace import _marks
 from tests.unit.journal_in_memory import run_record
 from tests.unit.measured_run import valid_history
 
@@ -122,7 +122,7 @@ def test_each_assignment_is_one_event_of_the_run_and_in_report_and_timeline() ->
     smaller = PlacesRecord(index=1, num_places=4, holdings=[[3, 2, 1]], places=[[2, None], [3, 3]], stages=[[1, 1]])
     assert text_of_places(smaller) == "machine 3 takes place 2, group 1 is to run with 1 stages"
     journal = Journal(lines=(Line(source="", at_s=2.0, record=RE_FORMED),) * 2)
-    trace = _moves(journal, origin_s=1.0, end_us=2_000_000)
+    trace = _marks(journal, origin_s=1.0, end_us=2_000_000)
     assert [(event["name"], event["ts"]) for event in trace] == [(run_state.events()[0].text, 1_000_000)]
 
 

@@ -197,6 +197,21 @@ def test_a_rate_per_node_and_day_says_the_same_as_a_time_between_losses() -> Non
     assert json.loads(result.stdout) == figures()
 
 
+@pytest.mark.parametrize(
+    ("words", "absence_s"),
+    [
+        (["--repair", "10m", "--transfer", "5s"], 605.0),
+        (["--repair", "10m", "--reform", "1m", "--machines-per-group", "4", "--transfer", "5s"], 65.0),
+    ],
+)
+def test_a_plan_with_returns_says_when_groups_are_expected_back(words: list[str], absence_s: float) -> None:
+    times = ("--groups", "8", "--mtbf", "1h", "--restart", "20m", "--save", "30s", "--microbatches", "16")
+    result = spare_plan(*times, *words, "--redundancy", "3", "--json")
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.output)["settings"]
+    assert settings["checkpoint.group_absence_s"] == pytest.approx(absence_s)
+
+
 def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
     """Groups of 32 GPUs: 4 nodes of 8, one of which fails every half year."""
     times = ("--restart", "20m", "--save", "30s", "--node-mtbf", "2y", "--json")
@@ -320,7 +335,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
         (
             "--mtbf 300s --reform 60s --machines-per-group 4 --groups-per-domain 4 --domain-mtbf 30d",
-            "re-forming is planned for machines that are lost one by one",
+            "re-forming is planned with domains of 4 groups where all groups can read all data",
         ),
         ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),
         ("--mtbf 300s --join 30s", "--join 30s needs --repair"),

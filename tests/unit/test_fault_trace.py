@@ -1,32 +1,47 @@
-"""Drawing what a trace leaves open, and carrying faults out."""
+"""Drawing what a trace leaves open, the registry of kinds, and carrying faults out."""
 
+import importlib.util
+import itertools
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from benchmarks.slow_spells import FACTORS, Spell, began_s, draw_spells, write_program
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.config.checks.validate_faults import survivable_kinds
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.driver.planned_faults import groups_hit, resolve_trace
+from spare_megatron.driver import driver
+from spare_megatron.driver.planned_faults import draw_faults, groups_hit, resolve_trace
+from spare_megatron.faults import injection
 from spare_megatron.faults.injection import InjectedFault, Injector, Slowable
-from spare_megatron.faults.points import Fault, FaultPoint
+from spare_megatron.faults.kinds import KINDS, Kind
+from spare_megatron.faults.points import Fault, FaultKind, FaultPoint
+from spare_megatron.mcore.corruption import CORRUPTIONS
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.supervisor import node_faults
+from tests.matrix import cells
+from tests.unit.configured import CPU, configured
 
 SEEDS = range(200)
 
 
-def configured(trace: str, *overrides: str) -> RunConfig:
+def with_faults(trace: str, *overrides: str) -> RunConfig:
     base = ["layout.num_groups=7", "layout.pipeline_parallel=2", "train.steps=60", f"faults.trace={trace}"]
     return load_run_config(None, [*base, *overrides]).config
 
 
 def traces(trace: str, *overrides: str) -> list[tuple[Fault, ...]]:
     """The trace for many seeds."""
-    return [resolve_trace(configured(trace, *overrides, f"faults.seed={seed}")) for seed in SEEDS]
+    return [resolve_trace(with_faults(trace, *overrides, f"faults.seed={seed}")) for seed in SEEDS]
 
 
 def test_no_faults_configured_means_none() -> None:
@@ -34,7 +49,7 @@ def test_no_faults_configured_means_none() -> None:
 
 
 def test_the_same_configuration_gives_the_same_trace() -> None:
-    config = configured("[{phase='backward'}, {phase='in_reduce'}]")
+    config = with_faults("[{phase='backward'}, {phase='in_reduce'}]")
     assert resolve_trace(config) == resolve_trace(config)
 
 
@@ -57,7 +72,7 @@ def test_what_is_stated_stays() -> None:
 
 
 def test_a_flip_keeps_its_bit_and_costs_no_group_for_sure() -> None:
-    config = configured("[{phase='backward', kind='bit_flip', bit=0}, {phase='backward', kind='nan'}]")
+    config = with_faults("[{phase='backward', kind='bit_flip', bit=0}, {phase='backward', kind='nan'}]")
     flip, nan = resolve_trace(config)
     assert (flip.bit, nan.bit) == (0, None)
     assert groups_hit(config, flip) == frozenset()
@@ -65,8 +80,8 @@ def test_a_flip_keeps_its_bit_and_costs_no_group_for_sure() -> None:
 
 
 def test_stating_one_field_leaves_the_others_as_drawn() -> None:
-    (drawn,) = resolve_trace(configured("[{phase='forward'}]"))
-    (stated,) = resolve_trace(configured("[{phase='forward', step=5}]"))
+    (drawn,) = resolve_trace(with_faults("[{phase='forward'}]"))
+    (stated,) = resolve_trace(with_faults("[{phase='forward', step=5}]"))
     assert (stated.group, stated.rank, stated.ordinal) == (drawn.group, drawn.rank, drawn.ordinal)
 
 
@@ -121,20 +136,20 @@ def test_drawn_groups_leave_every_shard_a_host_of_the_placement_with_domains() -
     def drawn(*overrides: str) -> set[int]:
         stated = "[{phase='forward', step=3, group=2}, {phase='forward'}]"
         sizes = ("layout.num_groups=4", "spare.redundancy=2", *overrides)
-        return {resolve_trace(configured(stated, *sizes, f"faults.seed={seed}"))[1].group for seed in range(20)}
+        return {resolve_trace(with_faults(stated, *sizes, f"faults.seed={seed}"))[1].group for seed in range(20)}
 
     assert drawn() == {0}  # hosts are neighbours
     assert drawn("spare.groups_per_domain=2") == {1, 3}  # hosts are groups 0 and 2, or 1 and 3
 
 
 def test_a_drawn_wipe_out_is_refused() -> None:
-    config = configured("[{phase='forward'}]", "spare.redundancy=1")
+    config = with_faults("[{phase='forward'}]", "spare.redundancy=1")
     with pytest.raises(ValueError, match=r"faults\.trace\[0\] leaves its group open.*wipes out a shard"):
         resolve_trace(config)
 
 
 def test_a_stated_wipe_out_is_allowed() -> None:
-    (fault,) = resolve_trace(configured("[{phase='forward', group=2}]", "spare.redundancy=1"))
+    (fault,) = resolve_trace(with_faults("[{phase='forward', group=2}]", "spare.redundancy=1"))
     assert fault.group == 2
 
 
@@ -285,3 +300,77 @@ def test_a_rank_stays_slow_if_no_time_is_given(monkeypatch: pytest.MonkeyPatch) 
     now_s[0] = 1e5
     injector.stretch("slow_data", 0.01, lambda: None)
     assert sum(slept_s) == pytest.approx(0.02)
+
+
+DOZE = FaultKind("doze")
+
+
+def test_every_kind_has_one_handler() -> None:
+    tables = (injection.HANDLERS, injection.JOURNAL_HANDLERS, CORRUPTIONS, node_faults.HANDLERS, driver.HANDLERS)
+    assert Counter(kind for table in tables for kind in table) == Counter(KINDS.keys())
+
+
+def test_a_new_kind_needs_a_row_a_handler_and_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    dozed: list[Fault] = []
+    monkeypatch.setitem(KINDS, DOZE, Kind(costs="group"))
+    monkeypatch.setitem(injection.HANDLERS, DOZE, lambda _, fault: dozed.append(fault))
+    cell = cells.Cell(kind=DOZE, moment=cells.MOMENTS[0])
+    monkeypatch.setattr(cells, "CELLS", (*cells.CELLS, cell))
+
+    (aimed,) = cells.draw_faults(cell, seed=1)
+    table = f"{{phase='{aimed.phase}', step={aimed.step}, group={aimed.group}, kind='{aimed.kind}'}}"
+    config = configured(f"faults.trace=[{table}]")
+    assert problems(config, CPU) == []
+    (fault,) = resolve_trace(config)
+    assert groups_hit(config, fault) == {aimed.group}
+    injector = Injector([fault], lambda _: None, lambda _: None)
+    injector.step = fault.step
+    for _ in range(fault.ordinal):
+        injector(fault.phase)
+    assert dozed == [fault]
+    (text,) = problems(configured("faults.trace=[{phase='forward', kind='doze', bit=3}]"), CPU)
+    assert "faults.trace[0].bit=3 has no effect on kind=doze" in text
+    often = configured("train.steps=400", "faults.mean_steps=5", "faults.kinds=['doze']", "spare.rejoins=1000")
+    assert problems(often, CPU) == []
+    assert {(fault.kind, fault.seconds is None) for fault in draw_faults(often)} == {(DOZE, True), (DOZE, False)}
+    assert DOZE in survivable_kinds(often)
+
+
+def test_spells_follow_one_another_and_the_same_seed_draws_the_same() -> None:
+    spells = draw_spells(1, num_groups=4, quiet_s=5.0, mean_gap_s=2.0, mean_s=8.0)
+    assert spells[0].from_s > 5.0
+    assert all(before.to_s < after.from_s for before, after in itertools.pairwise(spells))
+    assert all(4.0 <= spell.to_s - spell.from_s <= 12.0 for spell in spells)
+    assert all(FACTORS[0] <= spell.factor <= FACTORS[1] for spell in spells)
+    assert {spell.group for spell in spells} == set(range(4))
+    assert spells[-1].to_s > 900.0, "longer than a run"
+    assert spells == draw_spells(1, num_groups=4, quiet_s=5.0, mean_gap_s=2.0, mean_s=8.0)
+    assert spells != draw_spells(2, num_groups=4, quiet_s=5.0, mean_gap_s=2.0, mean_s=8.0)
+
+
+def load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_passes_of_a_slow_group_sleep_for_longer_until_the_spell_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.py"
+    write_program(file, sleep_s=0.5, spells=[Spell(1, 10.0, 20.0, 3.0), Spell(0, 12.0, 20.0, 2.0)])
+    now_s, slept_s = [1000.0], list[float]()
+    clock = SimpleNamespace(time=lambda: now_s[0], sleep=slept_s.append)
+    for group in (0, 1):
+        program = load(file)
+        monkeypatch.setattr(program, "time", clock)  # not of the whole process: other threads sleep, too
+        monkeypatch.setattr(program, "gpt_forward_step", lambda *_: None)
+        monkeypatch.setattr(program, "_group", lambda group=group: group)
+        for past_s in (0.0, 11.0, 13.0, 20.0):
+            now_s[0] = 1000.0 + past_s
+            program.forward_step(None, None, SimpleNamespace(step=0))
+    assert slept_s == [0.5, 0.5, 1.0, 0.5, 0.5, 1.5, 1.5, 0.5]
+    assert began_s(file) == 1000.0, "the first pass of any group"

@@ -30,7 +30,6 @@ from spare_megatron.tools.weights.hf_fields import (
     LLAMA3_CONSTANTS,
     ONLY,
     OTHER_NAMES,
-    WITHOUT_EFFECT,
     YARN,
     token_ids_in,
 )
@@ -43,6 +42,16 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "deepseek_v3": DeepseekV3Config,
     "gpt2": GPT2Config,
 }
+
+WITHOUT_EFFECT = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "architectures", "output_hidden_states",
+    "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "initializer_range",
+    "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "summary_first_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "reorder_and_upcast_attn",
+}  # fmt: skip
+"""Fields that do not change which function of the tokens a model of these families is: of other tasks, of a training
+(dropout, jitter, losses of routers), of how something is computed."""
 
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
 
@@ -73,9 +82,7 @@ def test_every_field_of_the_configuration_is_in_one_table_with_its_default(famil
         "gpt2": {"sliding_window"},
     }
     assert ours.keys() - theirs.keys() == more[family]
-    for name in theirs.keys() & {*ONLY, *WITHOUT_EFFECT}:
-        require_kinds(WITHOUT_EFFECT, {name: theirs[name].default}, "")
-        assert name not in ONLY or theirs[name].default in ONLY[name]
+    assert all(theirs[name].default in ONLY[name] for name in theirs.keys() & ONLY)
     if family != "gpt2":
         assert DEFAULT_ROPE_BASE[family] == CONFIGS[family].default_theta
     assert OTHER_NAMES.get(family, {}) == CONFIGS[family].attribute_map
@@ -255,7 +262,7 @@ def assert_same_positions(ours: Architecture, theirs: PreTrainedConfig) -> None:
         assert factor == 1.0
     else:
         assert {name: rope[name] for name in LLAMA3_CONSTANTS} == LLAMA3_CONSTANTS
-        assert (rope["rope_type"], rope["factor"]) == ("llama3", factor)
+        assert (rope["rope_type"], float(rope["factor"])) == ("llama3", factor)
     window = ours.model.get("sliding_window")
     if theirs.model_type in ("qwen2", "qwen3"):
         windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
@@ -281,7 +288,7 @@ def test_drawn_files_are_what_transformers_builds_or_refused_by_the_name_of_a_fi
             continue
         if ours.num_layers > 1000:
             continue  # transformers lists them
-        theirs = built({**content, "attention_dropout": 0.0})  # which has no effect; only Llama's may be null
+        theirs = built({name: value for name, value in content.items() if name not in WITHOUT_EFFECT})
         assert theirs is not None, {name: content.get(name) for name in changed}
         assert_same(ours, theirs)
         accepted += 1

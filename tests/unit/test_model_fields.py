@@ -1,5 +1,7 @@
-"""`[model]` and `[megatron]` as two spellings of one model."""
+"""`[model]` and `[megatron]` as two spellings of one model, and the list of its tensors."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import ConfigError, dump_run_config, load_and_judge, load_run_config
 from spare_megatron.config.megatron_fields import by_field, honoured_row
 from spare_megatron.config.model.model_shape import flops_per_token, model_shape
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.model.model_tensors import model_tensors
+from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.training.run_sizes import rank_memory
 from spare_megatron.config.training.terms import differences, terms_of
 
@@ -138,3 +141,20 @@ def test_a_row_of_the_table_that_means_nothing_is_not_loaded(row: dict[str, Any]
 def test_a_field_that_stands_twice_in_the_table_is_not_loaded() -> None:
     with pytest.raises(ValueError, match="moe_latent_size is listed twice"):
         by_field([("fp8 moe_latent_size", "one reason"), ("moe_latent_size", "another")])
+
+
+@pytest.mark.parametrize(
+    ("model", "megatron"),
+    [
+        ({}, {}),
+        ({"tie_embeddings": False, "position_embedding": "rope", "linear_bias": False, "qkv_bias": True}, {}),
+        ({"num_query_groups": 2, "activation": "swiglu", "ffn_hidden_size": 96, "qk_norm": True}, {"kv_channels": 24}),
+        ({"qk_norm": True, "position_embedding": "rope"}, {"multi_latent_attention": True, "q_lora_rank": 12}),
+        ({"activation": "geglu", "normalization": "rmsnorm", "qk_norm": True}, {"add_bias_linear": False}),
+    ],
+)
+def test_the_tensors_have_all_parameters_of_the_model(model: dict[str, Any], megatron: dict[str, Any]) -> None:
+    config = RunConfig(model=replace(ModelConfig(), **model), megatron=megatron)
+    tensors = list(model_tensors(config))
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == model_shape(config).num_parameters
+    assert len({(tensor.key, tensor.layer) for tensor in tensors}) == len(tensors)

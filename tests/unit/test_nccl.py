@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from spare_megatron.comm import communicators, nccl, sum_watch, transfers
 from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.nccl import Call, warm_up
 from spare_megatron.comm.sum_watch import SumWatch
-from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
-from spare_megatron.comm.warm_up import Call, warm_up
+from spare_megatron.comm.transfers import Exchange, Transfer
 from spare_megatron.config.training.run_sizes import MOST_CHANNELS
 from spare_megatron.devices import gpu
 from spare_megatron.process.reports import ExitCode
@@ -318,7 +318,7 @@ def test_the_sums_of_a_buffer_are_one_batch_and_its_copies_the_next(monkeypatch:
         _end_coalescing=lambda: calls.append(")") or len(calls),
     )
     transfer = Transfer(connection=None)
-    shares = [BucketShare(values=torch.zeros(2), recipients=recipients) for recipients in ((0, 1), (2, 1), (), (1, 0))]
+    shares = [(torch.zeros(2), recipients) for recipients in ((0, 1), (2, 1), (), (1, 0))]
     Exchange(backend, 0, is_polled=True).post(transfer, shares, torch.zeros(3), first_tag=0)
     assert calls == ["(", "reduce", "reduce", "allreduce", "reduce", "allreduce", ")", "(", "send", "recv", ")"]
     assert transfer.works == [7, 11], "the works of the batches alone report an end"

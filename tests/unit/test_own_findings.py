@@ -30,7 +30,7 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement, GroupOpinion, RankOutcome
 from tests.memory_store import MemoryStore
 from tests.unit.journal_in_memory import JournalInMemory, check_journal, run_record
-from tests.unit.test_journal_buckets import voted, whole
+from tests.unit.test_journal_steps import voted, whole
 
 FOUND = "rank 1: the product of layer 3"
 SETUP = ControllerSetup(
@@ -257,7 +257,7 @@ STATED = f"{WRONG_NUMBERS}: {FOUND}"
 
 
 def fenced(*, kept: bool, evidence: str = STATED) -> dict[str, Record]:
-    """As `test_journal_buckets.whole`, but group 2 votes what `evidence` says and is fenced for own wrong numbers."""
+    """As `test_journal_steps.whole`, but group 2 votes what `evidence` says and is fenced for own wrong numbers."""
     records = whole()
     records["voted 2 0"] = replace(voted(2, 0, [2], [4, 4]), evidence=evidence)
     fence = Fence(group=GroupId(2), reason=f"its {STATED}", error=WRONG_NUMBERS, discard=True, is_outvoted=True)

@@ -21,7 +21,7 @@ from spare_megatron.stacking.state_partitions import PartitionSetup, Repair, fir
 from spare_megatron.state.stacked import partition_copier as repair_module
 from spare_megatron.state.stacked.partition_copier import PartitionRepairs
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_transfer import StateSource
 from tests.rank_context import rank_context
 from tests.unit.silent_server import POINTS, Point, SilentServer
 

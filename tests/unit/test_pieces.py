@@ -31,7 +31,7 @@ from spare_megatron.formats.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piec
 from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
+from spare_megatron.state.transfer.state_transfer import StateSource
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 pytestmark = pytest.mark.timeout(60)

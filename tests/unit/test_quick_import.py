@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.mcore.model.quick_import import compile_when_called
+from spare_megatron.mcore import compile_when_called
 
 LOOK = """
 import json, sys, torch

@@ -221,7 +221,7 @@ def test_a_replay_has_the_gpus_that_the_ranks_had(
         compute(config, tmp_path, parts(config, 1), WANTED, Where(group=1, wait_s=WAIT_S))
     thread.join(WAIT_S)
     orders = [one for one in requests if isinstance(one, ComputePart)]
-    gpus = [(task.rank.gpu, task.gpu) for order in orders for task in order.tasks]
+    gpus = [(rank.gpu, order.gpus[rank.gpu or 0]) for order in orders for rank in order.ranks]
     assert gpus == ([] if is_refused else [(at, f"GPU-{letter}") for at, letter in enumerate(expected)])
 
 
@@ -317,9 +317,8 @@ def test_ranks_end_with_the_command_and_with_the_process_that_started_them(
         assert asking is not None
         asking.send(DescribeMachine())
         assert asking.recv().host == socket.gethostname()
-        one = replay_ranks.PartRank(rank=0, gpu=None, number=0)
-        task = replay_ranks.ReplayTask(store=silent_store, rank=one, stages=4, wanted=WANTED, gpu=None)
-        asking.send(ComputePart(config=dump_run_config(config_of(1, 1)), tasks=(task,)))
+        alone, text = replay_ranks.PartRank(rank=0, gpu=None, number=0), dump_run_config(config_of(1, 1))
+        asking.send(ComputePart(config=text, store=silent_store, stages=4, wanted=WANTED, ranks=(alone,), gpus=()))
         (rank,) = until(lambda: psutil.Process(part.pid).children())
         if how == "the command ends":
             asking.close()

@@ -1,7 +1,8 @@
-"""When checkpoints are taken: fixed intervals, failures, and the interval that follows from what a run has measured."""
+"""When checkpoints are taken and which are kept: fixed intervals, failures, and what follows from measurements."""
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,14 @@ import pytest
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.entries import SaveEnd
 from spare_megatron.core.log.membership import LogTerms
-from spare_megatron.core.saves.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves, emergency_save
+from spare_megatron.core.saves.checkpoint_policy import (
+    PRIOR_SAVE_S,
+    Experience,
+    SavePolicy,
+    Saves,
+    emergency_save,
+    superseded,
+)
 from spare_megatron.core.saves.survival import optimal_cadence_s, time_to_wipe_out_s
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -175,6 +183,20 @@ def test_pauses_save_for_lost_state_only_where_groups_come_back_in_time() -> Non
     assert never.cadence(GROUPS).time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
 
 
+def test_before_the_first_return_groups_are_expected_back_after_the_configured_absence() -> None:
+    found = Experience(1000.0, TERMS, 10.0, 100.0)
+    first = found.cadence(GROUPS)
+    assert first.absence_s == 100.0
+    assert first.time_to_wipe_out_s == time_to_wipe_out_s({2: 4}, 2, 1000.0, 100.0, 10.0)
+    found.on_loss([GroupId(3)])
+    found.on_commit(90.0, 3)
+    assert found.cadence(GROUPS[:3]).absence_s == 100.0
+    found.on_commit(501.0, 3)
+    assert found.cadence(GROUPS[:3]).absence_s is None, "away for five times as long: not expected any more"
+    found.on_admission([GroupId(3)])
+    assert found.cadence(GROUPS).absence_s == 501.0, "what is measured replaces it"
+
+
 def test_partitions_without_a_copy_count_and_the_less_the_faster_they_are_copied() -> None:
     members = [Member(GroupId(group)) for group in range(7)]
     ring = make_placement("golomb", 7, 3)
@@ -248,3 +270,73 @@ def test_without_a_store_two_groups_save_or_all_that_may_be_the_last_with_a_part
     assert savers(hosts, step=0) == savers((), step=0) == [], "there is nothing yet that a run could go on from"
     save = emergency_save(left[0], 7, left, 3, hosts, has_params=True)
     assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=hosts)
+
+
+STEPS = [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every_steps", "kept"),
+    [(1, None, [50]), (3, None, [30, 40, 50]), (1, 20, [10, 20, 40, 50]), (9, None, STEPS)],
+)
+def test_the_newest_and_one_of_each_stretch_are_kept(
+    keep_last: int, keep_every_steps: int | None, kept: Sequence[int]
+) -> None:
+    assert set(STEPS) - superseded(STEPS, [], keep_last, keep_every_steps) == set(kept)
+
+
+@pytest.mark.parametrize(
+    ("unverified", "keep_last", "kept"),
+    [
+        ([50], 1, [40, 50]),
+        ([50], 2, [30, 40, 50]),
+        ([40, 50], 1, [30, 40, 50]),
+        ([20, 50], 1, [40, 50]),  # undone, and of no use any more
+        (STEPS, 1, STEPS),
+        ([60], 1, [50]),
+    ],
+)
+def test_what_may_turn_out_to_be_wrong_supersedes_nothing(
+    unverified: Sequence[int], keep_last: int, kept: Sequence[int]
+) -> None:
+    """With keep_last=1 the one that was refused was the only one."""
+    assert set(STEPS) - superseded(STEPS, unverified, keep_last, None) == set(kept)
+
+
+def test_one_verified_checkpoint_of_each_interval_is_kept_permanently() -> None:
+    assert set(STEPS) - superseded(STEPS, [20, 50], 1, 20) == {10, 30, 40, 50}
+
+
+def test_what_was_kept_permanently_stays_so_as_checkpoints_come_and_go() -> None:
+    present: set[int] = set()
+    for step in range(3, 100, 3):
+        present.add(step)
+        present -= superseded(present, [step], 2, 25)
+    assert sorted(present) == [3, 27, 51, 75, 93, 96, 99]
+
+
+@pytest.mark.parametrize(
+    ("audited_steps", "unverified", "kept"),
+    [
+        (None, [], [50]),
+        (9, [], [50]),
+        (10, [], [10, 50]),
+        (39, [], [30, 50]),
+        (39, [30], [20, 50]),
+        (60, [], [50]),
+        (60, [50], [40, 50]),
+    ],
+)
+def test_the_newest_that_is_audited_is_kept(
+    audited_steps: int | None, unverified: Sequence[int], kept: Sequence[int]
+) -> None:
+    assert set(STEPS) - superseded(STEPS, unverified, 1, None, audited_steps) == set(kept)
+
+
+def test_there_is_always_a_checkpoint_that_is_audited_once_one_was() -> None:
+    present: set[int] = set()
+    for step in range(3, 100, 3):
+        audited_steps = step - step % 20
+        present.add(step)
+        present -= superseded(present, [step], 2, None, audited_steps)
+        assert (step < 20) or any(audited_steps - 3 < one <= audited_steps for one in present)

@@ -9,7 +9,6 @@ import pytest
 from scipy.stats import poisson
 
 from spare_megatron.journal.files import Line
-from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss, MachineDomain, WithDomains, make_process
 from spare_megatron.tools.simulate.fleet import Fleet
@@ -186,9 +185,3 @@ def test_domains_that_cannot_be_lost_are_refused() -> None:
         FailureSpec(kind="node", domains=(rack,))
     with pytest.raises(ValueError, match=r"failures.domains.rack needs machines of 1 or more"):
         MachineDomain(name="rack", machines=0, mean_s=1000.0)
-
-
-def test_groups_are_named_by_their_ids() -> None:
-    """The groups that a history leaves are the lowest ones."""
-    fleet = World(scenario_with(), 0).fleet
-    assert [GroupId(group) for group in np.flatnonzero(~fleet.is_up)] == list(range(int(fleet.is_up.sum()), N))

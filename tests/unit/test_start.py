@@ -1,12 +1,25 @@
 """Losses before training begins: a broken machine is left out, a fault of the program ends the run."""
 
+import itertools
+import re
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from typing import Any
+
 import pytest
 
 from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.core.controller.start import EarlyLoss, Start
+from spare_megatron.core.log.entries import Fence, decode_entry
+from spare_megatron.process.readiness import GroupsMissing, note_ready, wait_until_ready
 from spare_megatron.stacking.layout import GroupId, Layout
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.state_partitions import PartitionSetup
+from spare_megatron.store import keys
+from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.supervisor.places.group_rendezvous import fence_node
+from spare_megatron.supervisor.store_watch import NUM_WATCHED, NodeSilent, StoreLink
+from tests.unit.memory_store import MemoryStore
 
 NUM_GROUPS = 8
 ERROR = "ImportError: libcudart.so.12: cannot open shared object file"
@@ -132,3 +145,164 @@ def test_when_all_nodes_are_missing_the_first_is_named() -> None:
     begun = start(num_nodes=4)
     reasons = [begun.lose(missing(group)) for group in range(NUM_GROUPS)]
     assert reasons[-1] == f"all groups were lost before training began; group 0: {MISSING}"
+
+
+NUM_REPORTING = 2
+REPORTS = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]
+
+
+class Died(Exception):
+    """The process is gone."""
+
+
+class Store:
+    """A control store whose client dies after so many writes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.writes_left = 99
+
+    def _write(self, key: str, value: str) -> None:
+        if not self.writes_left:
+            raise Died
+        self.writes_left -= 1
+        self.values[key] = value
+
+    def put(self, key: str, value: str) -> None:
+        self._write(key, value)
+
+    def put_counted(self, key: str, value: str, counter: str) -> int:
+        assert key not in self.values
+        self._write(key, value)
+        self.counts[counter] = self.counts.get(counter, 0) + 1
+        return self.counts[counter]
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        if key not in self.values:
+            raise StoreTimeout(f"{key} was not written within {timeout_s:g} s")
+        return self.values[key]
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.values.get(key) for key in keys]
+
+
+def begins_after(reports: Sequence[tuple[GroupId, str]], *, dies: int | None = None, after: int = 0) -> int | None:
+    """How many have reported when all begin; one of them dies after so many of its writes."""
+    store: Any = Store()
+    for number, (group, reporter) in enumerate(reports):
+        store.writes_left = after if number == dies else 99
+        try:
+            note_ready(store, group, reporter, NUM_REPORTING)
+        except Died:
+            continue
+        if keys.ALL_GROUPS_READY in store.values:
+            return number + 1
+    return None
+
+
+def test_all_groups_start_when_none_is_waited_for_and_not_before() -> None:
+    for reports in itertools.permutations(REPORTS):
+        first = next(
+            number + 1 for number in range(len(reports)) if {group for group, _ in reports[: number + 1]} == {0, 1}
+        )
+        assert begins_after(reports) == first
+
+
+def test_a_group_that_dies_while_it_reports_ready_is_reported_by_its_node() -> None:
+    ready, other, node = REPORTS[1], REPORTS[0], REPORTS[2]
+    for after in range(3):
+        for reports in ((ready, other, node), (other, ready, node), (ready, node, other)):
+            begun = begins_after(reports, dies=reports.index(ready), after=after)
+            assert begun is not None, f"{reports} with a death after {after} writes"
+            assert begun >= 1 + max(reports.index(other), min(reports.index(ready), reports.index(node)))
+
+
+def test_a_group_that_waits_in_vain_names_those_that_are_missing() -> None:
+    """The message was only that a key of the store was not written, and the run named the group that waited as lost."""
+    store: Any = Store()
+    for group in (GroupId(0), GroupId(2)):
+        note_ready(store, group, "itself", 4)
+    with pytest.raises(GroupsMissing, match=re.escape("groups [1, 3] did not start")) as raised:
+        wait_until_ready(store, 4, startup_timeout_s=7.0)
+    assert "control.startup_timeout_s=7" in str(raised.value)
+    for group in (GroupId(1), GroupId(3)):
+        note_ready(store, group, "node 0", 4)
+    wait_until_ready(store, 4, startup_timeout_s=7.0)
+
+
+CAUSE = "node 1: its supervisor did not connect"
+WAIT_S = 30.0
+
+
+def store_of(*still: int) -> Any:
+    """One in which these nodes have begun to beat, and stand still."""
+    return MemoryStore({f"beat/{node}": "7" for node in still})
+
+
+def fences(store: MemoryStore) -> list[tuple[int, int, str]]:
+    """Group, incarnation and reason of each, in the order of the log."""
+    texts = [store.values[keys.entry(index)] for index in range(len(store.values)) if keys.entry(index) in store.values]
+    entries = [decode_entry(text) for text in texts]
+    return [(entry.group, entry.incarnation, entry.reason) for entry in entries if isinstance(entry, Fence)]
+
+
+def test_all_groups_of_a_node_are_fenced_once_and_not_waited_for() -> None:
+    layout = Layout(num_groups=4, num_nodes=2)
+    store = store_of()
+    for group in (GroupId(0), GroupId(1)):
+        note_ready(store, group, "itself", 4)
+    records = list(fence_node(store, layout, 1, CAUSE))
+    assert [(record.group, record.rank, record.cause, record.entry_index) for record in records] == [
+        (2, -1, CAUSE, 0),
+        (3, -1, CAUSE, 1),
+    ]
+    assert store.exists(keys.ALL_GROUPS_READY)
+    assert list(fence_node(store, layout, 1, "again")) != []
+    assert fences(store) == [(2, 0, CAUSE), (3, 0, CAUSE)]
+    assert not [key for key in store.values if key.startswith("lost/")]
+
+
+def test_the_other_nodes_of_a_divided_group_learn_of_its_loss() -> None:
+    store = store_of()
+    store.put("incarnation/0", "2")  # it has been started again already
+    [record] = fence_node(store, Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), 1, CAUSE)
+    assert (record.group, record.incarnation) == (0, 2)
+    assert store.values["lost/0/2"] == f'[0,-1,"{CAUSE}"]'
+    assert not store.exists(keys.ALL_GROUPS_READY)
+
+
+@pytest.mark.timeout(60)
+def test_nodes_behind_those_that_never_came_are_watched_once_training_has_begun() -> None:
+    """Each node watches the next few. If none of those before it came, no node found it lost."""
+    num_nodes = NUM_WATCHED + 3
+    last = num_nodes - 1
+    store = store_of(last)
+    store.put(keys.ALL_GROUPS_READY, "yes")
+    inbox, outbox = Pipe(duplex=False)
+    link = StoreLink(
+        node=0,
+        layout=Layout(num_groups=num_nodes, num_nodes=num_nodes),
+        interval_s=0.05,
+        connect=lambda: store,
+        outbox=outbox,
+    )
+    link.start()
+    assert inbox.poll(WAIT_S)
+    silent = inbox.recv()
+    link.stop(WAIT_S)
+    assert isinstance(silent, NodeSilent)
+    assert silent.node == last
+
+
+@pytest.mark.timeout(60)
+def test_before_training_begins_nodes_are_waited_for() -> None:
+    """They are not taken for lost, nor is another node watched in their place; a beat of them counts then."""
+    store = store_of(NUM_WATCHED + 1)
+    inbox, outbox = Pipe(duplex=False)
+    layout = Layout(num_groups=NUM_WATCHED + 2, num_nodes=NUM_WATCHED + 2)
+    link = StoreLink(node=0, layout=layout, interval_s=0.05, connect=lambda: store, outbox=outbox)
+    for _ in range(NUM_WATCHED):
+        link._beat(store)
+    assert link._silent == set()
+    assert not inbox.poll()

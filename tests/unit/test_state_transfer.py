@@ -20,8 +20,7 @@ from spare_megatron.mcore.model.probe import SilentProbe
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.state.transfer.piece_server import PieceServer
-from spare_megatron.state.transfer.served_state import StateSource
-from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
+from spare_megatron.state.transfer.state_transfer import JoinFailed, StateSource, StateTransfer
 from tests.rank_context import rank_context
 from tests.unit.silent_server import POINTS, Point, SilentServer
 

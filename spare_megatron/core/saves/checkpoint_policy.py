@@ -62,11 +62,14 @@ class Experience:
 
     Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): after k losses in the
     exposure T the mean rate is (1 + k) / (group_life_s + T). There is no cadence without a prior. `pause_s`: longest
-    pause for shards without a host.
+    pause for shards without a host. `absence_s`: mean absence of a lost group before the first return; None: for good.
     """
 
-    def __init__(self, group_life_s: float | None, terms: LogTerms, pause_s: float | None = None) -> None:
+    def __init__(
+        self, group_life_s: float | None, terms: LogTerms, pause_s: float | None = None, absence_s: float | None = None
+    ) -> None:
         self._group_life_s = group_life_s
+        self._prior_absence_s = absence_s
         self._terms = terms
         self._pause_s = pause_s
         self._at_s = 0.0
@@ -146,9 +149,9 @@ class Experience:
         )
 
     def _absence_s(self) -> float | None:
-        if not self._absences_s:
+        if not self._absences_s and self._prior_absence_s is None:
             return None
-        mean_s = max(fmean(self._absences_s), LEAST_SAVE_S)
+        mean_s = max(fmean(self._absences_s or [self._prior_absence_s or 0.0]), LEAST_SAVE_S)
         is_overdue = any(self._at_s - lost_at_s > _OVERDUE * mean_s for lost_at_s in self._lost_at_s.values())
         return None if is_overdue else mean_s
 
@@ -219,6 +222,8 @@ class SavePolicy:
     interval_steps: int | None = None
     group_life_s: float | None = None
     """Prior mean time until a given group is lost; with it the interval follows from measurements."""
+    group_absence_s: float | None = None
+    """Likewise until a lost group is back; None expects none before the first one has come back."""
     saves_last: bool = False
     """Whether the last step of the run is saved, too."""
 
@@ -242,7 +247,7 @@ class Saves:
         self._refused: Member | None = None  # writer of the save refused last
         self.void: set[int] = set()
         """Steps with a save that is refused or undone."""
-        self._experience = Experience(self._policy.group_life_s, terms, pause_s)
+        self._experience = Experience(self._policy.group_life_s, terms, pause_s, self._policy.group_absence_s)
 
     @property
     def saved(self) -> frozenset[int]:

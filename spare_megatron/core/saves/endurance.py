@@ -43,7 +43,7 @@ def lost_counts(num_groups: int) -> LostCounts:
     """One range per count up to 2000, then about 2000 log(N / 2000) wider ones.
 
     Summands change little within 1/2000 of a count: plans are within 1e-3 of those that sum over every count
-    (tests/unit/test_planner_lost_counts.py).
+    (tests/unit/test_planner_endurance.py).
 
     >>> lost_counts(3).middle.tolist(), lost_counts(3).width.tolist()
     ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])

@@ -71,7 +71,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     end = data.numel() - (data.numel() % _BLOCK_BYTES if data.numel() % 4 else 0)
     for part in (data[:end], data[end:]):
         if part.numel():
-            yield _words(part)
+            yield words_of(part)
 
 
 def block_sums(tensor: Tensor, piece_blocks: int | None = None) -> Iterator[Tensor]:
@@ -83,10 +83,10 @@ def block_sums(tensor: Tensor, piece_blocks: int | None = None) -> Iterator[Tens
     multipliers = multipliers_on(tensor.device)
     end = data.numel() - data.numel() % _BLOCK_BYTES
     for start in range(0, end, piece_blocks * _BLOCK_BYTES):
-        words = _words(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
+        words = words_of(data[start : min(start + piece_blocks * _BLOCK_BYTES, end)]).view(-1, BLOCK_WORDS)
         yield _sums(words.to(torch.int64), multipliers)
     if end < data.numel():
-        words = _words(data[end:])
+        words = words_of(data[end:])
         yield _sums(words.to(torch.int64).view(1, -1), multipliers[:, : len(words)])
 
 
@@ -115,7 +115,7 @@ def _has_kernel(device: torch.device) -> bool:
     return can_sum_blocks(device, BLOCK_WORDS)
 
 
-def _words(data: Tensor) -> Tensor:
+def words_of(data: Tensor) -> Tensor:
     """The bytes, copied if they do not begin at a word or end inside one."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))

@@ -234,23 +234,14 @@ class GradientSums(ABC):
 
     def _finish_staging(self, bucket: int, staged: Tensor) -> None:
         extras = self._beside_gradients(staged)
-        if self._all_count is None:
-            extras[_TOKENS_HIGH : _TOKENS_LOW + 1].fill_(0)
-            if self._is_last(bucket):
-                extras[_TOKENS_HIGH].copy_(self._tokens // _TOKENS_BASE)
-                extras[_TOKENS_LOW].copy_(self._tokens % _TOKENS_BASE)
-        if num_terms := len(self._term_counts):
-            of_terms = extras[: _PER_TERM * num_terms].view(_PER_TERM, num_terms)
-            of_terms.fill_(0)
-            if self._is_last(bucket):
-                of_terms[0].copy_(self._term_sums)
-                of_terms[1].copy_(self._term_counts // _TOKENS_BASE)
-                of_terms[2].copy_(self._term_counts % _TOKENS_BASE)
-        of_experts = extras[self._of_experts].view(_DIGITS, *self.experts.tokens.shape).fill_(0)
+        extras[: _UNSOUND + 1].fill_(0)
         if self._is_last(bucket):
-            of_experts[0].copy_(self.experts.tokens // _TOKENS_BASE)
-            of_experts[1].copy_(self.experts.tokens % _TOKENS_BASE)
-        extras[_UNSOUND].fill_(0)
+            size = len(self._term_counts)
+            extras[:size].copy_(self._term_sums)
+            _write_digits(extras[size : _PER_TERM * size], self._term_counts)
+            _write_digits(extras[self._of_experts], self.experts.tokens)
+            if self._all_count is None:
+                _write_digits(extras[_TOKENS_HIGH : _TOKENS_LOW + 1], self._tokens)
         if bucket in self._is_unsound:
             extras[_UNSOUND].copy_(self._is_unsound[bucket])
         self._next = min(bucket + 1, len(self.buckets) - 1)
@@ -349,6 +340,13 @@ class GradientSums(ABC):
     @abstractmethod
     def _write_back(self, segment: Segment, factor: float) -> None:
         """Writes the sums of a segment, times a factor, to Megatron's buffer."""
+
+
+def _write_digits(into: Tensor, numbers: Tensor) -> None:
+    """Writes the high digits of all numbers, then the low ones."""
+    digits = into.view(_DIGITS, *numbers.shape)
+    digits[0].copy_(numbers // _TOKENS_BASE)
+    digits[1].copy_(numbers % _TOKENS_BASE)
 
 
 def _number(high: float, low: float) -> int:

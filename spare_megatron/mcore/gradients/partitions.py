@@ -16,8 +16,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import flat_parameters
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, needed_everywhere
+from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, flat_parameters, needed_everywhere
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.stacking.layout import PartitionId
 

@@ -56,20 +56,12 @@ def _cuda_literals_mean_the_cpu() -> None:
 
 def _cuda_moves_nothing() -> None:
     """Handles `tensor.cuda()`: models/common/language_module/language_module.py (tied embeddings of the last stage)."""
-
-    def cuda(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-        return tensor
-
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda tensor, *_, **_options: tensor  # type: ignore[method-assign]
 
 
 def _no_stream_is_current() -> None:
     """Handles `torch.cuda.current_stream()`: distributed/param_and_grad_buffer.py (from megatron-core 0.19 on)."""
-
-    def current_stream(_device: object = None) -> None:
-        return None
-
-    torch.cuda.current_stream = current_stream  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
 
 
 def _optimizer_takes_cpu_tensors() -> None:

@@ -99,7 +99,7 @@ class _GroupMaker:
         return group
 
     def first_and_last_stage(self) -> dist.ProcessGroup | None:
-        """The group that keeps tied embeddings equal (`mcore.gradients.tied_parameters`); None on a middle stage."""
+        """The group that keeps tied embeddings equal (`mcore.gradients.flat_gradients`); None on a middle stage."""
         if self._grid.shape[0] == 1:
             return self.along("")
         return self._make(np.stack([self._grid[0], self._grid[-1]], axis=-1).reshape(-1, 2), "embd")

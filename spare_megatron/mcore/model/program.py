@@ -80,23 +80,16 @@ class Program:
         return result
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardPasses:
     """The forward passes of a rank's chunks, in training and in evaluations. `is_random`: they may draw numbers."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        program: Program,
-        groups: GroupCollection,
-        device: torch.device,
-        probe: Probe,
-        *,
-        is_random: bool,
-    ) -> None:
-        self._config, self._program = config, program
-        self._groups, self._device = groups, device
-        self._probe = probe
-        self._is_random = is_random
+    config: RunConfig
+    program: Program
+    groups: GroupCollection
+    device: torch.device
+    probe: Probe
+    is_random: bool
 
     def run(
         self,
@@ -110,27 +103,27 @@ class ForwardPasses:
         """Runs the microbatch of this number through a chunk. `read` is called if the chunk needs any of it: without a
         mask, chunks between the ends of the model do not. `on_batch`: called with what the model then takes.
         """
-        config = self._config
-        if self._is_random:
-            tensor_rank = self._groups.tp.rank()
-            rng.seed_microbatch(config.train.seed, step, number, chunk.stage, tensor_rank, self._device)
+        config = self.config
+        if self.is_random:
+            tensor_rank = self.groups.tp.rank()
+            rng.seed_microbatch(config.train.seed, step, number, chunk.stage, tensor_rank, self.device)
         batch: dict[str, Tensor] = {}
         if chunk.is_first or chunk.is_last or config.data.reset_attention_mask:
-            with self._probe.during(Operation.STORAGE):
+            with self.probe.during(Operation.STORAGE):
                 batch = read()
-            batch = on_device(batch, config, self._device, self._groups.cp)
+            batch = on_device(batch, config, self.device, self.groups.cp)
             if on_batch is not None:
                 on_batch(batch)
         context = StepContext(
             config=config,
-            groups=self._groups,
-            device=self._device,
+            groups=self.groups,
+            device=self.device,
             step=step,
             first_sequence=first_sequence,
             pre_process=chunk.is_first,
             post_process=chunk.is_last,
         )
-        return self._program.forward(batch, chunk.module, context)
+        return self.program.forward(batch, chunk.module, context)
 
 
 def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:

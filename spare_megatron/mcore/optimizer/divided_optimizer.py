@@ -13,9 +13,14 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRange
+from spare_megatron.mcore.gradients.flat_gradients import (
+    FlatSpace,
+    ScatterRange,
+    counts_for_norm,
+    is_divided_expert,
+    shared_by_stages,
+)
 from spare_megatron.mcore.gradients.partitions import OWN, StatePartitions
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, is_divided_expert, shared_by_stages
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, rule_of, with_local_norms
 from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.core.outer.entries import Revision
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, tied_embedding
+from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, tied_embedding
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, named_parameters, optimized

@@ -15,9 +15,9 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.gradients.host_copies import TensorBytes, issued_on
 from spare_megatron.mcore.gradients.partitions import StatePartitions
-from spare_megatron.mcore.gradients.tied_parameters import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.fragment_adam import NUM_MOMENTS, FragmentAdam
 from spare_megatron.stacking.layout import PartitionId
@@ -102,10 +102,6 @@ class StackedOptimizer(FragmentAdam):
         return piece in installed_at and installed_at[piece] < self.num_updates
 
     # ---------------------------------------------------------------------------------------- state of partitions
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(hosted.state.nbytes for hosted in self._hosted.values())
 
     @property
     def element_bytes(self) -> int:

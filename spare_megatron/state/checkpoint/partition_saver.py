@@ -7,7 +7,7 @@ folder), `over` (the save has ended), `{group}/{incarnation}` (what the group ha
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -18,14 +18,11 @@ from spare_megatron.mcore.group_checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, PartitionId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
 from spare_megatron.store import keys
-from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.decision_log import DecisionLog, poll_interval_s
 from spare_megatron.store.interface import ControlStore, read_values, write_value
 
 T = TypeVar("T")
 
-_POLL_S = 0.05
-_POLL_S_PER_GROUP = 0.001
-"""Every group reads the keys of all groups from the store."""
 _TURN_SHARE = 0.25
 """The other ranks of a group wait for their leader, which polls the store. It reports to them after this share of their
 time limit, even without news."""
@@ -118,40 +115,31 @@ class _SaveEnded:
     """The group that saves has ended the save."""
 
 
+@dataclass(kw_only=True)
 class PartitionSaver:
     """One group's part in one save; `board` is None except on the leader. `aside` is the checkpoint's temporary folder;
     `write` writes what is asked for into a folder and returns files by name.
     """
 
-    def __init__(
-        self,
-        *,
-        action: SaveCheckpoint,
-        member: Member,
-        board: SaveBoard | None,
-        aside: Path,
-        agree: Agree,
-        write: Callable[[Path, WritePartitions], dict[str, StoredFile]],
-        timeout_s: float,
-    ) -> None:
-        self._action = action
-        self._member = member
-        self._board = board
-        self._aside = aside
-        self._agree = agree
-        self._write = write
-        self._timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s
-        self._mine: list[WrittenShare] = []
-        self.shares: list[WrittenShare] = []
-        """What all groups have written, once that is everything; on the leader of the group that publishes."""
+    action: SaveCheckpoint
+    member: Member
+    board: SaveBoard | None
+    aside: Path
+    agree: Agree
+    write: Callable[[Path, WritePartitions], dict[str, StoredFile]]
+    timeout_s: float
+    shares: list[WrittenShare] = field(default_factory=list)
+    """What all groups have written, once that is everything; on the leader of the group that publishes."""
+    _mine: list[WrittenShare] = field(default_factory=list)
+    _end_s: float = 0.0
 
     def run(self) -> bool:
         """Writes the group's partitions and waits; True if this group is to publish the checkpoint. Collective over:
         all ranks of the group. Raises `SaveFailed` if the save or a rank here fails.
         """
+        self._end_s = time.monotonic() + self.timeout_s
         while True:
-            match self._agree(self._next_move)[0]:
+            match self.agree(self._next_move)[0]:
                 case WritePartitions() as move:
                     self._write_share(move)
                 case Publish():
@@ -163,37 +151,37 @@ class PartitionSaver:
 
     def _next_move(self) -> WritePartitions | Publish | Abandon | _SaveEnded | None:
         """On the leader, the next move, None after a while without one; None on all other ranks."""
-        if self._board is None:
+        if self.board is None:
             return None
-        turn_s = time.monotonic() + self._timeout_s * _TURN_SHARE
-        pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self._action.voters))
+        turn_s = time.monotonic() + self.timeout_s * _TURN_SHARE
+        pause_s = poll_interval_s(len(self.action.voters))
         while time.monotonic() < turn_s:
-            if self._board.has_ended():
+            if self.board.has_ended():
                 return _SaveEnded()
-            lost = self._board.read_fenced()
+            lost = self.board.read_fenced()
             # Only the group that saves, or one that may replace a lost writer, needs to know what others have written.
-            needs_all = self._member == self._action.member or lost
-            self.shares = self._board.read_shares() if needs_all else self._mine
+            needs_all = self.member == self.action.member or lost
+            self.shares = self.board.read_shares() if needs_all else self._mine
             written = {number for share in self.shares for number in share.partitions}
-            move = next_move(self._action, self._member, written, lost)
-            has_place = not isinstance(move, WritePartitions) or self._board.has_folder()
+            move = next_move(self.action, self.member, written, lost)
+            has_place = not isinstance(move, WritePartitions) or self.board.has_folder()
             if move is not None and has_place:
                 return move
             if time.monotonic() > self._end_s:
-                return Abandon(reason=f"it has taken longer than checkpoint.timeout_s={self._timeout_s:g}")
+                return Abandon(reason=f"it has taken longer than checkpoint.timeout_s={self.timeout_s:g}")
             time.sleep(pause_s)
         return None
 
     def _write_share(self, move: WritePartitions) -> None:
-        name = f"slices-{self._member.group:04d}-{self._member.incarnation}-{len(self._mine)}"
-        folder = self._aside / name
-        self._agree(lambda: folder.mkdir() if self._board is not None else None)
-        files = dict(ChainMap(*self._agree(lambda: self._write(folder, move))))
+        name = f"slices-{self.member.group:04d}-{self.member.incarnation}-{len(self._mine)}"
+        folder = self.aside / name
+        self.agree(lambda: folder.mkdir() if self.board is not None else None)
+        files = dict(ChainMap(*self.agree(lambda: self.write(folder, move))))
         del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
-        self._mine.append(WrittenShare(member=self._member, partitions=move.partitions, folder=name, files=files))
-        self._agree(lambda: self._report(folder))
+        self._mine.append(WrittenShare(member=self.member, partitions=move.partitions, folder=name, files=files))
+        self.agree(lambda: self._report(folder))
 
     def _report(self, folder: Path) -> None:
-        if self._board is not None:
+        if self.board is not None:
             sync_folder(folder)
-            self._board.report(self._member, self._mine)
+            self.board.report(self.member, self._mine)

@@ -151,7 +151,7 @@ def find_weights(path: Path, rejected: list[verification.Rejected], setting: str
 
 def checkpoint_of_run(path: Path) -> tuple[folders.Checkpoint, RunConfig]:
     """A run's newest valid checkpoint, or the one at the path, with the run's configuration. Raises ValueError."""
-    is_checkpoint = path.is_dir() and folders.checkpoints_at(path) == [path]
+    is_checkpoint = folders.checkpoints_at(path) == [path]
     run_dir = path.absolute().parents[1] if is_checkpoint else path
     try:
         config = load_run_config(run_dir / "config.toml").config
@@ -163,7 +163,7 @@ def checkpoint_of_run(path: Path) -> tuple[folders.Checkpoint, RunConfig]:
 def _find(path: Path, rejected: list[verification.Rejected], setting: str = "checkpoint.load") -> folders.Checkpoint:
     if not path.is_dir():
         raise ValueError(f"{setting}={path}: there is no such directory; {_WHAT_TO_SET}")
-    if _is_named_as_checkpoint(path):
+    if folders.checkpoints_at(path) == [path]:
         try:
             return verification.verify(path)
         except verification.DamagedCheckpoint as error:
@@ -176,14 +176,6 @@ def _find(path: Path, rejected: list[verification.Rejected], setting: str = "che
     if search.found is None:
         raise ValueError(f"{setting}={path} {_what_is_missing(path)}")
     return search.found
-
-
-def _is_named_as_checkpoint(path: Path) -> bool:
-    try:
-        step_of(path)
-    except ValueError:
-        return False
-    return True
 
 
 def _what_is_missing(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -41,32 +42,25 @@ class SnapshotClient:
         server has read it; meanwhile new files are registered.
         """
         parts = {wire.Part(self._position, number): size for number, size in num_bytes.items()}
-        wanted = wire.CopyWanted(position=self._position, attempt=attempt, kept=kept, num_bytes=parts)
-
-        def converse(connection: Connection) -> list[str]:
-            connection.send(wanted)
-            _expect_memory(connection)
-            write([_with_descriptor(connection, partial(self.mapped.map, part)) for part in parts])
-            connection.send(wire.COPIED)
-            self.mapped.register()
-            return [str(sha256) for sha256 in connection.recv()]
-
         self.mapped.keep(parts)
         try:
-            return self._converse(converse)
+            with self._connected() as connection:
+                connection.send(wire.CopyWanted(position=self._position, attempt=attempt, kept=kept, num_bytes=parts))
+                _expect_memory(connection)
+                write([_with_descriptor(connection, partial(self.mapped.map, part)) for part in parts])
+                connection.send(wire.COPIED)
+                self.mapped.register()
+                return [str(sha256) for sha256 in connection.recv()]
         except SnapshotServerGone:  # the next server has other files, and may need their memory
             self.close()
             raise
 
     def pass_over(self, attempt: int, kept: tuple[int, ...]) -> None:
         """Frees the position's earlier snapshots but those `kept`: other nodes store this one."""
-
-        def converse(connection: Connection) -> None:
+        self.close()
+        with self._connected() as connection:
             connection.send(wire.PassOver(position=self._position, attempt=attempt, kept=kept))
             connection.recv()
-
-        self.close()
-        self._converse(converse)
 
     def close(self) -> None:
         """Gives up all mappings of earlier copies; further ones are made when they are needed."""
@@ -74,28 +68,23 @@ class SnapshotClient:
 
     def memory(self, attempt: int, number: wire.PartKey) -> mmap.mmap:
         """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
-
-        def converse(connection: Connection) -> mmap.mmap:
+        with self._connected() as connection:
             connection.send(wire.MemoryWanted(part=wire.Part(self._position, number), attempt=attempt))
             _expect_memory(connection)
             return _with_descriptor(connection, lambda fd: mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
 
-        return self._converse(converse)
-
     def list_intact(self, host: str) -> wire.HeldSnapshots:
         """The intact snapshots of the position; from this call on other nodes can read them at this IP address."""
-
-        def converse(connection: Connection) -> wire.HeldSnapshots:
+        with self._connected() as connection:
             connection.send(wire.HeldWanted(position=self._position, host=host))
             answer: wire.HeldSnapshots = connection.recv()
             return answer
 
-        return self._converse(converse)
-
-    def _converse(self, converse: Callable[[Connection], T]) -> T:
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
         try:
             with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
-                return converse(connection)
+                yield connection
         except (AuthenticationError, EOFError, OSError) as error:
             raise SnapshotServerGone(f"the node's snapshot server is gone: {type(error).__name__}: {error}") from error
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spare_megatron.comm.bucket_sums import BucketSums
+from spare_megatron.comm.bucket_exchange import BucketSums
 from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.log.actions import AttemptReduce
 from spare_megatron.mcore.trainer import GroupTrainer

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.bucket_exchange import Staging
 from spare_megatron.core.log.actions import GatherParams, StartRepairs, TakeSnapshot, UpdateModel
 from spare_megatron.core.log.votes import PartitionDigest, Vote
 from spare_megatron.core.machines.failure_detector import Operation

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spare_megatron.core.controller.comparison import NO_DIGEST, majority_holds
 from spare_megatron.core.log.actions import AdmitGroups
@@ -19,7 +19,6 @@ from spare_megatron.stacking.layout import Member
 from spare_megatron.state.optimizer_state import Content
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_client import PieceClient
-from spare_megatron.state.transfer.served_state import StateSource
 from spare_megatron.state.transfer.state_digests import StateDigests
 
 _POLL_S = 0.005
@@ -79,6 +78,41 @@ def _published_digests(ctx: RankContext, action: AdmitGroups) -> list[str | None
     head = ctx.controller.head
     left = [member.group for member in action.earlier if not ctx.agreement.is_lost(member, head)]
     return ctx.agreement.digests(head - 1, left)
+
+
+class StateSource:
+    """The state of one rank between two updates; a `piece_server.Source`. `always` is readable after every update."""
+
+    def __init__(self, always: Mapping[str, Content] | None = None) -> None:
+        self._always = always or {}
+        self._lock = threading.Lock()
+        self._step = 0
+        self._offered: dict[str, Content] = {}
+
+    def offer(self, step: int, contents: Mapping[str, Content]) -> None:
+        """Offers these contents, the state after `step` committed steps, until it changes."""
+        with self._lock:
+            self._step = step
+            self._offered = dict(contents)
+
+    @contextlib.contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """Blocks readers inside the block, after which the state is that after `step` committed steps. Waits for pieces
+        that are being read, and withdraws what was offered.
+        """
+        with self._lock:
+            self._offered = {}
+            yield
+            self._step = step
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes | memoryview:
+        with self._lock:
+            if step != self._step:
+                raise WrongStep(self._step)
+            content = self._offered.get(name) or self._always.get(name)
+            if content is None or piece.stop > content.num_bytes:
+                raise NotOffered(f"{name}: {piece}")
+            return content.read(piece)
 
 
 class StateTransfer:

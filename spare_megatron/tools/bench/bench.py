@@ -1,6 +1,8 @@
 """`spare bench`: how fast this machine trains."""
 
 import json
+import os
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,7 +17,10 @@ from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.preset import HELP, OverridesOption
 from spare_megatron.cli.printing import message, say
 from spare_megatron.cli.running import load_runnable
+from spare_megatron.formats.output import whole_file
+from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.machine.interrupts import raising
+from spare_megatron.version import __version__, commit
 
 if TYPE_CHECKING:
     from spare_megatron.tools.bench.bench_throughput import Speed, Throughput
@@ -50,7 +55,6 @@ def throughput(
     Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
     from spare_megatron.tools.bench.bench_throughput import kernels_measured, measure, problems_of, training_alone
-    from spare_megatron.version import commit
 
     console = RunConsole(stderr=as_json)
     came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
@@ -74,8 +78,6 @@ def throughput(
         console.line(", ".join(f"{name}: {value}" for name, value in kernels.items()))
         _print(result, console)
     if out is not None:
-        from spare_megatron.formats.output import whole_file
-
         with whole_file("--out", out) as file:
             file.write_text(text + "\n")
 
@@ -83,15 +85,26 @@ def throughput(
 def _origin() -> dict[str, str]:
     import torch
 
-    from spare_megatron.tools.bench.bench_machine import describe_machine
-    from spare_megatron.version import __version__
-
     return {
         "machine": describe_machine(),
         "spare_megatron": __version__,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def describe_machine() -> str:
+    """Processor, number of cores, GPUs if any, and the Python version."""
+    parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    if gpus := visible_gpus():
+        parts.append(f"{len(gpus)} x {gpus[0].name}")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _print(result: "Throughput", console: RunConsole) -> None:

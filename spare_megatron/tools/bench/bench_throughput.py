@@ -3,8 +3,9 @@
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from spare_megatron.config.checks.validate import on_device, resolve_device
@@ -17,14 +18,36 @@ from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.machine.gpus import name_in_torch, visible_gpus
 from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
-from spare_megatron.tools.bench.bench_machine import Memory, memory_of
 
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
 _STEPS_TO_GO = 3
 """Steps before the end at which memory is measured, while no rank has exited."""
 OURS, PLAIN = "ours", "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    host_bytes: int
+    """Largest peak (VmHWM, proc(5)) of any of the processes."""
+    device_bytes: int
+    """Memory in use on the fullest visible GPU, reserves of driver and allocator included; 0 on CPUs."""
+
+
+def memory_of(pids: Iterable[int], *, is_gpu: bool) -> Memory:
+    """Memory of these local processes; those that have ended count as zero."""
+    device_bytes = max(gpu.memory_bytes - gpu.free_bytes for gpu in visible_gpus()) if is_gpu else 0
+    return Memory(host_bytes=max(map(_most_ever, pids), default=0), device_bytes=device_bytes)
+
+
+def _most_ever(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0  # it has ended
+    return max((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +197,6 @@ def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]
     """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
-    from spare_megatron.machine.gpus import name_in_torch
     from spare_megatron.mcore.model.model import adam_of_megatron, kernels_of
 
     device = resolve_device(config, look_at_machine(config))
@@ -206,7 +228,7 @@ def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
 def _plain(config: RunConfig) -> Run:
     from spare_megatron.tools.bench.plain_megatron import run_plain
 
-    ends, memory = run_plain(config)
+    ends, memory = run_plain(config, partial(memory_of, is_gpu=config.cluster.device == "gpu"))
     return Run(step_s=_intervals(ends), split_s={}, memory=memory)
 
 

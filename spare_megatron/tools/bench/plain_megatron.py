@@ -6,11 +6,11 @@ Uses what Megatron's own training loop does: global parallel state, DistributedD
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,14 +42,14 @@ from spare_megatron.process import processes
 from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import StoreSpec
-from spare_megatron.tools.bench.bench_machine import Memory, memory_of
 
+T = TypeVar("T")
 TIMEOUT = timedelta(seconds=120)
 
 
-def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
-    """Trains all steps; returns the end times of the steps at rank 0, and the memory of the fullest rank. `config` has
-    no problems, a resolved device and one node. Raises RuntimeError if a rank ends early; its traceback is on stderr.
+def run_plain(config: RunConfig, look_at: Callable[[Sequence[int]], T]) -> tuple[list[float], T]:
+    """Trains all steps; returns their end times at rank 0, and what `look_at` finds by the ranks' pids before they
+    end. `config` has no problems, a resolved device and one node. RuntimeError: a rank ends early; see stderr.
     """
     preflight(config)
     with deferred() as interrupts:
@@ -65,10 +65,9 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
                     ranks.append(processes.start_child(ranks_from, f"plain-{rank}", train_plain, config, rank, spec))
         try:
             ends = [_receive_ends(rank, interrupts) for rank in ranks]
-            pids = [child.process.pid for child in ranks if child.process.pid is not None]
-            memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
+            found = look_at([child.pid for child in ranks])
             processes.stop_children(ranks)
-            return ends[0], memory
+            return ends[0], found
         finally:
             processes.kill(ranks)  # all at once: a rank that loses a peer prints a traceback
             for child in [*ranks, store]:

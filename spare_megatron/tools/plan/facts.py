@@ -58,10 +58,11 @@ class ClusterFacts:
                 f"groups_per_domain={self.groups_per_domain} has to be from 1 to num_groups={self.num_groups}, "
                 f"domain_interval_s={self.domain_interval_s} above 0, fetch_s={self.fetch_s} 0 or more"
             )
-        if self.has_domains and self.reform is not None:
+        reform = self.reform
+        if self.has_domains and reform is not None and not (self.last_resort and reform.repair_s):
             raise ValueError(
-                f"reform_s={self.reform.reform_s}: re-forming is planned for machines that are lost one by one, not "
-                f"for domains of {self.groups_per_domain} groups; leave out one of them"
+                f"reform_s={reform.reform_s}: re-forming is planned with domains of {self.groups_per_domain} groups "
+                "where all groups can read all data and machines are repaired; set last_resort and repair_s"
             )
         if self.has_domains and self.rejoin is not None and self.rejoin.num_spares > 0:
             raise ValueError(

@@ -102,13 +102,17 @@ def forecast_with_reform(
     are being re-formed: Poisson with mean A over the interval between losses. For wipe-outs A is half a step longer, as
     for a group that rejoins. A pause admits the group of one loss at a time, or those of several in one step. Derived;
     the stretch is rather high, like that of groups that rejoin. With L < M it is machines that are down, M for a group
-    that is re-formed; such a group starts anew at each loss, and again when its machine is back.
+    that is re-formed; such a group starts anew at each loss, and again when its machine is back. The groups of a domain
+    are re-formed together.
     """
+    if facts.has_domains:
+        size = facts.groups_per_domain * reform.machines_per_group
+        reform = replace(reform, domain_machines=size, domain_interval_s=facts.domain_interval_s)
     n, interval_s = facts.num_groups, facts.times.loss_interval_s
     unit = reform.machines_per_group if reform.least < reform.machines_per_group else 1
     starts_per_s = (2 if unit > 1 and reform.repair_s else 1) / interval_s
     costs = _StepCosts.of(facts, redundancy, num_microbatches, unit, min(reform.least, unit))
-    ready_per_s = np.full_like(costs.makespans, starts_per_s)
+    ready_per_s = np.full_like(costs.makespans, starts_per_s + 1 / facts.domain_interval_s)
     step_s = readmission.step_with_joins_s(costs.makespans, costs.patch, costs.times, reform.join_s, ready_per_s)
     missing = reforming.missing_groups(n, facts.group_interval_s, reform)
     if facts.last_resort:
@@ -124,8 +128,14 @@ def forecast_with_reform(
     num_coming = np.arange(int(mean + 10 * mean**0.5) + 10)
     coming = np.zeros(len(num_coming) * unit)
     coming[::unit] = poisson.pmf(num_coming, mean)
-    missed = missing.shares if unit == 1 else reforming.missing_machines(missing.away, reform)
-    num_down = np.convolve(spent_s @ missed / spent_s.sum(), coming)[: n * unit]
+    missed = missing.shares if unit == 1 else reforming.missing_machines(missing, reform)
+    num_down = np.convolve(spent_s @ missed / spent_s.sum(), coming)
+    if facts.has_domains:
+        at_once = np.arange(20)
+        together = np.zeros(len(at_once) * facts.groups_per_domain * unit)
+        together[:: facts.groups_per_domain * unit] = poisson.pmf(at_once, reform.absence_s / facts.domain_interval_s)
+        num_down = np.convolve(num_down, together)
+    num_down = num_down[: n * unit]
     weights = lost_counts(n * unit).sums(np.pad(num_down, (0, n * unit - len(num_down))))
     again = 1 + (step_s[0] + reform.join_s) / waits.interval_s
     return Forecast(

@@ -139,7 +139,7 @@ def facts_of(given: PlanOptions) -> "ClusterFacts":
     if not given.last_resort:
         _refuse(given, ("fetch",), "needs --last-resort: without it no group reads other shards")
     groups_per_domain, domain_mtbf = _domains(given)
-    if domain_mtbf is not None and given.spares:
+    if domain_mtbf is not None and given.spares and given.reform is None:
         raise ValueError(
             f"--spares {given.spares} plans for groups that are lost one by one, --groups-per-domain "
             f"{groups_per_domain} for groups lost together; leave out one of them"

@@ -10,6 +10,7 @@ from spare_megatron.tools.plan.audit_costs import audit_curve, audit_price, num_
 from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits
 from spare_megatron.tools.plan.partition_redundancy import PartitionPlan
 from spare_megatron.tools.plan.plan import Plan, closed_form_redundancy
+from spare_megatron.tools.plan.readmission import hardware_wait_s
 from spare_megatron.tools.plan.sites_cost import SitesCost
 from spare_megatron.tools.plan.slow_group_costs import SlowCost
 from spare_megatron.tools.plan.width import WidthPlan
@@ -109,6 +110,12 @@ def settings_of(result: PlanResult) -> dict[str, Any]:
         "checkpoint.cadence": "optimal",
         "checkpoint.group_life_s": round(facts.num_groups * facts.times.loss_interval_s) or 1,
     }
+    rejoin, reform = facts.rejoin, facts.reform
+    if result.plan.policy == "reform" and reform is not None:
+        settings["checkpoint.group_absence_s"] = reform.absence_s
+    elif result.plan.policy == "rejoin" and rejoin is not None:
+        wait_s = hardware_wait_s(rejoin.num_spares, 1 / facts.times.loss_interval_s, rejoin.repair_s)
+        settings["checkpoint.group_absence_s"] = wait_s + rejoin.transfer_s
     return settings | ({"spare.granularity": "stack"} if result.plan.policy == "stack" else {})
 
 

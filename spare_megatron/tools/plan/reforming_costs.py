@@ -3,7 +3,7 @@
 Symbols: N groups of M machines, at least L of them; r hosts of each shard; F mean time between losses of a group that
 is up; A seconds until a group that lost a machine is back; j groups that are missing, since machines are: with q
 machines away and n spares, ceil((q - n)+ / M), with L < M at most so many. Machines come back after a mean time R, or
-never.
+never; with R, domains of D machines may be lost together.
 """
 
 from dataclasses import dataclass, replace
@@ -41,6 +41,10 @@ class ReformTimes:
     """Seconds that all groups wait when groups are admitted."""
     num_spares: int = 0
     """n, idle machines."""
+    domain_machines: int = 0
+    """D."""
+    domain_interval_s: float | None = None
+    """Mean seconds between losses of any domain."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.least <= self.machines_per_group and self.run_s > 0 and self.num_spares >= 0):
@@ -80,7 +84,7 @@ class MissingGroups:
 
 
 def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes) -> MissingGroups:
-    """P(ceil((q - n)+ / M) = j), q the machines that are away: Poisson in both cases.
+    """P(ceil((q - n)+ / M) = j), q the machines that are away: Poisson but for domains, of which D are at once.
 
     Machines are lost at the rate N / F while all groups are up. With repair the mean of q rises to R N / F (Palm's
     theorem), by R N / F (1 - exp(-t / R)). Without, each of the N M machines is lost at the rate 1 / (M F): the mean at
@@ -92,10 +96,11 @@ def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes
         away = n * size * -np.expm1(-times_s / (size * group_interval_s))
     else:
         away = n / group_interval_s * reform.repair_s * -np.expm1(-times_s / reform.repair_s)
-    likely = (away.max() + 10 * sqrt(away.max()) + 20) / size
-    edges = reform.num_spares + size * np.arange(min(n, int(likely) + 1))  # j groups are missing up to q = n + M j
-    covered = np.concatenate((poisson.cdf(edges, away[:, None]), np.ones((_NUM_TIMES, 1))), axis=1)
-    on_edge = np.concatenate((poisson.pmf(edges, away[:, None]), np.zeros((_NUM_TIMES, 1))), axis=1)
+    shares = _shares_away(times_s, away, reform)
+    edges = reform.num_spares + size * np.arange(min(n, shares.shape[1] // size + 1))  # so many are missing up to these
+    shares = np.pad(shares, ((0, 0), (0, max(edges[-1] + 1 - shares.shape[1], 0))))
+    covered = np.concatenate((shares.cumsum(axis=1)[:, edges], np.ones((_NUM_TIMES, 1))), axis=1)
+    on_edge = np.concatenate((shares[:, edges], np.zeros((_NUM_TIMES, 1))), axis=1)
     return MissingGroups(
         times_s=times_s,
         away=away,
@@ -105,11 +110,30 @@ def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes
     )
 
 
-def missing_machines(away: FloatArray, reform: ReformTimes) -> FloatArray:
-    """P((q - n)+ = i) at each time, by i, where `away` is the mean of q."""
-    shares = poisson.pmf(np.arange(int(away.max() + 10 * sqrt(away.max()) + 20) + reform.num_spares), away[:, None])
-    covered, missing = np.split(shares, [reform.num_spares + 1], axis=1)
-    return np.concatenate((covered.sum(axis=1, keepdims=True), missing), axis=1)
+def _shares_away(times_s: FloatArray, away: FloatArray, reform: ReformTimes) -> FloatArray:
+    """P(q) at each time; `away`: the mean number of machines that are away by themselves."""
+
+    def shares_of(mean: FloatArray) -> FloatArray:
+        shares: FloatArray = poisson.pmf(np.arange(int(mean.max() + 10 * sqrt(mean.max()) + 20)), mean[:, None])
+        return shares
+
+    alone = shares_of(away)
+    if reform.repair_s is None or reform.domain_interval_s is None:
+        return alone
+    domains = shares_of(reform.repair_s / reform.domain_interval_s * -np.expm1(-times_s / reform.repair_s))
+    found = np.zeros((len(times_s), alone.shape[1] + reform.domain_machines * (domains.shape[1] - 1)))
+    for number, share in enumerate(domains.T):
+        first = number * reform.domain_machines
+        found[:, first : first + alone.shape[1]] += share[:, None] * alone
+    return found
+
+
+def missing_machines(missing: MissingGroups, reform: ReformTimes) -> FloatArray:
+    """P((q - n)+ = i) at each time, by i."""
+    shares = _shares_away(missing.times_s, missing.away, reform)
+    shares = np.pad(shares, ((0, 0), (0, reform.num_spares + 1)))
+    covered, beyond = np.split(shares, [reform.num_spares + 1], axis=1)
+    return np.concatenate((covered.sum(axis=1, keepdims=True), beyond), axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -34,7 +34,6 @@ from spare_megatron.tools.replay.replay_ranks import (
     MachineFacts,
     OfRank,
     PartRank,
-    ReplayTask,
     Wanted,
     answer_requests,
 )
@@ -183,19 +182,18 @@ def compute(
         lists = {part.node: _gpus_of(run_dir, part.node, facts[part.node], where) for part in parts}
         _check(parts, facts, lists, where)
         store = tcp_store.listen(host, timedelta(seconds=config.control.startup_timeout_s))
-        orders = {}
-        for part in parts:
-            tasks = tuple(
-                ReplayTask(
-                    store=(host, store.port),
-                    rank=rank,
-                    stages=part.stages,
-                    wanted=wanted,
-                    gpu=None if rank.gpu is None else lists[part.node][rank.gpu],
-                )
-                for rank in part.ranks
+        text, address = dump_run_config(config), (host, store.port)
+        orders = {
+            part.node: ComputePart(
+                config=text,
+                store=address,
+                stages=part.stages,
+                wanted=wanted,
+                ranks=part.ranks,
+                gpus=lists[part.node],
             )
-            orders[part.node] = ComputePart(config=dump_run_config(config), tasks=tasks)
+            for part in parts
+        }
         found = _collect(nodes, orders, facts, where)
         return [found[rank] for rank in range(len(found))], {part.node: facts[part.node].host for part in parts}
 

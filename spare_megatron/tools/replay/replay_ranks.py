@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -65,19 +65,6 @@ class Wanted:
     microbatches: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayTask:
-    """What one rank is to do. The ranks of the group, which has so many stages, meet at `store`, host and port; each
-    sees one GPU, by UUID.
-    """
-
-    store: tuple[str, int]
-    gpu: str | None
-    rank: PartRank
-    stages: int
-    wanted: Wanted
-
-
 class DescribeMachine:
     """Request for the machine's facts."""
 
@@ -91,12 +78,17 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePart:
-    """Request to compute these ranks; the answer is what each finds, or a ValueError. `config`: TOML text that loads
-    the parameters.
+    """Request to compute these ranks; the answer is what each finds, or a ValueError. `config`: TOML that loads the
+    parameters. The ranks of the group meet at `store`, host and port; each sees one of the machine's `gpus`, by UUID.
     """
 
     config: str
-    tasks: tuple[ReplayTask, ...]
+    store: tuple[str, int]
+    stages: int
+    """Of the group."""
+    wanted: Wanted
+    ranks: tuple[PartRank, ...]
+    gpus: tuple[str, ...]
 
 
 def serve_part(folder: Path, node: int, wait_s: float) -> None:
@@ -126,8 +118,8 @@ def _compute(part: ComputePart, asking: Connection) -> dict[int, OfRank] | Value
             config = folder / "config.toml"
             config.write_text(part.config, encoding="utf-8")
             try:
-                for task in part.tasks:
-                    ranks[task.rank.rank] = _start(task, config, _log(folder, task.rank.rank))
+                for rank in part.ranks:
+                    ranks[rank.rank] = _start(part, rank, config, _log(folder, rank.rank))
                 _await(ranks, folder, asking)
             finally:
                 for process in ranks.values():
@@ -138,18 +130,16 @@ def _compute(part: ComputePart, asking: Connection) -> dict[int, OfRank] | Value
         return ValueError(str(error))
 
 
-def _start(task: ReplayTask, config: Path, output: Path) -> "subprocess.Popen[bytes]":
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "spare_megatron.tools.replay.replay_ranks",
-        str(config),
-        str(os.getpid()),
-        encode(task),
-    ]
-    with output.open("wb") as out, shown_to_children(task.gpu):
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+def _start(part: ComputePart, rank: PartRank, config: Path, output: Path) -> "subprocess.Popen[bytes]":
+    alone = encode(replace(part, config="", ranks=(rank,)))
+    command = [sys.executable, "-P", "-m", "spare_megatron.tools.replay.replay_ranks"]
+    with output.open("wb") as out, shown_to_children(None if rank.gpu is None else part.gpus[rank.gpu]):
+        return subprocess.Popen(
+            [*command, str(config), str(os.getpid()), alone],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _await(ranks: "Mapping[int, subprocess.Popen[bytes]]", folder: Path, asking: Connection) -> None:
@@ -178,41 +168,42 @@ def _found(output: Path) -> OfRank:
 # ------------------------------------------------------------------------------------------------------------ a rank
 
 
-def replayed(config: RunConfig, task: ReplayTask) -> OfRank:
-    """What this rank finds. Collective over: all ranks of the group."""
+def replayed(config: RunConfig, part: ComputePart) -> OfRank:
+    """What the one rank of this part finds. Collective over: all ranks of the group."""
     import torch.distributed as dist
 
     from spare_megatron.mcore.trainer import GroupTrainer
     from spare_megatron.rank.bootstrap import choose_device
 
-    device = choose_device(config, name_in_torch("cpu" if task.rank.gpu is None else "gpu"), task.rank.number)
+    (rank,) = part.ranks
+    device = choose_device(config, name_in_torch("cpu" if rank.gpu is None else "gpu"), rank.number)
     timeout_s = config.control.startup_timeout_s
-    host, port = task.store
-    own_config = config.with_stages(task.stages)
+    host, port = part.store
+    own_config = config.with_stages(part.stages)
     dist.init_process_group(
         "nccl" if device.type != "cpu" else "gloo",
-        store=open_store(TcpStoreSpec(host=host, port=port)).rendezvous("replay", task.rank.rank, timeout_s),
-        rank=task.rank.rank,
+        store=open_store(TcpStoreSpec(host=host, port=port)).rendezvous("replay", rank.rank, timeout_s),
+        rank=rank.rank,
         world_size=own_config.parallel.ranks_per_group,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
     trainer = GroupTrainer(own_config, device, slabs=config.slabs)
-    microbatches = [Microbatch(ShardId(shard), index) for shard, index in task.wanted.microbatches]
-    trainer.begin_step(task.wanted.step)
+    microbatches = [Microbatch(ShardId(shard), index) for shard, index in part.wanted.microbatches]
+    trainer.begin_step(part.wanted.step)
     trainer.audit(microbatches)
     found = []
     for microbatch in microbatches:
-        number = microbatch.shard * config.spare.ramp.at(task.wanted.step) + microbatch.index
+        number = microbatch.shard * config.spare.ramp.at(part.wanted.step) + microbatch.index
         boundaries = trainer.passes.boundaries(microbatch)
-        samples = trainer.corpus.addresses(task.wanted.step, number)
+        samples = trainer.corpus.addresses(part.wanted.step, number)
         found.append(Recomputed(boundaries=boundaries, number=number, samples=samples))
     return found
 
 
 def main() -> None:
     config_file, parent, text = sys.argv[1:]
-    task = decode(text, ReplayTask)
+    part = decode(text, ComputePart)
     die_with(int(parent))  # before the imports, which take seconds
     config = load_run_config(Path(config_file)).config
     if config.cluster.device == "gpu":
@@ -222,9 +213,9 @@ def main() -> None:
     from spare_megatron.mcore.model.training_samples import prepare_index
 
     torch.set_num_threads(config.cluster.threads_per_rank)
-    if task.rank.rank == 0:
+    if part.ranks[0].rank == 0:
         prepare_index(config)  # the other ranks wait for this one
-    print("replayed", encode(replayed(config, task)), flush=True)
+    print("replayed", encode(replayed(config, part)), flush=True)
     torch.distributed.barrier()  # an earlier exit would break connections that others read from
     os._exit(0)  # a program may have started threads
 

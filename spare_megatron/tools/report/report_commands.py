@@ -14,6 +14,7 @@ from spare_megatron.cli.check import proof_so_far
 from spare_megatron.cli.folders import check_output_file, is_run_dir
 from spare_megatron.cli.printing import say
 from spare_megatron.cli.status import SINCE, SinceOption, find_overview
+from spare_megatron.formats.output import whole_file
 from spare_megatron.formats.quantities import parse_duration_s
 from spare_megatron.machine.interrupts import raising
 
@@ -38,7 +39,6 @@ def report(
     The page is one file and needs no network. For a run that goes on it shows what has happened so far. Prints the
     path of the file.
     """
-    from spare_megatron.formats.output import whole_file
     from spare_megatron.journal.state.follow import read_run_state
     from spare_megatron.tools.report.history import history_of
     from spare_megatron.tools.report.page import comparison
@@ -153,7 +153,6 @@ def timeline(
     between stages, reductions, votes, updates and recoveries, for all ranks on one time axis; for a lost rank also the
     operation that it did not finish. Prints the path of the file.
     """
-    from spare_megatron.formats.output import whole_file
     from spare_megatron.journal.files import read_journal
     from spare_megatron.journal.spans import read_spans_of
     from spare_megatron.tools.report.trace import trace_of

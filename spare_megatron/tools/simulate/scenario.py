@@ -297,8 +297,11 @@ class Scenario:
 
     def mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be admitted; None if hardware is never repaired.
-        `tools.plan.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer.
+        `tools.plan.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer;
+        with re-forming as if machines sufficed.
         """
+        if self.reform_s is not None:
+            return self.reform_s + self.costs.state_transfer_s
         repair_s = self.failures.mean_repair_s(self.repair_s)
         if repair_s is None:
             return None

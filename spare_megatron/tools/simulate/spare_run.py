@@ -98,7 +98,7 @@ class SpareRun:
     def _save_policy(self) -> SavePolicy:
         scenario = self._world.scenario
         if scenario.expected_group_life_s is not None:
-            return SavePolicy(group_life_s=scenario.expected_group_life_s)
+            return SavePolicy(group_life_s=scenario.expected_group_life_s, group_absence_s=scenario.mean_absence_s())
         cadence_s = scenario.save_cadence_s()
         return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
 

@@ -126,12 +126,12 @@ class SweepFigures:
     seeds: int
     time_to_train_ratio: Estimate
     availability: Estimate
-    goodput: Estimate
     restarts: float
     losses: float
     state_wipe_outs: float
     pauses: float
     losses_by_cause: dict[str, float]
+    goodput: Estimate
     name: str
     terms: dict[str, float]
     """What each cause adds to the ratio on average; their sum is the ratio - 1."""
@@ -236,9 +236,9 @@ def figures_of(results: Sequence[CaseResult]) -> SweepFigures:
         seeds=len(results),
         time_to_train_ratio=estimate([result.time_to_train_ratio for result in results]),
         availability=estimate([result.availability for result in results]),
-        goodput=estimate([result.goodput for result in results]),
         **{name: float(np.mean([getattr(result, name) for result in results])) for name in _COUNTS},
         losses_by_cause=_means([result.losses_by_cause for result in results]),
+        goodput=estimate([result.goodput for result in results]),
         name=first.name,
         terms=_means([result.terms for result in results]),
         decision_s=sum(result.decision_s for result in results),

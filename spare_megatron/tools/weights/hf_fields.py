@@ -1,8 +1,8 @@
 """The fields of Hugging Face's config.json, by family: types and defaults are those of `transformers`.
 
-Every field that its configurations and models of these families read is in one place: in a class, which `hf_config`
-translates; in `ONLY`, whose other values no model here has; or in `WITHOUT_EFFECT`. Fields that it does not
-read have no effect there, and none here. Loads without torch.
+Every field that changes which function of the tokens a model of these families is, or what is stored, is in one place:
+in a class, which `hf_config` translates, or in `ONLY`, whose other values no model here has. Others have no effect.
+Loads without torch.
 """
 
 import sys
@@ -145,33 +145,6 @@ TOKEN_IDS: Mapping[str, Any] = {
     "pad_token_id": int | None,
 }
 
-WITHOUT_EFFECT: Mapping[str, Any] = {
-    **TOKEN_IDS,
-    "transformers_version": str | None,
-    "architectures": list[str] | None,
-    "output_hidden_states": bool | None,
-    "return_dict": bool | None,
-    "chunk_size_feed_forward": int,
-    "id2label": dict[str, str] | None,
-    "label2id": dict[str, int | str] | None,
-    "problem_type": Literal["regression", "single_label_classification", "multi_label_classification"] | None,
-    "initializer_range": float,
-    "use_cache": bool,
-    "pretraining_tp": int | None,
-    "attention_dropout": int | float | None,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), int | float),
-    "output_router_logits": bool,
-    "router_aux_loss_coef": float,
-    "router_jitter_noise": float,
-    "summary_type": str,
-    "summary_use_proj": bool,
-    "summary_activation": str | None,
-    "summary_proj_to_labels": bool,
-    "reorder_and_upcast_attn": bool,
-}
-"""Fields that do not change which function of the tokens a model of these families is, and their types: of other tasks,
-of a training (dropout, jitter, losses of routers), of how something is computed."""
-
 ONLY: Mapping[str, Collection[Any]] = {
     **dict.fromkeys(("dtype", "torch_dtype"), (None, "float32", "bfloat16", "float16")),
     **dict.fromkeys(("quantization_config", "compression_config", "quantization"), (None,)),
@@ -202,7 +175,6 @@ def fields_in(content: Mapping[str, Any]) -> RopeFields | Gpt2Fields:
     if not isinstance(family, str) or family not in FIELDS:
         raise ValueError(f"{_WHERE}model_type={shown(family)} cannot be imported; only {', '.join(FIELDS)} can")
     require_values(ONLY, content, _WHERE)
-    require_kinds(WITHOUT_EFFECT, content, _WHERE)
     schema, other_names = FIELDS[family], OTHER_NAMES.get(family, {})
     kinds = get_type_hints(schema, include_extras=True)
     require_kinds({other: kinds[usual] for other, usual in other_names.items()}, content, _WHERE)

@@ -63,6 +63,7 @@ class _Relaying:
             there_reader, there_writer = await asyncio.open_connection(host, int(port))
             target = f"{host} {port}"
             await asyncio.gather(self._pipe(target, reader, there_writer), self._pipe(target, there_reader, writer))
+        writer.close()  # nobody serves there any more
 
     async def _pipe(self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -550,7 +550,7 @@ class Invariants:
 
     def has_params(self, process: str, generation: int, step: int, params: str, *, is_synced: bool = False) -> None:
         """A process has these parameters after this many steps, since that many restarts, and after a round."""
-        key = generation, step, is_synced
+        key = generation, step, is_synced or params == self._params.get((generation, step, True))  # a newcomer's
         if not params.startswith(WRONG) and self._params.setdefault(key, params) != params:
             raise Violation(f"{process} has other parameters after {step} steps than the others")
 

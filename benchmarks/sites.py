@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model.model_shape import model_shape
+from spare_megatron.config.model.model_tensors import model_shape
 from spare_megatron.config.schema import RunConfig
 from tests.integration.relayed_site import Relay, Site, all_ended, until
 

@@ -28,7 +28,7 @@ from spare_megatron.core.outer.rounds import Phase
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.codec import encode
 from spare_megatron.journal.records import RoundRecord
-from spare_megatron.machine.addresses import address_towards, hosts_of
+from spare_megatron.machine.network import address_towards, hosts_of
 from spare_megatron.mcore.optimizer.outer_step import Message, OuterState, Rule, exchanged_bytes
 from spare_megatron.rank.outer_exchange import Fetch, OuterSource, Wanted
 from spare_megatron.rank.outer_link import Arriving, OuterLink, View

@@ -284,7 +284,7 @@ def completed(given: PlanOptions) -> PlanOptions:
 def sites_of(given: PlanOptions, step_s: float) -> "SitesCost | None":
     """What outer steps cost; None without --sites. ValueError: out of range, or without --preset."""
     from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.model.model_shape import model_shape
+    from spare_megatron.config.model.model_tensors import model_shape
     from spare_megatron.tools.plan.sites_cost import SitesCost
 
     if given.sites is None:

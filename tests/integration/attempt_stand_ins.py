@@ -228,6 +228,8 @@ class Votes(Voting):
 
 
 class Probe(SilentProbe):
+    heartbeat = SimpleNamespace(spans=SimpleNamespace(passes=SimpleNamespace(total_s=lambda: 0.5)))
+
     def __init__(self) -> None:
         self.calls: list[FaultPoint] = []
         self.interrupted: list[Operation] = []
@@ -235,9 +237,6 @@ class Probe(SilentProbe):
     def __call__(self, phase: FaultPoint, /) -> None:
         if phase not in PHASES_OF_A_BUCKET:
             self.calls.append(phase)
-
-    def compute_s(self) -> float:
-        return 0.5
 
     def pace_s(self, _num_chunks: int) -> float:
         return 0.25

@@ -86,10 +86,13 @@ def joint(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_two_sites_train_together_a_cut_costs_the_other_one_wait_and_the_cut_one_comes_back(
     random_corpus: Path, tmp_path: Path
 ) -> None:
-    """Site 1 reaches the outer store and site 0 through a relay alone, which is stopped and goes on."""
+    """Site 1 reaches the outer store and site 0 through a relay alone, which is stopped and goes on. Before that, the
+    group that speaks for site 0 is lost in a round.
+    """
     relay, port = Relay(), free_port()
     sites = SitesConfig(endpoints=(f"tcp://127.0.0.1:{port}",), every_steps=EVERY_STEPS, bits=8, wait_s=WAIT_S)
-    first = site_config(random_corpus, sites, steps=100_000)
+    faults = (kill("round_exchanged", EVERY_STEPS, 0),)
+    first = site_config(random_corpus, sites, steps=100_000, faults=faults, rejoins=2)
     behind = replace(sites, site=1, endpoints=(f"tcp://127.0.0.1:{relay.port(port)}",))
     second = site_config(random_corpus, behind, steps=100_000)
     a, b = Site(first, tmp_path), Site(second, tmp_path, relay)
@@ -110,8 +113,12 @@ def test_two_sites_train_together_a_cut_costs_the_other_one_wait_and_the_cut_one
         summaries = [site.end() for site in (a, b)]
     for summary in summaries:
         assert (summary["outcome"], summary["verdict"], summary["steps_lost"]) == ("stopped", "valid", 0)
+    [fault] = a.records("fault")
+    spoken = next(one for one in a.rounds() if one["at_s"] > fault["at_s"])
+    assert spoken["group"] == 1
+    assert spoken["round"] > 0
     # All that took part in a round hold the digest of the others, and counted the same work.
-    of_b = {one["round"]: one for one in b.rounds() if one["round"]}
+    of_b = {one["round"]: one for one in joint(b.rounds())}
     both = [(one, of_b[one["round"]]) for one in joint(a.rounds()) if one["round"] in of_b]
     assert len(both) >= 5
     assert all((x["digest"], x["weights"]) == (y["digest"], y["weights"]) for x, y in both)

@@ -444,8 +444,9 @@ def test_both_hosts_of_a_shard_return_and_no_committed_step_is_done_again(
     assert run.summary.outcome == "finished", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
     assert len(run.journal.of(FaultRecord)) == len(faults)
-    num_pauses = len(faults) // 2
-    assert [entry["entry"] for entry in entries_of(run.journal)].count("resume") == num_pauses
+    num_resumed = [entry["entry"] for entry in entries_of(run.journal)].count("resume")
+    # A group that comes back late is lost in an evaluation for which the run has paused for it.
+    assert len(faults) // 2 <= num_resumed < len(faults)
     assert (run.summary.steps_lost, run.summary.restarts) == (0, 0)
     assert not run.journal.of(RestartRecord)
     assert run.summary.groups_lost == len(faults)

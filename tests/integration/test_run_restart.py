@@ -24,7 +24,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig, ValidationCorpus
 from spare_megatron.driver.run import look_at_machine, rank_main, start_run
-from spare_megatron.faults.points import FaultPoint
+from spare_megatron.faults.points import FaultKind, FaultPoint
 from spare_megatron.journal.records import FaultRecord, RestartRecord, SnapshotRecord, UpdateRecord
 from spare_megatron.journal.state.follow import read_run_state
 from spare_megatron.process.reports import RanksReady, RunEvent, RunPaused, RunStopped
@@ -425,28 +425,31 @@ def config_of(corpus: Path, faults: Sequence[FaultConfig] = (), **settings: Any)
     return config
 
 
-@pytest.mark.parametrize("kind", ["replicated", "partitioned"])
+@pytest.mark.parametrize("kind", ["replicated", "partitioned", "late"])
 def test_both_hosts_of_a_shard_return_and_no_committed_step_is_done_again(
     text_corpus: Path, tmp_path: Path, whole: Run, kind: str
 ) -> None:
     """Shard 1 is hosted by groups 1 and 0 alone. Checkpoints are saved, and none is read.
 
     In one run their rejoins are used up from the start, and their nodes have no rank left that could inform them; the
-    other may not restart from checkpoints.
+    others may not restart from checkpoints. In the last one group 1 comes back so late that the run has paused for it
+    when it is lost in the evaluation, which is a third pause.
     """
     faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.BACKWARD, 3, 1)]
     settings: dict[str, Any] = {"rejoins": 0, "max_restarts": 1, "cluster": ClusterConfig(device="cpu", num_nodes=4)}
-    if kind == "partitioned":
+    if kind != "replicated":
         faults += [kill(FaultPoint.EVALUATION_COMPUTED, 4, 0), kill(FaultPoint.EVALUATION_COMPUTED, 4, 1)]
         settings = {"rejoins": 3, "granularity": "stack", "optimizer": PARTITIONED}
-    config = config_of(text_corpus, faults=faults, **settings)
+    late = [FaultConfig(phase=FaultPoint.JOIN_WAIT, step=3, group=1, kind=FaultKind("hang"), seconds=2.5)]
+    late = late if kind == "late" else []
+    config = config_of(text_corpus, faults=[*faults, *late], **settings)
     run = complete_run(config, tmp_path / "run")
     assert run.summary.outcome == "finished", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
-    assert len(run.journal.of(FaultRecord)) == len(faults)
+    assert len(run.journal.of(FaultRecord)) == len(faults) + len(late)
     num_resumed = [entry["entry"] for entry in entries_of(run.journal)].count("resume")
-    # A group that comes back late is lost in an evaluation for which the run has paused for it.
-    assert len(faults) // 2 <= num_resumed < len(faults)
+    # On a busy machine group 1 may be late without being asked to.
+    assert num_resumed in {"replicated": (1,), "partitioned": (2, 3), "late": (3,)}[kind]
     assert (run.summary.steps_lost, run.summary.restarts) == (0, 0)
     assert not run.journal.of(RestartRecord)
     assert run.summary.groups_lost == len(faults)

@@ -421,6 +421,21 @@ def test_a_mask_of_the_loss_needs_the_token_that_ends_a_document() -> None:
     )
 
 
+def test_documents_to_be_filled_in_need_three_tokens_and_the_one_that_ends_a_document() -> None:
+    noted = dataclasses.replace(CPU, corpus=corpus_with(end_of_document=0))
+    rate, tokens = "data.fim_rate=0.5", "data.fim_tokens=253,254,255"
+    assert problems(configured(rate, tokens), noted) == []
+    for wrong in ("data.fim_tokens=253,254", "data.fim_tokens=253,254,254", "data.fim_tokens=a,254,255", ""):
+        text = only_problem(rate, *filter(None, [wrong]), machine=noted)
+        assert "has to be three different token ids below model.vocab_size=256 for data.fim_rate=0.5" in text
+    assert "below model.vocab_size=256" in only_problem(rate, "data.fim_tokens=254,255,256", machine=noted)
+    assert "data.fim_rate=1.5 lies outside [0, 1]" in only_problem("data.fim_rate=1.5", tokens, machine=noted)
+    for setting in (tokens, "data.fim_spm_rate=0.1"):
+        assert "has no effect with data.fim_rate=0.0" in only_problem(setting, machine=noted)
+    unnoted = dataclasses.replace(CPU, corpus=corpus_with())
+    assert "data.fim_rate needs the token that ends a document" in only_problem(rate, tokens, machine=unnoted)
+
+
 def test_an_evaluation_needs_held_out_text_that_all_shards_share_evenly() -> None:
     assert "eval.every_steps=5 needs a validation set, and data.split=empty holds no text out" in only_problem(
         "eval.every_steps=5"

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from spare_megatron.process.reports import RanksStarted
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.campaign.campaign_figures import FaultCount
-from spare_megatron.tools.campaign.trace_replay import Absence, Replay, TraceReplay, replay_of
+from spare_megatron.tools.campaign.trace_replay import NodeAbsence, ReplayedLosses, TraceReplay, replay_of
 from spare_megatron.tools.simulate.failures import Loss
 from tests.unit.test_campaign import COMMITTED
 
@@ -33,9 +34,9 @@ def test_the_machines_with_most_losses_in_the_window_stand_for_nodes() -> None:
     assert replay.machines == ("b", "a")
     assert replay.left_out == 1
     assert replay.absences == (
-        Absence(node=0, at_s=0.0, seconds=5.0),
-        Absence(node=1, at_s=5.0, seconds=20.0),
-        Absence(node=0, at_s=10.0, seconds=2.5),
+        NodeAbsence(node=0, at_s=0.0, seconds=5.0),
+        NodeAbsence(node=1, at_s=5.0, seconds=20.0),
+        NodeAbsence(node=0, at_s=10.0, seconds=2.5),
     )
     assert replay.text() == (
         "trace: 3 absences of the machines with most of them (by node, 0: b, 1: a), half of them longer than 5 s; "
@@ -55,24 +56,32 @@ def test_a_window_without_losses_is_refused() -> None:
 
 
 def test_processes_of_a_node_are_suspended_and_go_on() -> None:
-    """Two ranks and the supervisor of node 1, but not that of node 11; and those that are suspended at the end."""
+    """Two ranks and the supervisor of node 1, but not that of node 11, which is away for no time; and those that are
+    suspended at the end.
+    """
     context = multiprocessing.get_context("fork")
     names = ("supervisor-1", "supervisor-11", "a", "b", "supervisor-0")
     children = [context.Process(target=time.sleep, args=(60,), name=name) for name in names]
     for child in children:
         child.start()
     pids = {child.name: child.pid for child in children}
-    absences = (Absence(node=1, at_s=0.0, seconds=0.2), Absence(node=0, at_s=0.3, seconds=50.0))
+    absences = (
+        NodeAbsence(node=2, at_s=0.0, seconds=9.0),  # which has no process
+        NodeAbsence(node=11, at_s=0.0, seconds=0.0),
+        NodeAbsence(node=1, at_s=0.0, seconds=50.0),
+        NodeAbsence(node=0, at_s=0.1, seconds=50.0),
+    )
     try:
-        replay = Replay(absences=absences, machines=("x", "y"), left_out=0, day_s=1.0)
+        replay = ReplayedLosses(absences=absences, machines=("x", "y"), left_out=0, day_s=1.0)
         with TraceReplay(replay) as replayed:
             replayed.on_event(RanksStarted(node=1, pids={(0, 0): pids["a"], (0, 1): pids["b"]}))  # type: ignore[dict-item]
-            replayed.on_event(RanksStarted(node=0, pids={}))
+            for node in (0, 2, 11):
+                replayed.on_event(RanksStarted(node=node, pids={}))
             replayed.on_event(COMMITTED)
-            await_stopped(pids, {"supervisor-1", "a", "b"})
-            await_stopped(pids, {"supervisor-0"})
+            await_stopped(pids, {"supervisor-1", "a", "b", "supervisor-0"})
+            until(lambda: replayed.count().fired == 3)
             replayed.on_event(COMMITTED)
-            assert replayed.count() == FaultCount(planned=2, due=2, fired=2, masked=2)
+            assert replayed.count() == FaultCount(planned=4, due=4, fired=3, masked=3)
         await_stopped(pids, set())
     finally:
         for child in children:
@@ -83,7 +92,13 @@ def test_processes_of_a_node_are_suspended_and_go_on() -> None:
 
 def await_stopped(pids: dict[str, Any], names: set[str]) -> None:
     """Waits until these are suspended, and no other."""
+    until(
+        lambda: {name for name, pid in pids.items() if psutil.Process(pid).status() == psutil.STATUS_STOPPED} == names
+    )
+
+
+def until(holds: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 30.0
-    while {name for name, pid in pids.items() if psutil.Process(pid).status() == psutil.STATUS_STOPPED} != names:
+    while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.01)

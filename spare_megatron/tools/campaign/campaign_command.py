@@ -24,7 +24,10 @@ from spare_megatron.machine.standard_streams import outlasting
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
-    from spare_megatron.tools.campaign.trace_replay import Replay
+    from spare_megatron.journal.state.summary import Summary
+    from spare_megatron.tools.campaign.campaign_figures import FaultCount
+    from spare_megatron.tools.campaign.process_watch import ProcessReport
+    from spare_megatron.tools.campaign.trace_replay import ReplayedLosses
 
 
 @outlasting()
@@ -63,8 +66,7 @@ def campaign(
     from spare_megatron.formats.output import NotWritten, whole_file
     from spare_megatron.journal.files import read_journal
     from spare_megatron.tools.campaign.campaign_figures import campaign_figures, print_campaign
-    from spare_megatron.tools.campaign.process_watch import ProcessWatch, process_problems
-    from spare_megatron.tools.campaign.trace_replay import TraceReplay
+    from spare_megatron.tools.campaign.process_watch import process_problems
 
     console = RunConsole(stderr=as_json)
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]
@@ -75,28 +77,18 @@ def campaign(
             _refuse_a_run_without_faults(loaded)
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
-        with contextlib.ExitStack() as around:
-            around.enter_context(reported_interruption("campaign", directory))
-            watch = around.enter_context(ProcessWatch())
-            listeners = [watch.on_event]
-            if replay is not None:
-                console.line(replay.text())
-                replayed = around.enter_context(TraceReplay(replay))
-                listeners.append(replayed.on_event)
-            summary = run_and_show(loaded, directory, console, *listeners)
-        outside = {} if replay is None else {"absence": replayed.count()}
+        summary, processes, outside = _train(loaded, directory, console, replay)
         folder = directory.path
         try:
             figures = campaign_figures(read_journal(folder), summary, outside)
         except (OSError, ValueError) as error:  # not exit code 2: the run has begun
             message("campaign", f"the journal cannot be read: {error}")
             raise typer.Exit(1) from error
-    processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
+    traced = {} if replay is None else {"trace": asdict(replay)}
 
     def result() -> dict[str, Any]:
         known = {"run_dir": str(folder), "is_passed": not problems, "problems": problems}
-        traced = {} if replay is None else {"trace": asdict(replay)}
         return {**known, **asdict(figures), "processes": asdict(processes), **traced, **asdict(summary)}
 
     try:
@@ -110,7 +102,27 @@ def campaign(
     raise typer.Exit(1 if problems else 0)
 
 
-def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "Replay":
+def _train(
+    config: "RunConfig", directory: RunDirectory, console: RunConsole, replay: "ReplayedLosses | None"
+) -> "tuple[Summary, ProcessReport, dict[str, FaultCount]]":
+    """The run, its processes, and the faults that its journal does not know: absences of nodes."""
+    from spare_megatron.tools.campaign.process_watch import ProcessWatch
+    from spare_megatron.tools.campaign.trace_replay import TraceReplay
+
+    with contextlib.ExitStack() as around:
+        around.enter_context(reported_interruption("campaign", directory))
+        watch = around.enter_context(ProcessWatch())
+        if replay is None:
+            summary, outside = run_and_show(config, directory, console, watch.on_event), {}
+        else:
+            console.line(replay.text())
+            replayed = around.enter_context(TraceReplay(replay))
+            summary = run_and_show(config, directory, console, watch.on_event, replayed.on_event)
+            outside = {"absence": replayed.count()}
+    return summary, watch.report(), outside
+
+
+def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "ReplayedLosses":
     """Raises ValueError for options and runs that do not fit each other."""
     from spare_megatron.formats.quantities import parse_duration_s
     from spare_megatron.tools.campaign.trace_replay import replay_of

@@ -2,15 +2,15 @@
 
 import contextlib
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Self
+
+import psutil
 
 from spare_megatron.formats.quantities import format_duration
 from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
@@ -21,7 +21,7 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Absence:
+class NodeAbsence:
     """A node whose processes are suspended for a time, from so many seconds after the first committed step on."""
 
     node: int
@@ -30,10 +30,12 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """What of a trace is replayed: `machines` by the node that stands for them; `left_out` counts losses of others."""
+class ReplayedLosses:
+    """The part of a trace that a run replays: `machines` by the node that stands for them; `left_out` counts losses of
+    other machines.
+    """
 
-    absences: tuple[Absence, ...]
+    absences: tuple[NodeAbsence, ...]
     machines: tuple[str, ...]
     left_out: int
     day_s: float
@@ -47,7 +49,7 @@ class Replay:
         )
 
 
-def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float], day_s: float) -> Replay:
+def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float], day_s: float) -> ReplayedLosses:
     """The losses that begin in these days, of as many machines as there are nodes: those that have most of them.
     A day of the trace takes `day_s` seconds. Raises ValueError where that is not possible.
     """
@@ -62,20 +64,24 @@ def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float],
     nodes = {machine: node for node, machine in enumerate(machines)}
     scale = day_s / DAY_S
     absences = tuple(
-        Absence(node=nodes[str(loss.machine)], at_s=(loss.at_s - first_s) * scale, seconds=(loss.repair_s or 0) * scale)
+        NodeAbsence(
+            node=nodes[str(loss.machine)], at_s=(loss.at_s - first_s) * scale, seconds=(loss.repair_s or 0) * scale
+        )
         for loss in inside
         if loss.machine in nodes
     )
-    return Replay(absences=absences, machines=tuple(machines), left_out=len(inside) - len(absences), day_s=day_s)
+    return ReplayedLosses(
+        absences=absences, machines=tuple(machines), left_out=len(inside) - len(absences), day_s=day_s
+    )
 
 
 class TraceReplay:
     """Context manager that suspends and resumes the processes of nodes, which all run on this machine."""
 
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-        self._pids: dict[int, Sequence[int]] = {}
-        self._suspended: dict[int, Sequence[int]] = {}
+    def __init__(self, losses: ReplayedLosses) -> None:
+        self._losses = losses
+        self._processes: dict[int, Sequence[psutil.Process]] = {}
+        self._suspended: dict[int, list[psutil.Process]] = {}
         self._struck_s: list[float] = []
         self._began_s = self._last_step_s = 0.0
         self._has_begun, self._is_over = threading.Event(), threading.Event()
@@ -95,7 +101,7 @@ class TraceReplay:
     def on_event(self, event: RunEvent) -> None:
         match event:
             case RanksStarted(node=node, pids=pids):
-                self._pids[node] = (*_supervisors_of(node), *pids.values())
+                self._processes[node] = list(_processes((*_supervisors_of(node), *pids.values())))
             case StepCommitted():
                 self._last_step_s = time.monotonic()
                 self._began_s = self._began_s or self._last_step_s
@@ -105,29 +111,35 @@ class TraceReplay:
         """An absence is masked if a step was committed after it began."""
         reached_s = self._last_step_s - self._began_s
         return FaultCount(
-            planned=len(self._replay.absences),
-            due=sum(absence.at_s <= reached_s for absence in self._replay.absences),
+            planned=len(self._losses.absences),
+            due=sum(absence.at_s <= reached_s for absence in self._losses.absences),
             fired=len(self._struck_s),
             masked=sum(at_s < self._last_step_s for at_s in self._struck_s),
         )
 
     def _strike(self) -> None:
-        absences = self._replay.absences
-        moments = [(one.at_s, True, one.node) for one in absences]
-        moments += [(one.at_s + one.seconds, False, one.node) for one in absences]
+        absences = self._losses.absences
+        moments = [(one.at_s, 0, one.node) for one in absences]
+        moments += [(one.at_s + one.seconds, 1, one.node) for one in absences]  # after its begin, however short
         self._has_begun.wait()
-        for at_s, is_loss, node in sorted(moments):
+        for at_s, is_end, node in sorted(moments):
             if self._is_over.wait(max(0.0, self._began_s + at_s - time.monotonic())):
                 return
-            (self._suspend if is_loss else self._resume)(node)
+            (self._resume if is_end else self._suspend)(node)
 
     def _suspend(self, node: int) -> None:
-        self._suspended[node] = self._pids.get(node, ())
-        _signal(self._suspended[node], signal.SIGSTOP)
-        self._struck_s.append(time.monotonic())
+        self._suspended[node] = []
+        for process in self._processes.get(node, ()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # nor does another one count that has its number now
+                process.suspend()
+                self._suspended[node].append(process)
+        if self._suspended[node]:
+            self._struck_s.append(time.monotonic())
 
     def _resume(self, node: int) -> None:
-        _signal(self._suspended.pop(node, ()), signal.SIGCONT)
+        for process in self._suspended.pop(node, ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def _supervisors_of(node: int) -> list[int]:
@@ -136,7 +148,7 @@ def _supervisors_of(node: int) -> list[int]:
     return [pid for name, pid in children if pid and name.startswith(f"supervisor-{node}-")]
 
 
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+def _processes(pids: Iterable[int]) -> Iterator[psutil.Process]:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)

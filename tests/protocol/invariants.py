@@ -502,7 +502,7 @@ class Invariants:
         is_wrong = audits.is_wrong
         self.undos.voted(incarnation_of(process), attempt, is_lasting=audits.is_lasting)
         is_late = attempt != self.attempt
-        params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
+        params = None if process in self._corrupted or is_late else self._params_after(self._generation, self.step)
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         if not is_late:
             self.suspects.voted(process, self.step, params, vote, is_wrong=is_wrong)
@@ -525,7 +525,7 @@ class Invariants:
 
     def evaluated(self, process: str, generation: int, step: int, sums: Sequence[SetSum]) -> None:
         """A process learns the value of an evaluation."""
-        params = self._params.get((generation, step, True), self._params.get((generation, step, False)))
+        params = self._params_after(generation, step)
         self._work.evaluated(process, step, sums, params, may_be_wrong=bool(self._corrupted))
 
     def corrupted(self, process: str) -> None:
@@ -547,6 +547,10 @@ class Invariants:
         """Whether it was lost before a commit has compared what there is after so many steps."""
         times = (*self._commits.values(), (self.step, self.members))
         return any(tuple(member) not in members for of, members in times if of == step)
+
+    def _params_after(self, generation: int, step: int) -> str | None:
+        """With the round after that step, if there was one."""
+        return self._params.get((generation, step, True), self._params.get((generation, step, False)))
 
     def has_params(self, process: str, generation: int, step: int, params: str, *, is_synced: bool = False) -> None:
         """A process has these parameters after this many steps, since that many restarts, and after a round."""

@@ -75,10 +75,7 @@ class Controller(Membership):
         self._is_asked = False  # whether the last commit was the last because the run was asked to end
         self._is_end_requested = False
         self._retries_without_loss = 0
-        self._last_error, self._last_error_in = (
-            "",
-            0,
-        )  # of a group lost in this step; the attempt in which it first came
+        self._last_error, self._last_error_in = "", 0  # of a group lost in this step; the first attempt that had it
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
         self._hosts = None if setup.last_resort else setup.placement.hosts

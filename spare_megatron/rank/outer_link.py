@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spare_megatron.config.schema_sites import SitesConfig
@@ -69,19 +69,23 @@ class OuterLink(threading.Thread):
         self._renewed: tuple[int, Revision] | None = None
         self._arrived: Arrival | None = None
         self._published = ""
+        self._num_entries = 0  # of the outer log, at least, by the leases
         self.held, self.held_at = held, 0  # the revision, and entries acted on when the site came to hold it
         self.is_due = False
         self.arriving: Arriving | None = None
         self.done: tuple[int, int, str] | None = None  # round, attempt, digest
         self.lacks: frozenset[SiteId] = frozenset()
         self.progress = 0
+        self._showing = threading.Lock()
         self.view = View()
-        self.turned_at_s = time.monotonic()
-        """When the store answered last."""
+        self.seen_at_s = self.answered_at_s = time.monotonic()
+        """Since when `view` has been what the store said, and when the store answered last."""
 
     def hold(self, revision: Revision) -> None:
         """The site holds this from now on, and has acted on all that `view` says."""
-        self.held, self.held_at = revision, self.view.head
+        with self._showing:
+            self.held, self.held_at = revision, self.view.head
+            self.view = replace(self.view, donor=None, is_wanted=False)  # which are about another revision
         self.is_due, self.arriving, self.done = False, None, None
 
     def hurry(self) -> None:
@@ -126,13 +130,15 @@ class OuterLink(threading.Thread):
 
     def _turn(self, log: OuterLog, rounds: Rounds, watch: LeaseWatch, incarnation: int) -> bool:
         """Whether the next turn is to follow at once."""
-        while found := log.read(rounds.head):
+        while found := log.read(rounds.head, self._num_entries):
+            self.answered_at_s = time.monotonic()
             for entry in found:
                 if errors := rounds.apply(entry):
                     raise ValueError(f"outer log entry {rounds.head - 1}: {errors[0]}")
             watch.on_entry(time.monotonic())
         self._renew(log, incarnation)
         leases, now_s = log.leases(), time.monotonic()
+        self._num_entries = max((lease.head for lease in leases.values()), default=0)
         watch.on_leases(leases, now_s)
         own, arriving, done = self._own(rounds, incarnation), self.arriving, self.done
         if arriving is not None and arriving.addresses != self._published:  # also in a round where another group spoke
@@ -189,7 +195,7 @@ class OuterLink(threading.Thread):
         giver = donor(rounds, own, live)
         others = [site for site in (*rounds.sites, giver) if site is not None and site != self._site]
         texts = log.addresses(others) if others else {}
-        self.view = View(
+        shown = View(
             incarnation=own.incarnation,
             head=rounds.head,
             round=rounds.round,
@@ -201,7 +207,10 @@ class OuterLink(threading.Thread):
             donor=giver,
             is_wanted=may_arrive(rounds, own) and self._arrived_in(rounds.round) is None,
         )
-        self.turned_at_s = time.monotonic()
+        self.answered_at_s = time.monotonic()
+        with self._showing:
+            if own.revision == self.held:
+                self.view, self.seen_at_s = shown, self.answered_at_s
 
     def _arrived_in(self, number: int) -> Arrival | None:
         return self._arrived if self._arrived is not None and self._arrived.round == number else None

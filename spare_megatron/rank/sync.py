@@ -307,7 +307,7 @@ class Sites:
             link.done = (target.round, target.attempt, digest)
         elif target is not None and digest and view.revision is not None and digest == view.revision.digest:
             return Order(end=RoundResult(target.round, (), digest))
-        reason = self._why_over(view, now_s - now.began_s, now_s - now.moved_s, now_s - link.turned_at_s)
+        reason = self._why_over(view, now_s - now.moved_s, is_old=link.seen_at_s < now.began_s)
         if reason:
             now.reason = reason
             self._gave_up_on = view.revision
@@ -334,18 +334,21 @@ class Sites:
             return ""
         return combined({position: one for status in statuses for position, one in status.digests.items()})
 
-    def _why_over(self, view: View, waited_s: float, quiet_s: float, silent_s: float) -> str:
-        """Why the site goes on without a result; empty while it waits."""
+    def _why_over(self, view: View, quiet_s: float, *, is_old: bool) -> str:
+        """Why the site goes on without a result; empty while it waits. `is_old`: the view is from before the round."""
         wait_s = self._settings.wait_s
-        if silent_s >= wait_s:
+        assert self._link is not None, "the leader speaks"
+        if time.monotonic() - self._link.answered_at_s >= wait_s:
             return f"the outer store has not answered for {wait_s:g} s"
-        if silent_s > waited_s:
-            return ""  # what it says is older than the attempt
+        if quiet_s >= 2 * wait_s:
+            return f"no progress for {2 * wait_s:g} s"
+        if is_old:
+            return ""
         if view.phase is Phase.CLOSED and self._site not in view.sites and view.donor is None:
             return "the round is closed without this site"
         if view.phase is Phase.IDLE and view.donor is None and quiet_s >= wait_s:
             return f"no round was opened within {wait_s:g} s"
-        return f"no progress for {2 * wait_s:g} s" if quiet_s >= 2 * wait_s else ""
+        return ""
 
     # ------------------------------------------------------------------------------------------- what a rank does
 

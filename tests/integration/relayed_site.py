@@ -66,11 +66,25 @@ class _Relaying:
         writer.close()  # nobody serves there any more
 
     async def _pipe(self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What comes leaves in order, each part the delay after it came: the link's rate is not bounded by that."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        leaving = asyncio.create_task(self._leave(target, under_way, writer))
+        loop, some = asyncio.get_running_loop(), b"?"
+        while some:
+            try:
+                some = await reader.read(_CHUNK)
+            except OSError:
+                some = b""
+            under_way.put_nowait((loop.time() + self._delay_s, some))
+        await leaving
+
+    async def _leave(self, target: str, under_way: Any, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            while some := await reader.read(_CHUNK):
-                await asyncio.sleep(self._delay_s)
-                self._num_bytes[target] += len(some)
-                writer.write(some)
+            while (part := await under_way.get())[1]:
+                await asyncio.sleep(part[0] - loop.time())
+                self._num_bytes[target] += len(part[1])
+                writer.write(part[1])
                 await writer.drain()
         writer.close()
 

@@ -89,7 +89,7 @@ def test_two_sites_train_together_a_cut_costs_the_other_one_wait_and_the_cut_one
     """Site 1 reaches the outer store and site 0 through a relay alone, which is stopped and goes on. Before that, the
     group that speaks for site 0 is lost in a round.
     """
-    relay, port = Relay(), free_port()
+    relay, port = Relay(0.01), free_port()
     sites = SitesConfig(endpoints=(f"tcp://127.0.0.1:{port}",), every_steps=EVERY_STEPS, bits=8, wait_s=WAIT_S)
     faults = (kill("round_exchanged", EVERY_STEPS, 0),)
     first = site_config(random_corpus, sites, steps=100_000, faults=faults, rejoins=2)
@@ -123,6 +123,8 @@ def test_two_sites_train_together_a_cut_costs_the_other_one_wait_and_the_cut_one
     assert len(both) >= 5
     assert all((x["digest"], x["weights"]) == (y["digest"], y["weights"]) for x, y in both)
     assert all(x["weights"].keys() == {"0", "1"} for x, _ in both)
+    # Nothing but differences is fetched in them: no site takes the result for a state that it lacks.
+    assert len({one["num_bytes"] for one in (*joint(a.rounds()), *joint(b.rounds())) if one["at_s"] < cut_at_s}) == 1
     # The site that was cut off has taken the newest state from the other one.
     taken = [one for one in b.rounds() if one["round"] and not one["sites"] and one["at_s"] > restored_at_s]
     assert [one["round"] for one in taken]

@@ -158,9 +158,10 @@ class Site:
             self.log.append(*self.pending)
             world.observe()
             self.pending = None
-        for entry in self.log.read(self.rounds.head):
-            self.on_entry(entry)
-            self.watch.on_entry(now_s)
+        while found := self.log.read(self.rounds.head):
+            for entry in found:
+                self.on_entry(entry)
+                self.watch.on_entry(now_s)
         lease = Lease(
             site=self.site,
             incarnation=self.incarnation,
@@ -346,7 +347,7 @@ class World:
     def observe(self) -> None:
         """Folds what was written, before any site reads it."""
         log = OuterLog(self.store, self.num_sites)  # type: ignore[arg-type]
-        for entry in log.read(self._rounds.head):
+        for entry in log.read(self._rounds.head):  # one, as this follows each write
             before, sites = self._rounds.revision, dict(self._rounds.sites)
             attempt = self._rounds.attempt
             if contradictions := self._rounds.apply(entry):

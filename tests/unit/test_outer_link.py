@@ -98,14 +98,32 @@ def test_a_site_with_another_result_is_left_out_and_told_whom_to_take_it_from(si
     until(lambda: sites.links[1].view.donor == SiteId(0))
 
 
+def test_what_a_site_has_taken_over_is_no_reason_for_a_round(sites: Sites) -> None:
+    """Whatever the store said before, though it answers late."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    sites.vote("new", "new")
+    until(lambda: all(link.view.revision == Revision(1, "new") for link in sites.links))
+    sites.links[0].hold(Revision(1, "new"))
+    until(lambda: sites.links[1].view.donor == SiteId(0))
+    sites.cuts[1].set()
+    sites.links[1].hold(Revision(1, "new"))
+    assert sites.links[1].view.donor is None
+    sites.cuts[1].clear()
+    seen_at_s = sites.links[1].seen_at_s
+    until(lambda: sites.links[1].seen_at_s > seen_at_s)
+    assert (sites.links[1].view.donor, sites.links[1].view.is_wanted) == (None, False)
+
+
 def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> None:
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
     sites.cuts[1].set()
     sites.links[0].is_due, sites.links[0].arriving = True, Arriving(4, 20, "{}")
     sites.links[0].hurry()
     until(lambda: list(sites.links[0].view.sites) == [0])
-    assert time.monotonic() - sites.links[1].turned_at_s > 0.5
+    assert time.monotonic() - sites.links[1].answered_at_s > 0.5
     sites.cuts[1].clear()
     cut_until_s = time.monotonic()
-    until(lambda: sites.links[1].turned_at_s > cut_until_s)
+    until(lambda: sites.links[1].seen_at_s > cut_until_s)
     assert sites.links[1].view.phase is Phase.CLOSED

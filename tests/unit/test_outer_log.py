@@ -50,7 +50,8 @@ def test_of_two_entries_for_one_place_the_first_stands(store: ControlStore) -> N
     assert log.append(0, OpenRound(round=1, site=B, base=START)) == first
     close = CloseRound(round=1, sites=(Contribution(A, 0, 4, 9),))
     log.append(1, close)
-    assert log.read(0) == [first, close]
+    assert [log.read(0), log.read(1), log.read(2)] == [[first], [close], []]
+    assert [log.read(0, known) for known in (1, 2, 9)] == [[first], [first, close], [first, close]]
 
 
 def test_a_new_leader_of_a_site_finds_what_the_site_has_voted(store: ControlStore) -> None:

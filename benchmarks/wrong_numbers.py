@@ -72,7 +72,8 @@ SOUND: dict[str, list[str]] = {
 CPU = torch.device("cpu")
 _SEEDS_PER_CASE = 1000
 _MOST_DRAWS = 20
-"""A case whose fault changes no number is drawn again, with the microbatch after."""
+"""A case whose fault changes no number is drawn again, with the microbatch after; in the second half with the bit
+below, as some bits of an exponent are set in all numbers of a usual size."""
 
 
 class Site(NamedTuple):
@@ -188,7 +189,8 @@ def measure(options: argparse.Namespace, corpus: Path, scratch: Path) -> dict[st
     known = _kept(options.keep)
     for index, case in enumerate(cases):
         for number in range(_MOST_DRAWS):
-            cases[index] = case = replace(case, number=case.number + bool(number))
+            bit = case.bit - (number >= _MOST_DRAWS // 2)
+            cases[index] = case = replace(case, number=case.number + bool(number), bit=bit)
             try:
                 for way in options.ways:
                     key = json.dumps([way, options.precision, asdict(case)])

@@ -3,6 +3,7 @@
 import shlex
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,9 @@ from spare_megatron.cli.printing import say, say_json
 from spare_megatron.formats.quantities import format_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
     from spare_megatron.journal.state.overview import Proof
     from spare_megatron.journal.state.run_state import RunState
@@ -20,15 +24,26 @@ _EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
 
 
 def check(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directory of a run, or of several.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
-    """Prove a run from its journal.
+    """Prove a run from its journal, or the runs of several sites.
 
-    The proof: every committed step counted each microbatch exactly once, and all groups kept the same parameters.
+    The proof: every committed step counted each microbatch exactly once, and all groups kept the same parameters. Of
+    several runs, those of the sites of one training, each in its order: which steps of which site are in the parameters
+    that they have joined, and which samples of the order these have read.
 
-    Exit codes: 0 valid, 1 invalid, 2 no journal, 3 unknown (the journal lacks records that the proof needs).
+    Exit codes: 0 valid, 1 invalid, 2 no journal, 3 unknown (the journal lacks records that the proof needs); of several
+    runs the highest.
     """
+    codes = [_check_run(run_dir, as_json=as_json, is_named=len(run_dirs) > 1) for run_dir in run_dirs]
+    if len(run_dirs) > 1:
+        codes.append(_check_sites(run_dirs, as_json=as_json))
+    raise typer.Exit(max(codes))
+
+
+def _check_run(run_dir: Path, *, as_json: bool, is_named: bool) -> int:
+    """Prints the verdict about a run. Returns the exit code."""
     from spare_megatron.config.training.run_terms import terms_in
     from spare_megatron.journal.journal_index import JournalIndex
     from spare_megatron.journal.proofs.audit_history import find_undone, text_of_undone
@@ -43,17 +58,85 @@ def check(
     undone = find_undone(fold_view(view, run)) if run else []
     if as_json:
         found = {**asdict(verdict), "changes": changes, "undone": list(map(asdict, undone))}
+        found |= {"run_dir": str(run_dir)} if is_named else {}
         beside = ("remarks", "changes", "undone")
         say_json({name: value for name, value in found.items() if value or name not in beside})
     else:
-        say(f"{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
+        name = f"{run_dir}: " if is_named else ""
+        say(f"{name}{verdict.verdict}: {format_steps(verdict.steps_committed)} committed")
         for name, (before, now) in changes.items():
             say(f"  went on with another value of {name}: {now}, and the checkpoint was trained with {before}")
         for steps in undone:
             say(f"  {text_of_undone(steps)}")
         for reason in (*verdict.reasons, *(f"remark: {remark}" for remark in verdict.remarks)):
             say(f"  {reason}")
-    raise typer.Exit(_EXIT_CODES[verdict.verdict])
+    return _EXIT_CODES[verdict.verdict]
+
+
+def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
+    """Prints what the runs of sites have joined. Returns the exit code. ValueError: they are not of one training."""
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.training.terms import microbatches_before, sequences_before, terms_of
+    from spare_megatron.journal.journal_index import JournalIndex
+    from spare_megatron.journal.proofs.joined_sites import SiteHistory, join_sites, without_gaps
+    from spare_megatron.journal.proofs.proof import fold_view
+    from spare_megatron.journal.records import RoundRecord
+    from spare_megatron.journal.run_record import RunRecord
+
+    histories: dict[int, SiteHistory] = {}
+    configs: dict[int, RunConfig] = {}
+    for run_dir in run_dirs:
+        config = load_run_config(run_dir / "config.toml").config
+        view = JournalIndex(run_dir)
+        run = next((line.record for line in view.rare if isinstance(line.record, RunRecord)), None)
+        if not config.sites.is_used or run is None:
+            raise ValueError(f"{run_dir} is not the run of a site (sites.endpoints); check it alone")
+        site = config.sites.site
+        configs[site] = config
+        work = partial(microbatches_before, config)
+        history = SiteHistory(site=site, first_step=run.first_step, microbatches_before=work)
+        records = [line.record for line in view.rare if isinstance(line.record, RoundRecord)]
+        histories.setdefault(site, history).add(fold_view(view, run), records)
+    if len({str(dict(terms_of(one)) | {"sites.site": 0}) for one in configs.values()}) > 1:
+        raise ValueError("the runs are not those of one training: their models, corpora or numbers of sites differ")
+    joined = join_sites(list(histories.values()))
+
+    def samples(site: int, steps: tuple[int, int]) -> tuple[int, int]:
+        first, end = (sequences_before(configs[site], step) for step in steps)
+        of_order = configs[site].sites.read_of_order
+        return of_order(first + 1) - 1, of_order(end) - 1
+
+    def named(site: int, spans: "Sequence[tuple[int, int]]") -> str:
+        texts = []
+        for first, end in without_gaps(spans):
+            samples_text = " to ".join(map(str, samples(site, (first, end))))
+            texts.append(f"{first} to {end - 1} (samples {samples_text})")
+        return ", ".join(texts) or "none"
+
+    num_sites = next(iter(configs.values())).sites.num_sites
+    absent = sorted(set(range(num_sites)) - histories.keys())
+    if as_json:
+        spans = {
+            one.site: [[*steps, *samples(one.site, steps)] for steps in one.joined if steps[0] < steps[1]]
+            for one in joined.sites
+        }
+        say_json({**asdict(joined), "samples": spans, "num_sites": num_sites, "absent": absent})
+    else:
+        rounds = ", ".join(map(str, joined.rounds)) or "none"
+        say(f"joined in rounds {rounds}; site s reads samples s, s + {num_sites}, ...")
+        for one in joined.sites:
+            say(f"  site {one.site}: in the parameters are steps {named(one.site, one.joined)}")
+            if one.left_out:
+                say(f"    computed, and not in them: steps {named(one.site, one.left_out)}")
+            if one.since is None:
+                say("    it has not taken the newest of them")
+            elif one.since[0] < one.since[1]:
+                say(f"    computed since, for the next round: steps {named(one.site, [one.since])}")
+        for site in absent:
+            say(f"  site {site}: no run of it is given; what it would have read is unread")
+        for finding in joined.findings:
+            say(f"  {finding.severity}: {finding.reason}")
+    return max((_EXIT_CODES.get(finding.severity, 0) for finding in joined.findings), default=0)
 
 
 def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":

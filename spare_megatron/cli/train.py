@@ -39,6 +39,9 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
     ] = None,
+    site: Annotated[
+        int | None, typer.Option(min=0, help="Number of this site, as --set sites.site=N; see docs/sites.md.")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -75,6 +78,7 @@ def train(
     # Before anything is imported that starts threads, as numpy does: one that lets the signal through would swallow it.
     with end_signal.blocked(), explained_errors("train"):
         settings = [*(overrides or ()), *([f"program.file={program}"] if program else [])]
+        settings += [f"sites.site={site}"] if site is not None else []
         loaded = load_runnable("train", one_preset(preset, config, "train"), settings)
         if restart_from == "audited":
             go_back(loaded, is_resumed=resume)

@@ -124,7 +124,7 @@ def convert(value: Any, kind: Any, key: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return _convert_table(value, kind, key)
     if choices := _choices(kind):
-        if isinstance(value, str) and value in choices:
+        if type(value) in (str, int) and value in choices:
             return kind(value) if isinstance(kind, type) else value
     elif kind is float and type(value) in (int, float):
         with contextlib.suppress(OverflowError):  # a whole number too large for a float
@@ -134,7 +134,7 @@ def convert(value: Any, kind: Any, key: str) -> Any:
     raise Misfit(f"{key}={value!r} must be {describe_kind(kind)}")
 
 
-def _choices(kind: Any) -> Collection[str]:
+def _choices(kind: Any) -> Collection[str | int]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [str(member.value) for member in kind]
     return KINDS if kind is FaultKind else get_args(kind) if get_origin(kind) is Literal else ()
@@ -166,5 +166,5 @@ def describe_kind(kind: Any) -> str:
     ('a whole number', 'one of fast, slow')
     """
     if choices := _choices(kind):
-        return f"one of {', '.join(choices)}"
+        return f"one of {', '.join(map(str, choices))}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(kind, str(kind))

@@ -14,6 +14,7 @@ from spare_megatron.config.limits import (
     ShareBelowOne,
 )
 from spare_megatron.config.schema_sections import CheckpointConfig, DataConfig, EvalConfig, SnapshotConfig
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.faults.points import KILL, FaultKind, FaultPoint
 from spare_megatron.stacking.batch_ramp import BatchRamp
 from spare_megatron.stacking.layout import Layout, Slabs
@@ -485,6 +486,7 @@ class RunConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

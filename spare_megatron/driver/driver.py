@@ -123,6 +123,7 @@ class Driver:
         end = EndRecord(outcome="interrupted", reason="the driver was interrupted")
         hub: processes.Child | None = None
         store: processes.Child | None = None
+        outer_store: processes.Child | None = None
         spec: StoreSpec | None = None
         try:
             self._on_event(reports.Message(text="starting: control store"))
@@ -135,6 +136,7 @@ class Driver:
             if store is None:
                 with interrupts.allowed():  # etcd may not answer for a while
                     self._store.put(keys.RUN_NAME, self._config.name)  # shows which run owns the keys
+            outer_store = processes.start_outer_store(self._context, self._config.sites, interrupts.wait)
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
@@ -152,7 +154,7 @@ class Driver:
                 processes.end_processes(
                     supervisors=[child for node, child in self._nodes.items() if node not in lost],
                     lost=[self._nodes[node] for node in lost],
-                    store=store,
+                    stores=(store, outer_store),
                     hub=hub,
                 )
                 end = replace(end, steps_committed=self._num_steps - self._first_step)

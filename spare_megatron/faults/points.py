@@ -70,6 +70,12 @@ class FaultPoint(StrEnum):
     """The group's part of an evaluation is computed, and the group has not voted."""
     EVALUATION_VOTED = "evaluation_voted"
     """The group has voted on an evaluation, whose result is not decided as far as this rank knows."""
+    ROUND_EXCHANGED = "round_exchanged"
+    """The differences of all sites of a round are here, its result is not; only on the group that speaks for its
+    site.
+    """
+    ROUND_VOTED = "round_voted"
+    """The group has voted on a round with other sites, whose end is not decided as far as this rank knows."""
     SAVE = "save"
     """Before the state of a checkpoint is copied, between two steps."""
     SAVE_WRITE = "save_write"
@@ -108,7 +114,10 @@ PHASES_OF_AN_EVALUATION = frozenset(
 )
 """Reached only with `eval.every_steps`, between two steps or after the last."""
 
-PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
+PHASES_OF_A_ROUND = frozenset({FaultPoint.ROUND_EXCHANGED, FaultPoint.ROUND_VOTED})
+"""Reached only by a run that is one of several sites."""
+
+PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD | PHASES_OF_A_ROUND
 """The step at which they are reached is not known beforehand: such a fault strikes at or after its step."""
 
 PHASES_WITH_PARTITIONS = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})

@@ -11,7 +11,8 @@ from spare_megatron.stacking.layout import GroupId
 
 EventKind = Literal[
     "loss", "injected fault", "return", "departure", "re-form", "pause", "restart", "undo", "checkpoint",
-    "failed save", "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "halt", "end", "step",
+    "failed save", "rejected checkpoint", "evaluation", "dealing", "slow machine", "quarantine", "round",
+    "missed round", "halt", "end", "step",
 ]  # fmt: skip
 
 
@@ -87,12 +88,33 @@ def texts_of_record(record: records.Record) -> Iterator[tuple[EventKind, str]]:
         case records.CheckpointRecord():
             what = f"checkpoint after {format_steps(record.step)} {record.outcome}: {record.reason}"
             yield "failed save", f"{what}; the earlier ones are untouched, and training goes on"
+        case records.RoundRecord(round=0):
+            reason = record.reason or "unknown"
+            yield "missed round", f"no round with other sites after {format_steps(record.step)}: {reason}"
+        case records.RoundRecord():
+            yield "round", text_of_round(record)
         case records.DisputeRecord(outcome="saved"):
             size = format_bytes(record.num_bytes)
             yield "checkpoint", f"parameters of step {record.step}, in which groups differ, saved: {size}"
         case records.DisputeRecord():
             what = f"parameters of step {record.step}, in which groups differ, {record.outcome}: {record.reason}"
             yield "failed save", f"{what}; the step cannot be replayed, and training goes on"
+
+
+def text_of_round(record: records.RoundRecord) -> str:
+    """Text of a round with other sites that has come about.
+
+    >>> found = {"sites": [0, 2], "weights": {"0": 160, "2": 144}, "num_bytes": 2000000, "spent_s": 1.5}
+    >>> text_of_round(records.RoundRecord(group=0, step=40, attempt=41, round=2, **found))
+    'round 2 after 40 steps: sites 0, 2 (160, 144 microbatches); 2 MB fetched in 1.5 s without training'
+    """
+    what = f"round {record.round} after {format_steps(record.step)}"
+    weights = ", ".join(str(record.weights.get(str(site), "?")) for site in record.sites)
+    took = f"{format_bytes(record.num_bytes)} fetched in {format_duration(record.spent_s)} without training"
+    if not record.sites:
+        return f"{what}: its state is taken from another site; {took}"
+    sites = f"site{'s' if len(record.sites) > 1 else ''} {', '.join(map(str, record.sites))}"
+    return f"{what}: {sites} ({weights} microbatches); {took}"
 
 
 def describe_storage(record: records.StorageRecord) -> str:

@@ -166,6 +166,8 @@ class Fold(Membership):
             case log.Evaluated():
                 self.attempts.clear()
                 self.evaluations.append(Evaluation(index=index, entry=entry, members=self.incarnations))
+            case log.Synced():
+                self.attempts.clear()
             case log.Resume():
                 self.attempts.clear()
                 self.resumed.add(key)

@@ -165,6 +165,26 @@ class EvaluationRecord(OfAttempt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord(OfAttempt):
+    """How a round with other sites has ended for this site, after `step` committed steps; by the group that spoke."""
+
+    round: int
+    """0: none came about, and `reason` says why."""
+    base_round: int = 0
+    """That whose result the site had before."""
+    sites: list[int] = field(default_factory=list)
+    """As in the entry `synced`."""
+    weights: dict[str, int] = field(default_factory=dict)
+    """Site -> microbatches that it has contributed."""
+    num_bytes: int = 0
+    """Fetched from other sites, by all ranks."""
+    spent_s: float = 0.0
+    """Seconds for which training has waited."""
+    digest: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRecord(OfGroup):
     """A decision log entry as a group folded it."""
 

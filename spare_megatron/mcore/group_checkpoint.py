@@ -318,6 +318,8 @@ def _load(asked: dict[str, Any], folder: Path, chunks: Sequence[Chunk], *, is_wh
     one, and the other way round. `is_whole`: the ranks together ask for all of each tensor.
     """
     stored = torch_checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if not any(key.startswith("outer.") for key in stored):
+        asked.get("optimizer", {}).pop("outer", None)
     load = partial(dist_checkpointing.load, checkpoint_dir=str(folder), validate_access_integrity=is_whole)
     has_main_there = any(key.startswith(_MAIN_KEY) for key in stored)
     if has_main_there is (next(chunks[0].module.parameters()).dtype is torch.bfloat16):

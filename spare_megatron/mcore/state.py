@@ -108,6 +108,8 @@ def rest_of_state(chunks: Sequence[Chunk], optimizer: Optimizer | DividedOptimiz
             tensors.append((named.name, named.parameter))
         for key, value in sorted(optimizer.state_of(updated).items()):
             tensors.append((f"{key} of {named.name}", torch.as_tensor(value)))
+    if optimizer.outer is not None:
+        tensors += optimizer.outer.named(chunks)
     return TensorsDigest(tensors, head=repr(optimizer.update_counts()))
 
 

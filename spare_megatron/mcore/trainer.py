@@ -39,6 +39,7 @@ from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
+from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import (
     NamedParameter,
     named_parameters,
@@ -129,6 +130,7 @@ class GroupTrainer:
         self.passes = AuditedPasses(self.slabs, groups)
         self._has_lanes = groups.lanes.size() > 1
         self._has_other_lengths = slabs is not None and len(slabs.lengths) > 1
+        self.outer: OuterState | None = None  # if the run is one of several sites
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
             partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
@@ -161,7 +163,10 @@ class GroupTrainer:
         if self._has_lanes:
             spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
             return DividedOptimizer(self._config, self.process_groups, spaces)
-        return Optimizer(self._config, self.chunks, self.process_groups)
+        optimizer = Optimizer(self._config, self.chunks, self.process_groups)
+        if self._config.sites.is_used:
+            self.outer = optimizer.outer = OuterState(self.chunks, self._probe.progress)
+        return optimizer
 
     def _make_evaluator(self) -> Evaluator:
         return Evaluator(
@@ -339,6 +344,8 @@ class GroupTrainer:
         else:
             norm = self._norm_over_slabs() if self._has_other_lengths else None
             grad_norm, learning_rate = self._optimizer.step(norm)
+        if self.outer is not None:
+            self.outer.count(min(counted) // self._config.row_size)
         return UpdateResult(
             num_microbatches=min(counted) // self._config.row_size,
             loss=loss.mean,
@@ -425,7 +432,13 @@ class GroupTrainer:
     def load_state(self, paths: Sequence[Path], partitions: Collection[PartitionId] = ()) -> None:
         """Loads files of this position, together with all state partitions, into a new rank. Raises ForeignState."""
         load_state(paths, self.chunks, self._optimizer, partitions)
+        self._begin_outer()
         self._probe(FaultPoint.LOAD_READ)
+
+    def _begin_outer(self) -> None:
+        """After a load: what has no state of the outer step is the start of the first round."""
+        if self.outer is not None and not self.outer.revision.digest:
+            self.outer.begin()
 
     def _chunks_of(self, slab: int | None) -> Sequence[Chunk]:
         return self.chunks if slab is None else self.slabs[slab].chunks
@@ -468,6 +481,7 @@ class GroupTrainer:
         """Loads a checkpoint of any layout, to host stacked `partitions`. Collective over: all ranks of the group."""
         on_read = partial(self._probe, FaultPoint.LOAD_READ)
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, partitions)
+        self._begin_outer()
 
     def params_sha256(self, slab: int = 0) -> str:
         """Of the parameters of a slab, by its index."""

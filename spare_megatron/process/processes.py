@@ -19,8 +19,10 @@ from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+from urllib.parse import urlsplit
 
 from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.formats.output import printable, real_paths
 from spare_megatron.journal.files import BytesLost, OnHeld
 from spare_megatron.machine import end_signal
@@ -207,10 +209,22 @@ def start_embedded_store(
     """A server on this address, or on the hub's in its network. Raises RuntimeError if it does not come up."""
     if hub is not None:
         address = HUB_ADDRESS
-        child = start_child(context, "control-store", _reporting, run_in_network_of, hub.pid, serve, address)
+        child = start_child(context, "control-store", _reporting, run_in_network_of, hub.pid, serve, address, 0)
     else:
-        child = start_child(context, "control-store", _reporting, serve, address)
+        child = start_child(context, "control-store", _reporting, serve, address, 0)
     return child, TcpStoreSpec(host=address, port=_first_report(child, wait, "the control store"))
+
+
+def start_outer_store(context: ForkServerContext, sites: SitesConfig, wait: Wait) -> Child | None:
+    """A server of the outer store where `sites.endpoints` says, if that is here: at site 0, without etcd. RuntimeError:
+    it does not come up.
+    """
+    url = urlsplit(sites.endpoints[0]) if sites.is_used else None
+    if url is None or url.scheme != "tcp" or sites.site:
+        return None
+    child = start_child(context, "outer-store", _reporting, serve, url.hostname, url.port)
+    _first_report(child, wait, f"the outer store at {url.netloc}")
+    return child
 
 
 def _first_report(child: Child, wait: Wait, name: str, remedy: str = "") -> Any:
@@ -254,15 +268,15 @@ def stop_children(children: Collection[Child]) -> None:
 
 
 def end_processes(
-    *, supervisors: Collection[Child], lost: Collection[Child], store: Child | None, hub: Child | None
+    *, supervisors: Collection[Child], lost: Collection[Child], stores: Collection[Child | None], hub: Child | None
 ) -> None:
-    """Ends and reaps all processes, ranks before the control store: without it they would begin to save their state.
+    """Ends and reaps all processes, ranks before the control stores: without them they would begin to save their state.
     `supervisors`, some of them proxies of remote ones, are asked to end; `lost` ones are killed at once.
     """
     for child in lost:
         end_child(child)
     stop_children(supervisors)
-    for last in (store, hub):
+    for last in (*stores, hub):
         if last is not None:
             end_child(last)
 

@@ -32,6 +32,7 @@ from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile, wants_profile
+from spare_megatron.rank.sync import Sites
 from spare_megatron.rank.train_step import Components
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.state_partitions import hosted_by
@@ -167,6 +168,7 @@ class Assembly:
             audits=GroupAudits(ctx),
             saves=saves,
             reports=RankReports(ctx),
+            sites=None if ctx.trainer.outer is None else Sites(ctx, ctx.trainer.outer),
             profile=StepProfile(ctx) if wants_profile(config.profile, ctx.member.group, ctx.spec.rank) else None,
         )
 

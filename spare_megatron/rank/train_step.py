@@ -32,6 +32,7 @@ from spare_megatron.rank.group_saves import GroupSaves
 from spare_megatron.rank.rank_reports import RankReports, by_shard
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile
+from spare_megatron.rank.sync import Sites
 from spare_megatron.stacking.plans import Microbatch, StepPlan
 from spare_megatron.state.rank_context import RankContext, StepUnderWay
 from spare_megatron.state.transfer.state_digests import StateDigests
@@ -57,6 +58,8 @@ class Components:
     saves: GroupSaves
     reports: RankReports
     profile: StepProfile | None
+    sites: Sites | None = None
+    """If the run is one of several sites."""
     loss_watch: LossWatch = field(default_factory=LossWatch)
     pending: deque[actions.Action] = field(default_factory=deque)
     """What the controller has asked for and is left to do."""
@@ -120,6 +123,11 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
             return attempt_evaluation(ctx, parts.digests, action)
         case actions.ReportEvaluation():
             parts.reports.send_evaluation(action)
+        case actions.AttemptSync():
+            assert parts.sites is not None, "only a site takes part in rounds"
+            return parts.sites.attempt(action)
+        case actions.ApplySync():
+            _apply_sync(ctx, parts, action)
         case actions.AttemptFinish():
             digests = parts.digests.for_vote()
             return ctx.voting.cast(action, plain_vote(action, digests, lacks_params=ctx.progress.lacks_params))
@@ -153,6 +161,17 @@ def _execute(ctx: RankContext, parts: Components, action: actions.Action) -> Seq
         case _:
             raise AssertionError(f"this rank cannot execute {action}")
     return ()
+
+
+def _apply_sync(ctx: RankContext, parts: Components, action: actions.ApplySync) -> None:
+    """Ends a round with other sites. Collective over: all ranks of the group."""
+    assert parts.sites is not None, "only a site takes part in rounds"
+    step = action.entry.step
+    parts.saves.settle()
+    with parts.source.changing(step):
+        parts.sites.apply(action)
+    parts.digests.is_wanted |= bool(action.entry.round)
+    parts.digests.compare_if_due(step)
 
 
 def _go_back(parts: Components, action: actions.LoadCheckpoint) -> None:
@@ -262,6 +281,8 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
     """
     now, sums = ctx.progress.now, parts.sums
     now.epoch = action.epoch
+    if parts.sites is not None:
+        parts.sites.begin()
     sums.start_attempt(action)
     if ctx.progress.lacks_params:
         return _abstain(ctx, action)
@@ -296,6 +317,7 @@ def attempt_reduce(ctx: RankContext, parts: Components, action: actions.AttemptR
         losses=losses,
         wrong_positions=opinion.wrong_positions,
         wrong_numbers="".join(opinion.wrong_numbers[:1])[:_LONGEST_FAILURE],
+        sync=parts.sites is not None and parts.sites.is_due(),
     )
     vote = ctx.optimizer_state.with_copies(vote)
     votes = ctx.voting.cast(action, vote, now.computed, _wrong(opinion) or evidence)
@@ -477,7 +499,10 @@ def update_model(ctx: RankContext, parts: Components, action: actions.UpdateMode
         parts.digests.forget()
     else:
         progress.num_steps = num_steps
-        parts.digests.compare_if_due(num_steps)
+        if action.sync:
+            parts.digests.forget()
+        else:
+            parts.digests.compare_if_due(num_steps)
     parts.reports.send_step(update, recoveries, is_last=action.is_last)
 
 
@@ -500,6 +525,8 @@ def _gather_params(ctx: RankContext, parts: Components, action: actions.GatherPa
 def _stop(ctx: RankContext, parts: Components, end: Stop | actions.DrainGroups) -> None:
     """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""
     is_final = not isinstance(end, actions.DrainGroups) and (not isinstance(end, actions.StopWipeOut) or end.is_final)
+    if parts.sites is not None:
+        parts.sites.end(is_final=is_final)
     if parts.profile is not None:
         parts.profile.end_step()
     parts.reports.clock.on_stop()

@@ -126,6 +126,18 @@ class DecisionLog:
             number //= 2
         return self.written(index, index + number) if number else []
 
+    def read_few(self, index: int, number: int) -> list[str]:
+        """Those of these consecutive entries that are written. Cost: two requests if all are. The index is as above."""
+        self.expect(index)
+        self.check()
+        found: list[str] = []
+        for entry in self.entries(range(index, index + number)):
+            if entry is None:
+                break
+            self.note(index + len(found), entry)
+            found.append(entry)
+        return found
+
     def find_head(self, from_index: int) -> int:
         """The first index without an entry, as of the read; all earlier indices have one.
 

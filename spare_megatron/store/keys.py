@@ -77,6 +77,16 @@ def restart(group: GroupId) -> str:
     return f"restart/{group}"
 
 
+def site_start(num_restarts: int) -> str:
+    """Unique name of a start of this run as a site. Written by the first leader that speaks; read by later ones."""
+    return f"site-start/{num_restarts}"
+
+
+def round_result(attempt: int) -> str:
+    """How a round with other sites has ended. Written by the leader that speaks; read by those of other groups."""
+    return f"round/{attempt}"
+
+
 def digest(index: int, group: GroupId) -> str:
     """Digest of the group's parameters as of entry `index`. Written by its leader; read by an admitted group's."""
     return f"digest/{index}/{group}"
@@ -193,3 +203,31 @@ def save_over(index: int) -> str:
 def save_shares(index: int, member: Member) -> str:
     """State partitions that the member has written for the save. Written by its leader; read by the saving group."""
     return f"save/{index}/{member.group}/{member.incarnation}"
+
+
+# ------------------------------------------------------------------------------------------ sites, in the outer store
+
+
+def site_incarnation(site: int, incarnation: int) -> str:
+    """The start of a site's run that has this incarnation. Written once, by the site's leader, which also reads it."""
+    return f"site/{site}/{incarnation}"
+
+
+def lease(site: int) -> str:
+    """Shows that the site lives. Written again and again by its leader; read by those of all sites."""
+    return f"lease/{site}"
+
+
+def speaker(site: int) -> str:
+    """Addresses at which the site serves its differences. Written by its leader; read by those of other sites."""
+    return f"speaker/{site}"
+
+
+def arrival(number: int, site: int, incarnation: int) -> str:
+    """The site's vote on an open round. Written once, by its leader; read by those of all sites."""
+    return f"arrival/{number}/{site}/{incarnation}"
+
+
+def done(number: int, attempt: int, site: int, incarnation: int) -> str:
+    """The site's vote on a closed round. Written once, by its leader; read by those of all sites."""
+    return f"done/{number}/{attempt}/{site}/{incarnation}"

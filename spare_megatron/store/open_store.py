@@ -5,8 +5,9 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.store.etcd_gateway import StoreRefused, tls_context
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.interface import ControlStore
@@ -34,6 +35,17 @@ def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, s
         key_file=control.key_file,
         credentials=_read_credentials(control.credentials_file, environment),
     )
+
+
+def open_outer_store(config: RunConfig, environment: Mapping[str, str]) -> ControlStore:
+    """A new connection to the store of all sites: the embedded one, or keys in etcd under the name of their runs, which
+    no run removes. Raises as `open_store` and `etcd_spec` do.
+    """
+    url = urlsplit(config.sites.endpoints[0])
+    if url.scheme == "tcp":
+        return open_store(TcpStoreSpec(host=url.hostname or "", port=url.port or 0))
+    spec = etcd_spec(replace(config.control, endpoints=config.sites.endpoints), config.name, environment)
+    return open_store(replace(spec, prefix=f"/spare/sites/{config.name}"))
 
 
 def check_files_for_etcd(control: ControlConfig, environment: Mapping[str, str]) -> None:

@@ -80,20 +80,22 @@ def _connections_to(port: int) -> Iterator[socket.socket]:
                 connection.detach()
 
 
-def serve(address: str, parent: Connection) -> None:
-    """Serves a store on this address until the other end of `parent` is closed; sends the port first."""
-    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
+def serve(address: str, port: int, parent: Connection) -> None:
+    """Serves a store on this address until the other end of `parent` is closed; sends the port first, a free one if it
+    is 0.
+    """
+    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S), port)
     parent.send(store.port)
     with contextlib.suppress(EOFError):
         parent.recv()
 
 
-def listen(address: str, timeout: timedelta) -> Any:
+def listen(address: str, timeout: timedelta, port: int = 0) -> Any:
     """A TCPStore server and first client on one IP address; torch alone would bind all interfaces."""
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     _retransmit_often(listener)
     with without_name_lookups():
         return dist.TCPStore(

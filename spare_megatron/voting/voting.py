@@ -35,7 +35,13 @@ COLLECT_INTERVALS = 1 / 8
 FALLBACK_INTERVALS = 1 / 4
 """How long the others of the block wait for the relay, in heartbeat intervals."""
 
-Attempt = actions.AttemptReduce | actions.AttemptEvaluation | actions.AttemptFinish | actions.AttemptUndo
+Attempt = (
+    actions.AttemptReduce
+    | actions.AttemptEvaluation
+    | actions.AttemptSync
+    | actions.AttemptFinish
+    | actions.AttemptUndo
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -287,6 +287,7 @@ class Rank:
         )
         self.parts: Any = SimpleNamespace(
             sums=self.buckets,
+            sites=None,
             digests=SimpleNamespace(for_vote=Digests),
             audits=SimpleNamespace(digests=lambda _attempt, _disputed: (), losses=lambda _disputed, has_suspects: ()),
             loss_watch=LossWatch(),

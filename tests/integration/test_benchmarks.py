@@ -87,6 +87,10 @@ ALONE = {
         "--groups 3 --machines 3 --layers 6 --microbatches 4 --sleep 0.02 --steps 7 --heartbeat 2",
         {"ratio", "optimum", "seconds", "longest_pause_s", "bitwise", "valid"},
     ),
+    "sites": (
+        "--rounds 1 --alone 1 --hidden 32 --wait 2",
+        {"ratio_to_model", "ratio_to_sums", "longest_wait_s", "steps_lost", "verdicts"},
+    ),
     "slow_group": (
         "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
         {"ratio", "optimum", "steps_to_deal"},
@@ -163,7 +167,7 @@ def test_a_command_with_a_model_of_its_own(name: str, text_corpus: Path) -> None
     words, keys = ALONE[name]
     script = ROOT / "benchmarks" / f"{name.replace('.', '/')}.py"
     command = [sys.executable, script, *words.split(), "--json"]
-    if name == "shapes":
+    if name in ("shapes", "sites"):
         command += ["--set", f"data.corpus={text_corpus}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.core.outer.decisions import LeaseWatch, Own, next_entry
+from spare_megatron.core.outer.entries import Arrival, CloseRound, Lease, OpenRound, Revision, SiteId
+from spare_megatron.core.outer.rounds import Rounds
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage
 from spare_megatron.store.etcd_store import EtcdControlStore
 from spare_megatron.store.etcd_watch import EtcdWatch
 from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.outer_log import OuterLog
 from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 
@@ -166,6 +170,32 @@ def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluste
 
 
 # ------------------------------------------------------------------------------------------------ members that break
+
+
+def test_sites_agree_on_a_round_and_a_lease_ends_by_itself(etcd_cluster: EtcdCluster) -> None:
+    """As with the embedded store, whose leases stay and stand still; see tests/unit/test_outer_log.py."""
+    start, spec = Revision(0, "start"), spec_of(*etcd_cluster.endpoints)
+    sites = [SiteId(site) for site in range(2)]
+    logs = {site: OuterLog(EtcdControlStore(spec), 2) for site in sites}
+    rounds, watch = Rounds(2), LeaseWatch(30.0)
+    for site, log in logs.items():
+        assert log.claim(site, f"start {site}") == 0
+        log.renew(Lease(site=site, incarnation=0, beats=1, revision=start), 30.0 if site else BEAT_TTL_S)
+    opened = OpenRound(round=1, site=sites[0], base=start)
+    assert [log.append(0, opened) for log in logs.values()] == [opened] * 2
+    for site, log in logs.items():
+        log.arrive(Arrival(site=site, incarnation=0, round=1, weight=4, step=9, revision=start))
+    for entry in logs[sites[1]].read(0):
+        rounds.apply(entry)
+    watch.on_leases(leases := logs[sites[1]].leases(), 0.0)
+    own = Own(site=sites[1], incarnation=0, revision=start)
+    entry = next_entry(rounds, own, logs[sites[1]].votes(rounds, leases), watch, 0.0)
+    assert isinstance(entry, CloseRound)
+    assert [one.site for one in entry.sites] == sites
+    until_s = time.monotonic() + FAILOVER_S
+    while logs[sites[1]].leases().keys() != {sites[1]}:
+        assert time.monotonic() < until_s, "the lease of site 0 does not end"
+        time.sleep(0.1)
 
 
 def test_writes_go_on_after_the_leader_is_killed(own_cluster: EtcdCluster) -> None:

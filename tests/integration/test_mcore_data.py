@@ -17,6 +17,7 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig, ValidationCorpus
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
 from spare_megatron.mcore.model.training_samples import (
     Corpus,
@@ -130,6 +131,29 @@ def test_places_that_are_left_out_are_read_by_no_step_and_what_follows_moves_up(
     assert [read[place] for place in places] == left
     (prefix,) = {address.partition(", epoch")[0] for address in corpus.addresses(0, 0)}
     assert corpus.addresses(29, 5)[-1] == f"{prefix}, epoch 1, sequence {places[-1] - 337}"
+
+
+@pytest.mark.parametrize("skip", [(), ("3", "10-20", "330-345")], ids=["all", "some left out"])
+def test_sites_read_every_other_sample_of_the_order(config: RunConfig, skip: tuple[str, ...]) -> None:
+    """Over the end of an epoch; together they read what one run of twice as many steps reads, from the same index."""
+    whole = replace(config, data=replace(config.data, skip=skip), train=replace(config.train, steps=60))
+    sites = SitesConfig(endpoints=("tcp://127.0.0.1:4000",), num_sites=2)
+    parts = [replace(whole, train=replace(whole.train, steps=30), sites=replace(sites, site=site)) for site in (0, 1)]
+    assert len({prepare_index(one) for one in (*parts, whole)}) == 1
+    read = [
+        [
+            sample
+            for step in range(one.train.steps)
+            for number in numbers_of(one, all_work(one), step)
+            for sample in corpus.microbatch(step, number)["tokens"].tolist()
+        ]
+        for one in (*parts, whole)
+        for corpus in [Corpus(one)]
+    ]
+    assert read[2][::2] == read[0]
+    assert read[2][1::2] == read[1]
+    consumed = [Corpus(one).consumed(one.train.steps) for one in (parts[1], whole)]
+    assert consumed[0] == consumed[1]
 
 
 def test_the_documents_of_a_sample_are_those_that_its_text_is_from(config: RunConfig) -> None:

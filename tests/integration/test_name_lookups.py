@@ -69,7 +69,7 @@ def _meet(port: int) -> None:
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=("127.0.0.1", theirs), daemon=True)
+    server = context.Process(target=serve, args=("127.0.0.1", 0, theirs), daemon=True)
     server.start()
     client = TcpControlStore("127.0.0.1", ours.recv())
     state = _ask_fake_server(port)

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from os import cpu_count
 
-from tests.protocol.sample import Sample, run_histories
+from tests.protocol.sample import Sample, run_both
 
 _HISTORIES_AT_ONCE = 250
 
@@ -23,7 +23,7 @@ def main() -> int:
     parts = [range(seed, min(seed + _HISTORIES_AT_ONCE, end)) for seed in range(first, end, _HISTORIES_AT_ONCE)]
     total, began_s = Sample(), time.monotonic()
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        for sample in pool.map(run_histories, parts):
+        for sample in pool.map(run_both, parts):
             total.add(sample)
             print(f"\r{total.num_histories} histories", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

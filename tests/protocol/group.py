@@ -14,9 +14,11 @@ from spare_megatron.core.log.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    ApplySync,
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AttemptSync,
     AttemptUndo,
     AwaitHosts,
     BuildCommunicator,
@@ -54,6 +56,7 @@ from tests.protocol.links import Fenced, Links
 from tests.protocol.own_findings import FOUND
 from tests.protocol.partitions import NUM_PIECES, WRONG, PartitionStates, marked
 from tests.protocol.relaying import Relaying
+from tests.protocol.rounds import RoundWork
 from tests.protocol.saved import AT_FIRST, Content
 from tests.protocol.saving import Saving
 from tests.protocol.state_reports import StateReports, majority
@@ -91,6 +94,7 @@ class Group:
         self._gradients = world.gradients_of(member, self.name)
         self._evaluation = world.evaluation_type()
         self.audits = world.audits_type(self.name, world.suspect_every)
+        self._rounds = RoundWork(member, world)
         self._computed: list[str] = []  # digests of this step's plans
         self._has_work = False  # in this step
         self._params = AT_FIRST
@@ -184,7 +188,7 @@ class Group:
             case BuildCommunicator(key=key, members=members):
                 communicator = self._world.communicators.named(key, members)
                 self._links.begin(communicator)
-            case AttemptReduce() | AttemptEvaluation() | AttemptFinish() | AttemptUndo():
+            case AttemptReduce() | AttemptEvaluation() | AttemptSync() | AttemptFinish() | AttemptUndo():
                 return (yield from self._attempt(action))
             case ReportEvaluation(step=step, sums=sums):
                 self._world.invariants.evaluated(self.name, self._generation, step, sums)
@@ -227,6 +231,10 @@ class Group:
 
     def _take_or_load(self, action: Action) -> None:
         match action:
+            case ApplySync(entry=entry):
+                self._params = self._rounds.apply(action)
+                self._has_params(entry.step)
+                self._state_reports.hold(entry.step)
             case TakeSnapshot():
                 self._world.memory.take(self.group, action, self._content)
             case LoadCheckpoint(holders=(_, *_)):
@@ -293,7 +301,7 @@ class Group:
         self._world.states.setdefault(self._links.head, {})[self.member] = given
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
-        self._digested = None
+        self._digested, self._rounds.synced_step = None, -1
         self._params, self._spoiled = self._world.invariants.saves.params[step], ""
         self._state_reports.is_due = True
         if self.held is not None:
@@ -346,7 +354,8 @@ class Group:
         if self.held is None:
             self._params = marked([self._params, self._spoiled], f"{self._params}|{change}{self._spoiled}")
             self._has_params(step + 1)
-            self._state_reports.hold(step + 1)
+            if not action.sync:
+                self._state_reports.hold(step + 1)
         else:
             for index in self.held.held:
                 if self._gradients.lacks(self.group, index):
@@ -361,7 +370,8 @@ class Group:
     def _has_params(self, step: int) -> None:
         if self._lacks_params:
             raise Violation(f"{self.name} goes on without all parameters of step {step}")
-        self._world.invariants.has_params(self.name, self._generation, step, self._params)
+        is_synced = self._rounds.synced_step == step
+        self._world.invariants.has_params(self.name, self._generation, step, self._params, is_synced=is_synced)
 
     # ------------------------------------------------------------------------------------------------- state partitions
 
@@ -495,7 +505,7 @@ class Group:
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptFinish | AttemptUndo) -> Steps:
+    def _attempt(self, action: AttemptReduce | AttemptEvaluation | AttemptSync | AttemptFinish | AttemptUndo) -> Steps:
         self._world.invariants.attempted(self.name, action, self._controller.epoch, self._controller.stages)
         yield None
         num_complete: tuple[int, ...] = ()
@@ -506,6 +516,8 @@ class Group:
             if self._gradients.has_posted_unsound:
                 raise RaisesForGradients
             num_complete = self._gradients.num_complete
+        elif isinstance(action, AttemptSync):
+            yield from self._rounds.take_part(action, self._links.head, self._params)
         has_wrong_sum = not self._lacks_params and isinstance(action, AttemptReduce) and self._gradients.has_wrong_sum
         self._world.invariants.counts["wrong sum"] += has_wrong_sum
         is_reduced = not isinstance(action, AttemptReduce) or (self._gradients.sums() is not None and not has_wrong_sum)
@@ -533,7 +545,9 @@ class Group:
             losses=self.audits.losses.digests() if is_audited else (),
             wrong_numbers=FOUND if is_audited and self._world.checks_itself and self.audits.finds_itself_wrong else "",
             held=self._world.memory.held(self.group) if is_undoing else (),
+            sync=is_audited and bool(self._world.sync_every) and not (action.step + 1) % self._world.sync_every,
         )
+        vote = self._rounds.vote(action, vote) if isinstance(action, AttemptSync) else vote
         if self.held is not None:
             self._world.invariants.partitions.voted(self.name, self._generation, vote.restored, self.held)
         yield None

@@ -41,6 +41,7 @@ from spare_megatron.core.log.actions import (
     AttemptEvaluation,
     AttemptFinish,
     AttemptReduce,
+    AttemptSync,
     AttemptUndo,
     FinishRun,
     StopHalted,
@@ -57,6 +58,7 @@ from spare_megatron.core.log.entries import (
     Restart,
     Resume,
     Retry,
+    Synced,
     Undo,
     decode_entry,
 )
@@ -69,6 +71,7 @@ from tests.protocol.communicators import Sums
 from tests.protocol.incarnations import Incarnation, Opening, incarnation_of
 from tests.protocol.own_findings import FindingObserver, is_own_finding
 from tests.protocol.partitions import WRONG, PartitionObserver
+from tests.protocol.round_rules import RoundObserver
 from tests.protocol.saved import Saved
 from tests.protocol.shortages import LACKING, ShortageObserver
 from tests.protocol.suspects import SuspectObserver
@@ -119,7 +122,8 @@ class Invariants:
         self.ballots = Ballots()
         self.stages_of: Callable[[Member], int | None] = lambda _member: None
         """Those of a member that has fewer than others."""
-        self._params: dict[tuple[int, int], str] = {}  # by restarts and step
+        self._params: dict[tuple[int, int, bool], str] = {}  # by restarts and step, and whether a round is applied
+        self.rounds = RoundObserver()
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
         self._is_anew = False  # it follows one of which nothing may stay
@@ -156,7 +160,7 @@ class Invariants:
                     self._shortages.fenced((group, incarnation), writer, self._votes_now())
                     self.counts["fence for lack of a resource"] += 1
                 self._lost(group, incarnation)
-            case Commit() | Retry() | Evaluated() | Finish():
+            case Commit() | Retry() | Evaluated() | Synced() | Finish():
                 self._decided(entry, writer)
             case Resume():
                 self._resumed(entry, writer)
@@ -217,7 +221,7 @@ class Invariants:
         self._shortages.begin()
         self._findings.begin()
         self._num_resumes = 0
-        self._is_evaluation_due = self._work.has_evaluation(self.step)
+        self._is_evaluation_due, self.rounds.is_due = self._work.has_evaluation(self.step), False
         self._is_discarded = False
         self.suspects.begin()
         self._generation += 1
@@ -234,7 +238,7 @@ class Invariants:
         self.saves.undone(len(self.entries) - 1, entry.step)
         right = max(key for key in self._params if key[1] == entry.step)
         self._generation += 1
-        self._params[self._generation, entry.step] = self._params[right]
+        self._params[self._generation, entry.step, False] = self._params[right]
         self.step, self._began_with = entry.step, self.members
         self._shortages.begin()
         self._num_resumes = 0
@@ -328,7 +332,7 @@ class Invariants:
         """Of the members, on this attempt."""
         return self.ballots.of(self.members, self.attempt)
 
-    def _decided(self, entry: Commit | Retry | Evaluated | Finish, writer: str) -> None:
+    def _decided(self, entry: Commit | Retry | Evaluated | Synced | Finish, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
         if incarnation_of(writer) not in self.members:
@@ -345,10 +349,10 @@ class Invariants:
         is_anew |= self.attempt in self.undos.attempts
         if isinstance(entry, Retry) and entry.recompute:
             is_anew |= bool(self.ballots.stated(self.attempt, is_late=True))  # which may have been seen, or not
-        if isinstance(entry, Commit | Evaluated) and self._is_discarded:
+        if isinstance(entry, Commit | Evaluated | Synced) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a fenced group, by its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
-        if self._is_evaluation_due:  # what the lost have computed is lost
+        if self._is_evaluation_due and not self.rounds.is_due:  # what the lost have computed is lost
             is_complete &= self.members == self._opened[self.attempt].members
         disputes = entry.disputes if isinstance(entry, Retry) else ()
         if disputes:
@@ -362,6 +366,8 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         is_summed = is_complete and bool(disputes) and not any(one.differs for one in disputes)
         self._retried(entry, writer, votes, is_anew=is_anew, is_summed=is_summed)
+        if isinstance(entry, Synced):
+            self.counts["round after a loss"] += self.members != self._began_with
         if not isinstance(entry, Retry):
             self._expect(entry, writer)
             self._num_resumes = 0
@@ -412,6 +418,7 @@ class Invariants:
         self.counts["save"] += entry.save
         if self.members != self._opened[self.attempt].members:
             self.counts["commit with the sum of a fenced group"] += 1
+        self.rounds.committed(writer, entry, cast)
         self.step += 1
         self._shortages.begin()
         present = {group for group, _ in self.members}
@@ -421,8 +428,15 @@ class Invariants:
         self._is_evaluation_due = self._work.has_evaluation(self.step)
         self._began_with = self.members
 
-    def _expect(self, entry: Commit | Evaluated | Finish, writer: str) -> None:
+    def _expect(self, entry: Commit | Evaluated | Synced | Finish, writer: str) -> None:
         """An attempt that is not retried leads to what is due."""
+        if isinstance(entry, Synced) or self.rounds.is_due:
+            if not isinstance(entry, Synced) or not self.rounds.is_due:
+                raise Violation(
+                    f"{writer} writes {entry} after {self.step} steps; is a round due: {self.rounds.is_due}"
+                )
+            self.rounds.synced(writer, entry, self._votes_now())
+            return
         is_over = self.step == self._work.num_steps
         due = Evaluated if self._is_evaluation_due else Finish if is_over else Commit
         is_skipped = is_over and isinstance(entry, Finish) and self._was_wiped_out
@@ -435,7 +449,7 @@ class Invariants:
         """Whether no sum of the attempt may stay, by what all voters reported of their state."""
         votes = self.ballots.on(self.attempt)
         members = [vote for incarnation, vote in votes.items() if incarnation in self.members]
-        if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Evaluated | Finish):
+        if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Evaluated | Synced | Finish):
             return self._is_discarded
         states = {(digest.partition, digest.value) for vote in members for digest in vote.partition_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
@@ -446,7 +460,7 @@ class Invariants:
         all_right = {index for index, sha256 in states if not sha256.startswith(WRONG)}
         is_wrong = any(vote.params_digest.startswith(WRONG) for vote in members)
         if (
-            isinstance(entry, Commit | Evaluated | Finish)
+            isinstance(entry, Commit | Evaluated | Synced | Finish)
             and is_wrong
             and all_right
             and len(all_right) == self.partitions.num_partitions
@@ -466,7 +480,7 @@ class Invariants:
     def attempted(
         self,
         process: str,
-        action: AttemptReduce | AttemptEvaluation | AttemptFinish | AttemptUndo,
+        action: AttemptReduce | AttemptEvaluation | AttemptSync | AttemptFinish | AttemptUndo,
         epoch: int,
         stages: Mapping[int, int],
     ) -> None:
@@ -488,7 +502,7 @@ class Invariants:
         is_wrong = audits.is_wrong
         self.undos.voted(incarnation_of(process), attempt, is_lasting=audits.is_lasting)
         is_late = attempt != self.attempt
-        params = None if process in self._corrupted or is_late else self._params.get((self._generation, self.step))
+        params = None if process in self._corrupted or is_late else self._params_after(self._generation, self.step)
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         if not is_late:
             self.suspects.voted(process, self.step, params, vote, is_wrong=is_wrong)
@@ -511,7 +525,7 @@ class Invariants:
 
     def evaluated(self, process: str, generation: int, step: int, sums: Sequence[SetSum]) -> None:
         """A process learns the value of an evaluation."""
-        params = self._params.get((generation, step))
+        params = self._params_after(generation, step)
         self._work.evaluated(process, step, sums, params, may_be_wrong=bool(self._corrupted))
 
     def corrupted(self, process: str) -> None:
@@ -534,9 +548,14 @@ class Invariants:
         times = (*self._commits.values(), (self.step, self.members))
         return any(tuple(member) not in members for of, members in times if of == step)
 
-    def has_params(self, process: str, generation: int, step: int, params: str) -> None:
-        """A process has these parameters after this many steps, since that many restarts."""
-        if not params.startswith(WRONG) and self._params.setdefault((generation, step), params) != params:
+    def _params_after(self, generation: int, step: int) -> str | None:
+        """With the round after that step, if there was one."""
+        return self._params.get((generation, step, True), self._params.get((generation, step, False)))
+
+    def has_params(self, process: str, generation: int, step: int, params: str, *, is_synced: bool = False) -> None:
+        """A process has these parameters after this many steps, since that many restarts, and after a round."""
+        key = generation, step, is_synced or params == self._params.get((generation, step, True))  # a newcomer's
+        if not params.startswith(WRONG) and self._params.setdefault(key, params) != params:
             raise Violation(f"{process} has other parameters after {step} steps than the others")
 
     # --------------------------------------------------------------------------------------------------------- ends

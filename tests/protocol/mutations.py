@@ -9,7 +9,6 @@ from spare_megatron.core.controller.restart import Restarts
 from spare_megatron.core.log.actions import (
     Action,
     AppendEntry,
-    AttemptFinish,
     BuildCommunicator,
     FinishRun,
     SaveCheckpoint,
@@ -258,15 +257,15 @@ class ReleasesWithTheCopy(Controller):
 class EndsWithTheLastCommit(Controller):
     """Does not wait until all parameters are whole."""
 
-    def _attempt_finish(self) -> FinishRun:
-        return FinishRun(step=self.step)
+    def _end(self) -> tuple[Action, ...]:
+        return (FinishRun(step=self.step),)
 
 
 class EndsWithTheLastSave(Controller):
     """Compares what it has saved with no other state after the last step."""
 
-    def _attempt_finish(self) -> AttemptFinish | FinishRun:  # type: ignore[override]
-        return super()._attempt_finish() if self.ownership else FinishRun(step=self.step)
+    def _end(self) -> tuple[Action, ...]:
+        return super()._end() if self.ownership else (FinishRun(step=self.step),)
 
 
 class TrustsAnyReport(Controller):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tests.protocol.mutations import CORRECT, Protocol
+from tests.protocol.outer_sites import run_outer_histories
 from tests.protocol.scene import Scene
 from tests.protocol.violation import Violation
 from tests.protocol.world import World
@@ -55,4 +56,14 @@ def run_histories(
         sample.add(Sample(1, counts, {}, world.num_moves))
         if until_found and sample.violations:
             break
+    return sample
+
+
+def run_both(seeds: range) -> Sample:
+    """The histories of these seeds, and as many of sites."""
+    sample = run_histories(seeds)
+    for seed in seeds:
+        counts, violations = run_outer_histories([seed])
+        sample.counts.update({f"sites: {what}": times for what, times in counts.items()})
+        sample.violations |= {seed: f"sites: {text}" for seed, text in violations.items()}
     return sample

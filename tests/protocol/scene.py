@@ -57,6 +57,8 @@ class Scene:
     eval_every_steps: int = 0
     """Steps between evaluations; 0: none."""
     eval_microbatches_per_shard: int = 1
+    sync_every: int = 0
+    """Steps between rounds with other sites; 0: none."""
     keep_last: int = 9
     """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
     audit_every_steps: int = 0

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from spare_megatron.core.log.actions import SaveCheckpoint
 from spare_megatron.core.log.relays import BlockVotes, Reliance
+from spare_megatron.core.log.votes import RoundResult
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.voting.agreement import GroupAgreement
@@ -63,6 +64,8 @@ class Surroundings(Protocol):
     reliance_type: type[Reliance]
     fan_in: int
     keep_last: int
+    sync_every: int
+    rounds: dict[int, RoundResult]
     post: Post
     communicators: Communicators
     invariants: Invariants

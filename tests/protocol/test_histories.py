@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spare_megatron.core.log.entries import Commit, Finish
 from tests.protocol.lanes import draw_lanes
 from tests.protocol.mutations import CORRECT, MUTATIONS
+from tests.protocol.rounds import draw_rounds
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
 from tests.protocol.slabs import draw_shapes
@@ -191,6 +192,9 @@ HISTORIES = {
             "sum of a group lost since it found itself wrong": 1,
             "retry that keeps buckets": 5,
         },
+    ),
+    "rounds of sites": Kind(
+        160, draw_rounds, {"Synced": 200, "round after a loss": 4, "Restart": 10, "FinishRun": 100}
     ),
     "undos": Kind(
         160, draw_undos, {"Undo": 30, "drift": 120, "outvoted": 60, "refused checkpoint": 10, "FinishRun": 300}

@@ -36,7 +36,9 @@ from tests.protocol.mutations_of_membership import (
     MUTATIONS_OF_THE_FOLD,
 )
 from tests.protocol.mutations_of_paces import MUTATIONS_OF_PACES
+from tests.protocol.mutations_of_rounds import MUTATIONS_OF_ROUNDS
 from tests.protocol.mutations_of_undos import MUTATIONS_OF_UNDOS
+from tests.protocol.rounds import draw_rounds
 from tests.protocol.sample import run_histories
 from tests.protocol.scene import Scene
 from tests.protocol.slabs import draw_shapes, draw_unsound_shapes
@@ -127,6 +129,9 @@ FOUND_AS = {
     "takes back who has left": "but the log says",
     "forgets the fence of a later incarnation": "but the log says",
     "retries in the same attempt": "but the log says|in no pause",
+    "admits before a round": "would take the state before the round",
+    "decides a round by one vote": "without the votes|though the members voted|the members have",
+    "forgets a round after a loss": "is a round due|though the members|without the votes|no progress|no end",
     "drains the last host": "leaves shards without a host",
     "drains before copies are compared": "are drained, and partition",
     "drains the writer of a checkpoint": "is drained too soon",
@@ -276,6 +281,7 @@ PROTOCOLS_BY_SCENES = {
         (MUTATIONS_OF_SUMS, Scene.draw_flips),
         (MUTATIONS_OF_SUSPECTS, Scene.draw_suspects),
         (MUTATIONS_OF_THE_FOLD, Scene.draw),
+        (MUTATIONS_OF_ROUNDS, draw_rounds),
         (MUTATIONS_OF_UNDOS, draw_undos),
         (MUTATIONS_OF_UNSOUND_SHAPES, draw_unsound_shapes),
     )

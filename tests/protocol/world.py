@@ -16,6 +16,7 @@ from spare_megatron.core.controller.controller import ControllerSetup
 from spare_megatron.core.controller.restart import RestartLimits
 from spare_megatron.core.log.entries import Fence, encode_entry
 from spare_megatron.core.log.loss_sums import EvaluationPolicy
+from spare_megatron.core.log.votes import RoundResult
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
 from spare_megatron.core.saves.snapshot_policy import SnapshotPolicy
 from spare_megatron.stacking.layout import GroupId, Layout, Member
@@ -85,6 +86,8 @@ class World:
         self.refusal_in_log = protocol.refusal_in_log
         self.superseded = protocol.superseded
         self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
+        self.sync_every = scene.sync_every
+        self.rounds: dict[int, RoundResult] = {}
         self.post = Post(random)
         self.suspect_every, self.checks_itself = scene.suspect_every, scene.checks_itself
         self.memory = NodeMemory()
@@ -295,7 +298,12 @@ class World:
             if self.random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
             # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
-            has_more = self._scene.eval_every_steps or self._scene.num_further or self._scene.suspect_every
+            has_more = (
+                self._scene.eval_every_steps
+                or self._scene.sync_every
+                or self._scene.num_further
+                or self._scene.suspect_every
+            )
             most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1) * len(self._scene.slabs.layers)
             if self.num_moves > self._scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")

@@ -390,3 +390,20 @@ def test_planning_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["redundancy"] == 8
+
+
+def test_outer_steps_cost_what_their_numbers_take_on_the_link() -> None:
+    """Two sites of 7 billion parameters and 10 Gbit/s: the 22 s, 5.6 s and 2.8 s of a simple division."""
+    options = ("--preset", "gpt_7b_h100", "--mtbf", "5h", "--restart", "20m", "--save", "30s", "--step", "10s")
+    result = spare_plan(*options, "--sites", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["sites"]
+    seconds = {int(bits): one["seconds"] for bits, one in found["exchange"].items()}
+    scale = found["num_parameters"] / 7e9
+    assert seconds == pytest.approx({32: 22.4 * scale, 8: 5.6 * scale * 65 / 64, 4: 2.8 * scale * 33 / 32})
+    assert found["lost_s"] == pytest.approx(100 * found["step_s"] / 4)
+    text = spare_plan(*options, "--sites", "3", "--site-link", "100").output
+    assert "every 100 steps between 3 sites" in text
+    for wrong in (("--sites", "1"), ("--sites", "2", "--site-link", "0"), ("--site-link", "5")):
+        assert spare_plan(*options, *wrong).exit_code == 2
+    assert spare_plan(*EXAMPLE, "--sites", "2").exit_code == 2

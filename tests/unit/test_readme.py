@@ -11,6 +11,7 @@ import pytest
 
 import spare_megatron.config.schema as schema
 import spare_megatron.config.schema_sections as schema_sections
+import spare_megatron.config.schema_sites as schema_sites
 from spare_megatron.cli.command import TERMS
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import load_run_config
@@ -61,7 +62,7 @@ def as_text(default: Any) -> str:
 
 
 def sections_in_source() -> dict[str, ast.ClassDef]:
-    files = (Path(module.__file__) for module in (schema, schema_sections))
+    files = (Path(module.__file__) for module in (schema, schema_sections, schema_sites))
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 

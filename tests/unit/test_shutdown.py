@@ -127,7 +127,7 @@ def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[C
     """It went first, and ranks that took it for gone for good were killed while they saved their state."""
     store = child(children, _serve)
     supervisor = child(children, _note_the_store, tmp_path / "status", store.pid)
-    end_processes(supervisors=[supervisor], lost=[], store=store, hub=None)
+    end_processes(supervisors=[supervisor], lost=[], stores=[store], hub=None)
     assert (tmp_path / "status").read_text() == IS_THERE
     assert (supervisor.process.exitcode, store.process.exitcode) == (0, -signal.SIGKILL)
 
@@ -141,7 +141,7 @@ def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child],
     began_s, ends = time.monotonic(), []
     try:
         with deferred(lambda: kill([supervisor])):
-            end_processes(supervisors=[supervisor], lost=[], store=store, hub=None)
+            end_processes(supervisors=[supervisor], lost=[], stores=[store], hub=None)
             ends.append("in order")
         ends.append("goes on")
     except KeyboardInterrupt:
@@ -175,7 +175,7 @@ def raise_something(*_: object) -> NoReturn:
     raise MemoryError("there is [none]\nleft")
 
 
-def serve_and_raise(_address: str, pipe: Any) -> NoReturn:
+def serve_and_raise(_address: str, _port: int, pipe: Any) -> NoReturn:
     pipe.send(1234)
     pipe.recv()
     raise_something()

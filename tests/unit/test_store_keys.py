@@ -82,6 +82,11 @@ def test_no_other_module_spells_a_key_of_the_control_store() -> None:
         (keys.save_begun(17), "save/17/begun"),
         (keys.save_over(17), "save/17/over"),
         (keys.save_shares(17, MEMBER), "save/17/3/2"),
+        (keys.site_incarnation(1, 4), "site/1/4"),
+        (keys.lease(1), "lease/1"),
+        (keys.speaker(1), "speaker/1"),
+        (keys.arrival(7, 1, 4), "arrival/7/1/4"),
+        (keys.done(7, 2, 1, 4), "done/7/2/1/4"),
     ],
 )
 def test_the_keys_stay_what_they_were(key: str, text: str) -> None:

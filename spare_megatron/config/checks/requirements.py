@@ -149,13 +149,14 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
 }
 
 
-def is_endpoint(endpoint: str) -> bool:
+def is_endpoint(endpoint: str, *schemes: str) -> bool:
+    """Whether it names scheme, host and port; the scheme is one of etcd's by default."""
     try:
         url = urlsplit(endpoint)
         is_whole = bool(url.hostname and url.port)
     except ValueError:
         return False
-    return url.scheme in ("http", "https") and is_whole and "@" not in url.netloc and url.path in ("", "/")
+    return url.scheme in (schemes or ("http", "https")) and is_whole and "@" not in url.netloc and url.path in ("", "/")
 
 
 def is_encrypted(control: ControlConfig) -> bool:
@@ -172,6 +173,17 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
         return ip_address(text)
     except ValueError:
         return None
+
+
+def _has_outer_etcd(config: RunConfig) -> bool:
+    """Whether the outer store is an etcd, whose certificates and credentials `[control]` has."""
+    return any(map(is_endpoint, config.sites.endpoints))
+
+
+def _is_outer_store(endpoints: tuple[str, ...]) -> bool:
+    """Whether these are members of one etcd, or the address of one embedded store."""
+    schemes = {urlsplit(one).scheme if is_endpoint(one) or is_endpoint(one, "tcp") else "" for one in endpoints}
+    return len(schemes) == 1 and "" not in schemes and (schemes != {"tcp"} or len(endpoints) == 1)
 
 
 # fmt: off
@@ -366,15 +378,17 @@ CHECKPOINTS: tuple[Rule[RunConfig], ...] = (
          "audits, whose findings undo steps; raise the second, or set the first to 0"),
 )
 
+_UNUSED_BY_STORE = "* has no effect on [control.store]; remove it or set control.store=etcd"
+
 STORE: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: _address(c.control.listen_address) is None,
          "[control.listen_address] is not an IP address; name one of this machine"),
     Rule(lambda c: getattr(_address(c.control.listen_address), "is_unspecified", False),
          "[control.listen_address] is not a single address that ranks can connect to; name one address of this "
          "machine"),
-    *(_ignored(f"control.{name}", lambda c: c.control.store == "embedded",
-         "* has no effect on [control.store]; remove it or set control.store=etcd")
-      for name in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file")),
+    _ignored("control.endpoints", lambda c: c.control.store == "embedded", _UNUSED_BY_STORE),
+    *(_ignored(f"control.{name}", lambda c: c.control.store == "embedded" and not _has_outer_etcd(c), _UNUSED_BY_STORE)
+      for name in ("ca_file", "cert_file", "key_file", "credentials_file")),
     Rule(lambda c: c.control.store != "embedded" and not c.control.endpoints and c.cluster.launcher != "srun",
          'control.store=etcd needs control.endpoints, such as ["https://etcd-0:2379"]'),
     Rule(lambda c: c.control.store != "embedded"
@@ -384,6 +398,35 @@ STORE: tuple[Rule[RunConfig], ...] = (
          "control.cert_file and control.key_file go together; set both or neither"),
     *(_ignored(f"control.{name}", lambda c: c.control.store != "embedded" and not is_encrypted(c.control),
          "* has no effect on http endpoints; use https in control.endpoints") for name in ("ca_file", "cert_file")),
+)
+
+SITES: tuple[Rule[RunConfig], ...] = (
+    *(_ignored(f"sites.{name}", lambda c: not c.sites.is_used,
+         "[*] has no effect without sites.endpoints; remove it, or set that")
+      for name in ("num_sites", "site", "every_steps", "learning_rate", "momentum", "bits", "wait_s")),
+    Rule(lambda c: c.sites.is_used and not _is_outer_store(c.sites.endpoints),
+         "sites.endpoints=<sites.endpoints> are neither client URLs of one etcd, as in https://etcd-0:2379, nor one "
+         "tcp://ADDRESS:PORT; correct them"),
+    Rule(lambda c: c.sites.is_used and c.sites.site >= c.sites.num_sites,
+         "[sites.site] must be below [sites.num_sites]: sites are numbered from 0; lower the first or raise the "
+         "second"),
+    Rule(lambda c: c.sites.is_used and c.optimizer.sharding == "stacked",
+         "[optimizer.sharding] leaves each group a part of the parameters that the optimizer keeps, and sites exchange "
+         "all; set it to replicated, or remove sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.layout.least_pipeline_parallel is not None,
+         "[layout.least_pipeline_parallel] gives groups ranks that hold different parameters, and ranks of one "
+         "position exchange theirs between sites; remove it, or sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.data.phases,
+         "sites read one order of samples, and [data.phases] has several; begin a new training, or remove "
+         "sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.snapshot.every_steps,
+         "[snapshot.every_steps] lets a run go back behind an outer step that other sites have taken; set it to 0, or "
+         "remove sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.cluster.isolate_nodes,
+         "[cluster.isolate_nodes] cuts nodes off from other sites; set it to false, or remove sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and 4 * c.sites.wait_s > c.control.decision_timeout_s,
+         "4 x [sites.wait_s] exceeds [control.decision_timeout_s], for which ranks wait for a log entry, also for that "
+         "of an outer step; lower the first or raise the second"),
 )
 
 SEVERAL_MACHINES: tuple[Rule[RunConfig], ...] = (
@@ -463,6 +506,10 @@ DOUBTS: tuple[Rule[RunConfig], ...] = (
          and not getattr(_address(c.control.listen_address), "is_loopback", True),
          "[control.listen_address]: the embedded store has no authentication, and anyone who reaches this address can "
          "end or falsify the run; keep the network private, or use control.store=etcd with TLS"),
+    Rule(lambda c: c.sites.is_used and not all(map(_is_loopback, c.sites.endpoints))
+         and not all(one.startswith("https:") for one in c.sites.endpoints),
+         "sites.endpoints=<sites.endpoints>: tokens and decisions travel unencrypted between sites; use https and "
+         "etcd, or a tunnel"),
     Rule(lambda c: c.control.store == "etcd" and not is_encrypted(c.control)
          and not all(map(_is_loopback, c.control.endpoints)),
          "control.endpoints are http: passwords and decisions travel unencrypted; use https"),

@@ -111,6 +111,7 @@ def problems(config: RunConfig, machine: MachineResources) -> list[str]:
         *validate_faults.fault_problems(config),
         *validate_faults.rate_problems(config),
         *broken(requirements.CHECKPOINTS, config),
+        *broken(requirements.SITES, config),
         *validate_training.metrics_problems(config.metrics, can_serve=machine.can_serve_metrics),
         *_profile(config),
         *_machine(config, machine),

@@ -96,6 +96,9 @@ _OF_A_FAULT: tuple[Rule[FaultCase], ...] = (
          and (not at.config.eval.every_steps or not at.fault.step or at.fault.step % at.config.eval.every_steps),
          "[.phase] is reached only after as many steps as [eval.every_steps] divides, before the step that "
          "<where>.step names; set both so"),
+    Rule(lambda at: at.fault.phase in points.PHASES_OF_A_ROUND
+         and (not at.config.sites.is_used or at.fault.group is None),
+         "[.phase] is reached only in a round with other sites; set sites.endpoints and <where>.group"),
     Rule(lambda at: at.fault.phase in points.PHASES_OF_A_JOIN and (at.index == 0 or not at.config.spare.rejoins),
          "[.phase] is reached only when a lost group comes back: add a fault before it, and raise [spare.rejoins] to "
          "at least 1"),

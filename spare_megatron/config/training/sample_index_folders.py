@@ -27,7 +27,8 @@ _PREFIX, _LEASE = "samples-", ".lease-"
 
 def num_samples(config: RunConfig) -> int:
     """Samples that the order has up to the last one that the run reads, with those that it leaves out."""
-    return skipped_places(config.data.skip).place(sequences_before(config, config.train.steps) - 1) + 1
+    number = config.sites.read_of_order(sequences_before(config, config.train.steps))
+    return skipped_places(config.data.skip).place(number - 1) + 1
 
 
 def epoch_seed(seed: int, place: int, epoch: int) -> int:

@@ -62,8 +62,14 @@ def terms_of(config: RunConfig) -> Terms:
         **masks_of(config),
         **({_SKIP: str(skipped_places(config.data.skip))} if config.data.skip else {}),
         **({_PHASES: ",".join(config.data.phases)} if config.data.phases else {}),
+        **(
+            {"sites.num_sites": config.sites.num_sites, "sites.site": config.sites.site} if config.sites.is_used else {}
+        ),
     }
 
+
+_ONE_SITE: Terms = {"sites.num_sites": 1, "sites.site": 0}
+"""Terms of a training without sites, which leaves them out."""
 
 _UNMASKED: Terms = {
     "data.eod_mask_loss": False,
@@ -123,6 +129,11 @@ def sequences_before(config: RunConfig, step: int) -> int:
     return config.data.offset + sequences_per_microbatch(config) * config.spare.ramp.before(step)
 
 
+def microbatches_before(config: RunConfig, step: int) -> int:
+    """Units of work of all groups in all steps before this one, as a step counts them."""
+    return config.layout.num_groups * config.unit_ramp.before(step)
+
+
 def tokens_before(config: RunConfig, step: int) -> int:
     """Tokens in these sequences."""
     return tokens_read(config.data.phases, config.model.seq_length, sequences_before(config, step))
@@ -151,9 +162,9 @@ def changes_of(theirs: Terms, config: RunConfig) -> dict[str, tuple[object, obje
     """What differs from a checkpoint with these terms, as `checkpoint.allow_changes` names it where it can: the
     checkpoint's value, and the run's.
     """
-    ours = {**_UNMASKED, **terms_of(config)}
+    ours = {**_UNMASKED, **_ONE_SITE, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **theirs}
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **_ONE_SITE, **theirs}
     apart = (_CORPUS, _ORDER, _SKIP, _PHASES, _MEGATRON)
     keys = [key for key, value in ours.items() if key not in apart and (key, value) != _ANY]
     found = dict(_function_changes(str(theirs[_MEGATRON]), str(ours[_MEGATRON])))
@@ -197,7 +208,7 @@ def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None
         )
     num_read = sequences_before(config, config.train.steps) if num_samples is None else num_samples
     skipped = str(theirs.get(_SKIP, ""))
-    found += skip_differences(skipped, config.data.skip, num_read)
+    found += skip_differences(skipped, config.data.skip, config.sites.read_of_order(num_read))
     if ",".join(phases_after(theirs, config, num_read)) != theirs.get(_PHASES, ""):
         found += _stale_places(skipped, config, num_read)
     return found

@@ -3,7 +3,7 @@
 Pure: time comes from the driver, which executes the actions. The simulator drives the same class as every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.audits.audits import AuditPolicy, Dispute
@@ -39,8 +39,7 @@ class ControllerSetup(LogTerms):
     granularity: Granularity = "microbatch"
     saves: SavePolicy | None = None
     fetch: int = 0
-    """With `last_resort`, time until a group has data of shards that it does not host, as in `stacking.reorder`: 0 in
-    runs, whose ranks read every microbatch when they compute it."""
+    """With `last_resort`, time until a group has data of other shards (`stacking.reorder`); 0 in runs."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
     restarts: RestartLimits | None = None
@@ -76,8 +75,7 @@ class Controller(Membership):
         self._is_asked = False  # whether the last commit was the last because the run was asked to end
         self._is_end_requested = False
         self._retries_without_loss = 0
-        self._last_error = ""  # of a group lost in this step
-        self._last_error_in = 0  # the attempt in which it first came
+        self._last_error, self._last_error_in = "", 0  # of a group lost in this step; the first attempt that had it
         self._wrong_sums: tuple[GroupId, ...] = ()  # that found some in the attempt before this one
         self._failed: frozenset[GroupId] = frozenset()  # by themselves, in this step
         self._hosts = None if setup.last_resort else setup.placement.hosts
@@ -88,9 +86,9 @@ class Controller(Membership):
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup, setup.snapshots)
-        self.pause: actions.AwaitHosts | None = None
-        """While shards have no host and groups wait for one."""
+        self.pause: actions.AwaitHosts | None = None  # while shards have no host and groups wait for one
         self._num_resumes = 0  # of this step or evaluation
+        self._committed, self._saves_after_round = 0, False  # the last attempt that was, and whether it asks for both
         self._is_undo_due = False  # a group was found wrong since the last commit
         self._is_undoing = False  # the attempt is about an undo
 
@@ -156,6 +154,8 @@ class Controller(Membership):
                 return self._retry(entry)
             case entries.Evaluated():
                 return self._evaluated(entry)
+            case entries.Synced():
+                return self._synced(entry)
             case entries.Finish(step=step):
                 return (actions.FinishRun(step=step, is_asked=self._is_asked),)
             case entries.Resume():
@@ -207,7 +207,8 @@ class Controller(Membership):
     def _commit(self, commit: entries.Commit, change: Change, now_s: float) -> tuple[Action, ...]:
         step, members = commit.step, tuple(voter.group for voter in change.voters)
         update = actions.UpdateModel(step=step, attempt=commit.attempt, proven=commit.proven, is_last=self.is_trained)
-        found: list[Action] = [update]
+        found: list[Action] = [replace(update, sync=commit.sync)]
+        self._committed, self._saves_after_round = commit.attempt, commit.save and commit.sync
         self._clock.set_by(commit.at_s, now_s)
         self._audits.on_commit(step, self._plans, members)
         dealt = dict(self._paces.dealt)
@@ -221,7 +222,7 @@ class Controller(Membership):
         found += self._gather_params()
         if commit.is_last:
             self._is_asked = commit.is_asked
-        if commit.save:
+        if commit.save and not commit.sync:
             found.append(self._save(commit.at_s, change.voters, change.epoch))
         if self.is_trained:
             return (*found, *self._begin())
@@ -229,7 +230,7 @@ class Controller(Membership):
         if change.left:
             staying = tuple(voter for voter in change.voters if voter not in change.left)
             groups, owned = tuple(voter.group for voter in staying), owned and owned.for_members(staying)
-        whole = [group for group in groups if group not in self.stages]
+        whole = [group for group in groups if group not in self.stages and not commit.sync]
         found += self.restarts.snapshots.after(self.step, commit.attempt, whole, owned, self.audited_steps)
         if has_changed:
             found.append(actions.ChangePaces(step=self.step, permille=dict(self._paces.dealt)))
@@ -259,6 +260,15 @@ class Controller(Membership):
         self._last_error = ""
         report = actions.ReportEvaluation(step=entry.step, attempt=entry.attempt, sums=entry.sums)
         return (report, *self._begin())
+
+    def _synced(self, entry: entries.Synced) -> tuple[Action, ...]:
+        self._begin_anew()
+        found: list[Action] = [actions.ApplySync(entry=entry)]
+        if self._saves_after_round:
+            found.append(self._save(self._clock.at_s, self.voters, self.epoch))
+        whole = [group for group in self.members if group not in self.stages and not self.is_trained]
+        found += self.restarts.snapshots.after(self.step, self._committed, whole, None, self.audited_steps)
+        return (*found, *self._begin())
 
     def _restart(self, restart: entries.Restart, change: Change, now_s: float) -> tuple[Action, ...]:
         step = restart.step
@@ -333,7 +343,7 @@ class Controller(Membership):
             # The checkpoint of the last step has been refused.
             state = (*state, self._save(self._clock.at_s, self.voters, self.epoch))
             self.votes_on_end = True
-        if retry.recompute or (self.is_trained and not self.is_evaluating):
+        if retry.recompute or self.is_syncing or (self.is_trained and not self.is_evaluating):
             return (*build, *state, *self._begin(is_anew=retry.recompute))
         try:
             patch = self._plan_patch()
@@ -342,7 +352,7 @@ class Controller(Membership):
         attempt = self._attempt(retry.kept)
         # A group that lacked parameters has all of the step's work still to do.
         plans, patches = (self._plans[:1], self._plans[1:]) if retry.gather else ([], [patch])
-        compute = _compute(plans, patches, attempt)
+        compute = actions.computations(plans, patches, attempt)
         if retry.disputes:
             compute.append(actions.ComputeAudits(step=self.step, attempt=self.attempt, disputes=retry.disputes))
         return (*build, *state, *compute, attempt, actions.ReadEntry(index=self.head))
@@ -357,7 +367,8 @@ class Controller(Membership):
             voters=self._attempted_by,
             is_discarded=self.is_discarded,
             is_over=self.is_trained,
-            is_evaluation=self.is_evaluating,
+            is_evaluation=self.is_evaluating and not self.is_syncing,
+            is_sync=self.is_syncing,
             ownership=self.ownership,
             wrong_sums=self._wrong_sums,
             failed=self._failed,
@@ -435,7 +446,9 @@ class Controller(Membership):
     # ------------------------------------------------------------------------------------------------- planning
 
     def _begin(self, *, is_anew: bool = False) -> tuple[Action, ...]:
-        """Begins the evaluation that is due, else the next step, else the end; `is_anew`: it was computed before."""
+        """Begins the round with other sites or evaluation that is due, else the next step; `is_anew`: once more."""
+        if self.is_syncing and self.voters:
+            return (self._without_sums(actions.AttemptSync), actions.ReadEntry(index=self.head))
         if self.is_trained and not self.is_evaluating and self.voters:
             return self._end()
         try:
@@ -443,7 +456,7 @@ class Controller(Membership):
         except WipeOut as wipe_out:
             return self._wiped_out(wipe_out)
         attempt = self._attempt()
-        return (*_compute([plan], [], attempt), attempt, actions.ReadEntry(index=self.head))
+        return (*actions.computations([plan], [], attempt), attempt, actions.ReadEntry(index=self.head))
 
     def _deal_step(self) -> None:
         """Starts to deal as many microbatches as this step has."""
@@ -472,7 +485,7 @@ class Controller(Membership):
     def _end(self) -> tuple[Action, ...]:
         if not self.votes_on_end:
             return (actions.FinishRun(step=self.step, is_asked=self._is_asked),)
-        return (self._attempt_finish(), actions.ReadEntry(index=self.head))
+        return (self._without_sums(actions.AttemptFinish), actions.ReadEntry(index=self.head))
 
     @property
     def _dealing(self) -> Dealing:
@@ -556,18 +569,16 @@ class Controller(Membership):
         return actions.BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
 
     def _attempt(self, kept: tuple[int, ...] = ()) -> actions.AttemptReduce | actions.AttemptEvaluation:
-        self._is_communicator_unused = False
-        self._attempted_by = self.voters
-        step, attempt, plan_digest = self.step, self.attempt, self._plans[-1].digest
         if self.is_evaluating:
-            return actions.AttemptEvaluation(step=step, attempt=attempt, voters=self.voters, plan_digest=plan_digest)
+            return self._without_sums(actions.AttemptEvaluation)
+        self._is_communicator_unused, self._attempted_by = False, self.voters
         return actions.AttemptReduce(
-            step=step,
-            attempt=attempt,
+            step=self.step,
+            attempt=self.attempt,
             epoch=self.epoch,
             members=self.members,
             voters=self.voters,
-            plan_digest=plan_digest,
+            plan_digest=self._plans[-1].digest,
             kept=kept,
             ownership=self.ownership,
             disputed=tuple(dispute.microbatch for dispute in self._audits.disputes),
@@ -580,20 +591,6 @@ class Controller(Membership):
         read = actions.ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
         return (read, actions.ReadEntry(index=self.head))
 
-    def _attempt_finish(self) -> actions.AttemptFinish:
-        self._is_communicator_unused = False
-        self._attempted_by = self.voters
-        return actions.AttemptFinish(
-            step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plans[-1].digest
-        )
-
-
-def _compute(
-    plans: Sequence[StepPlan], patches: Iterable[StepPlan], attempt: actions.AttemptReduce | actions.AttemptEvaluation
-) -> list[Action]:
-    """The computations of a step, in order; only the last may send sums into the attempt."""
-    asked = [patch for patch in patches if patch.work.num_microbatches]
-    into = attempt if isinstance(attempt, actions.AttemptReduce) else None
-    intos = [None] * (len(plans) + len(asked) - 1) + [into]
-    steps = [actions.ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
-    return [*steps, *(actions.ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]
+    def _without_sums(self, kind: type[actions.WithoutSums]) -> actions.WithoutSums:
+        self._is_communicator_unused, self._attempted_by = False, self.voters
+        return kind(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plans[-1].digest)

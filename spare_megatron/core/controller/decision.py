@@ -4,7 +4,8 @@ First come groups that have found their own numbers wrong, then objections: diff
 (`core.controller.comparison`), groups that lack a resource of their own again, then audits (`core.audits.audits`) and
 suspects. Without one, Commit follows if every survivor holds the complete sum, else Retry, which keeps the buckets
 whose sums all survivors hold, and none if a sum is wrong. An evaluation is decided by the sums in the votes, so each
-loss takes work away and needs a Retry. Groups that do not vote in time are fenced.
+loss takes work away and needs a Retry; a round with other sites by the result in the votes. Groups that do not vote in
+time are fenced.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,10 +14,21 @@ from dataclasses import dataclass, replace
 from spare_megatron.core.audits import audits
 from spare_megatron.core.audits.suspects import confirmation, first_questions, suspicions
 from spare_megatron.core.controller.comparison import by_value, objection
-from spare_megatron.core.log.entries import Commit, Entry, Evaluated, Fence, Finish, Halt, OwnFailure, Retry, Undo
+from spare_megatron.core.log.entries import (
+    Commit,
+    Entry,
+    Evaluated,
+    Fence,
+    Finish,
+    Halt,
+    OwnFailure,
+    Retry,
+    Synced,
+    Undo,
+)
 from spare_megatron.core.log.events import VotesRead
 from spare_megatron.core.log.loss_sums import added
-from spare_megatron.core.log.votes import WRONG_NUMBERS, Attempted, Vote, host_digests
+from spare_megatron.core.log.votes import WRONG_NUMBERS, Attempted, RoundResult, Vote, host_digests
 from spare_megatron.core.saves.snapshot_policy import WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import Placement
@@ -66,6 +78,8 @@ def decide(
             wrong_sums=wrong,
             failures=failures,
         )
+    if attempted.is_sync:
+        return _synced(attempted, different)
     if attempted.is_evaluation:
         return Evaluated(step=attempted.step, attempt=attempted.attempt, sums=added(vote.sums for vote in counted))
     if attempted.is_over:
@@ -78,16 +92,27 @@ def decide(
 def _with_votes(commit: Commit, attempted: Attempted, event: VotesRead, different: Sequence[Vote]) -> Commit:
     """The commit with what the votes ask for and have reached."""
     votes, incarnations = event.votes, dict(attempted.voters)
+    sync = any(vote.sync for vote in different)
     has_digests = any(vote.partition_digests for vote in different)
     return replace(
         commit,
-        admit=event.waiting,
+        admit=() if sync else event.waiting,  # a newcomer gets the state after the round
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
         proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and has_digests else (),
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
         drain=tuple(Member(group, incarnations[group]) for group in _voting("leaves", attempted, votes, different)),
+        sync=sync,
     )
+
+
+def _synced(attempted: Attempted, different: Sequence[Vote]) -> Entry:
+    """The end of a round with other sites: digests of its result have been compared like those of other state."""
+    results = {vote.synced for vote in different} - {None}
+    if len(results) > 1:
+        return Halt(step=attempted.step, reason=f"groups have different results of a round with other sites: {results}")
+    result = next(iter(results), None) or RoundResult()
+    return Synced(step=attempted.step, attempt=attempted.attempt, **result._asdict())
 
 
 def decide_undo(retry: Retry, found: WholeSnapshot | None) -> Undo | Retry:

@@ -2,15 +2,15 @@
 
 With state partitions, GatherParams follows every update, and StartRepairs every loss, return or finished copy. The last
 step is followed by AttemptFinish and the entry Finish. In an evaluation AttemptEvaluation takes the place of
-AttemptReduce. See docs/protocol.md.
+AttemptReduce, in a round with other sites AttemptSync. See docs/protocol.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spare_megatron.core.audits.audits import Dispute
-from spare_megatron.core.log.entries import Entry
+from spare_megatron.core.log.entries import Entry, Synced
 from spare_megatron.core.log.loss_sums import SetSum
 from spare_megatron.stacking.layout import GroupId, Member, PartitionId, ShardId
 from spare_megatron.stacking.plans import Microbatch, StepPlan
@@ -166,6 +166,26 @@ class ReportEvaluation:
     step: int
     attempt: int
     sums: tuple[SetSum, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSync:
+    """Take part in a round with other sites, with the state after `step` committed steps, and vote on the result, which
+    is put aside. Collective over: all members.
+    """
+
+    step: int
+    attempt: int
+    voters: tuple[Member, ...]
+    """The first one speaks for the site."""
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplySync:
+    """The round is over: apply its result, which the attempt has put aside, if one came about."""
+
+    entry: Synced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +359,8 @@ class UpdateModel:
     """Copies whose digests count from here on."""
     is_last: bool = False
     """The run ends with this step."""
+    sync: bool = False
+    """A round with other sites follows, before the state is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +443,8 @@ Action = (
     | ComputeAudits
     | AttemptReduce
     | AttemptEvaluation
+    | AttemptSync
+    | ApplySync
     | AttemptFinish
     | AttemptUndo
     | ReportEvaluation
@@ -446,3 +470,17 @@ Action = (
     | StopWipeOut
     | StopHalted
 )
+
+
+WithoutSums = TypeVar("WithoutSums", AttemptEvaluation, AttemptSync, AttemptFinish)
+
+
+def computations(
+    plans: Sequence[StepPlan], patches: Iterable[StepPlan], attempt: AttemptReduce | AttemptEvaluation
+) -> list[Action]:
+    """The computations of a step, in order; only the last may send sums into the attempt."""
+    asked = [patch for patch in patches if patch.work.num_microbatches]
+    into = attempt if isinstance(attempt, AttemptReduce) else None
+    intos = [None] * (len(plans) + len(asked) - 1) + [into]
+    steps = [ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
+    return [*steps, *(ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]

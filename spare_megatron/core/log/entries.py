@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.pace_evidence import PaceException
 from spare_megatron.stacking.state_partitions import PartitionCopy
 
-VERSION = 7
+VERSION = 8
 """Of the log's entries; rises with every change of their fields or meaning. Entries of version 1 did not name it."""
 
 
@@ -74,6 +74,8 @@ class Commit:
     """Members that leave once others host their state partitions; all of them, in every commit until then."""
     paces: tuple[PaceException, ...] = ()
     """Groups that computed this step at another pace than that by which work is dealt to them."""
+    sync: bool = False
+    """A round with other sites follows, before anything else: `save` is of the state after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,20 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Synced:
+    """The round with other sites after `step` committed steps is over for this site."""
+
+    step: int
+    attempt: int
+    round: int = 0
+    """The round whose result the site has from here on; 0 if none came about, and nothing changes."""
+    sites: tuple[int, ...] = ()
+    """The sites whose work the result holds; empty if this site has it from another one and took no part."""
+    digest: str = ""
+    """Of the result, on all ranks: equal at all sites."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """All steps are committed, and every group holds all parameters; only with state partitions or a last save."""
 
@@ -191,9 +207,9 @@ class Halt:
     """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
-Decision = Commit | Retry | Evaluated | Finish | Resume
+Decision = Commit | Retry | Evaluated | Synced | Finish | Resume
 """Of one attempt."""
-Entry = Commit | Fence | Retry | Evaluated | Finish | Resume | Restart | Undo | GiveUp | Halt
+Entry = Commit | Fence | Retry | Evaluated | Synced | Finish | Resume | Restart | Undo | GiveUp | Halt
 
 _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
 
@@ -214,7 +230,7 @@ def encode_entry(entry: Entry) -> str:
     """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
-    '{"entry":"commit","version":7,"step":3,"attempt":4}'
+    '{"entry":"commit","version":8,"step":3,"attempt":4}'
     """
     return encode({"entry": type(entry).__name__.lower(), "version": VERSION} | set_fields(entry))
 

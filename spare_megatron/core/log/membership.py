@@ -76,6 +76,7 @@ class Membership:
         self.kept: tuple[int, ...] = ()  # leading buckets at each position that the attempt has from earlier ones
         self.is_discarded = False  # a group with wrong state or gradients contributed to the attempt
         self.is_evaluating = False  # after `step` committed steps, before the next one
+        self.is_syncing = False  # with other sites, after `step` committed steps and before all else
         self.votes_on_end = False  # after the last step parameters are left to gather, or a save to compare
         self.is_over = False  # no attempt follows
 
@@ -133,6 +134,8 @@ class Membership:
                 yield from self._on_retry(entry)
             case entries.Evaluated():
                 yield from self._on_evaluated(entry)
+            case entries.Synced():
+                yield from self._on_synced(entry)
             case entries.Resume():
                 yield from self._on_resume(entry)
             case entries.Restart():
@@ -165,15 +168,16 @@ class Membership:
             yield f"steps are not committed one after another, each exactly once: {text}"
         if step >= self.num_steps:
             yield f"step {step} is committed after the last"
-        if self.is_evaluating:
-            yield f"step {step} is committed before the evaluation that was due"
+        if self.is_evaluating or self.is_syncing:
+            due = "round with other sites" if self.is_syncing else "evaluation"
+            yield f"step {step} is committed before the {due} that was due"
         if self.is_discarded:
             yield f"step {step}: attempt {commit.attempt} was discarded, and is committed"
         self.step = step + 1
         if commit.is_last:
             self.num_steps = self.step
         self.votes_on_end = commit.save or self.terms.partitions is not None
-        self.is_evaluating = self._is_evaluation_due()
+        self.is_evaluating, self.is_syncing = self._is_evaluation_due(), commit.sync
         if not self.is_trained:  # the last commit changes no members
             for member in commit.drain:
                 if member not in self.voters:
@@ -197,11 +201,20 @@ class Membership:
 
     def _on_evaluated(self, entry: entries.Evaluated) -> Iterator[str]:
         yield from self._misplaced(entry, "is evaluated")
-        if not self.is_evaluating:
+        if not self.is_evaluating or self.is_syncing:
             yield f"attempt {entry.attempt} evaluates after {entry.step} steps, which was not due"
         if self.is_discarded:
             yield f"the evaluation after {entry.step} steps was discarded, and is decided"
         self.is_evaluating = False
+        self._open(entry.attempt + 1)
+
+    def _on_synced(self, entry: entries.Synced) -> Iterator[str]:
+        yield from self._misplaced(entry, "ends a round with other sites")
+        if not self.is_syncing:
+            yield f"attempt {entry.attempt} ends a round with other sites after {entry.step} steps, and none was due"
+        if self.is_discarded:
+            yield f"the round with other sites after {entry.step} steps was discarded, and is decided"
+        self.is_syncing = False
         self._open(entry.attempt + 1)
 
     def _on_resume(self, resume: entries.Resume) -> Iterator[str]:
@@ -223,7 +236,7 @@ class Membership:
         self.step = restart.step
         self.num_restarts += 1
         self.votes_on_end = True  # the state saved after the last step has yet to be compared
-        self.is_evaluating = self._is_evaluation_due()
+        self.is_evaluating, self.is_syncing = self._is_evaluation_due(), False
         self._open(self.attempt + 1)
 
     def _on_undo(self, undo: entries.Undo) -> Iterator[str]:
@@ -232,7 +245,7 @@ class Membership:
             yield f"attempt {undo.attempt} goes back to the state after {undo.step} steps {where}"
         self.step = undo.step
         self.num_restarts += 1
-        self.is_evaluating = self.votes_on_end = False  # what was due after so many steps is done
+        self.is_evaluating = self.is_syncing = self.votes_on_end = False  # what was due after so many steps is done
         self._open(self.attempt + 1)
 
     def _change(self, asked: Iterable[Member], drained: Iterable[Member] = ()) -> None:
@@ -269,7 +282,7 @@ class Membership:
         self.is_discarded = False
         if self.is_evaluating and self.is_trained and self.voters and self.uncovered:
             self.is_evaluating = False  # left out: no restart for the last evaluation
-        self.is_over = self.is_trained and not (self.is_evaluating or self.votes_on_end)
+        self.is_over = self.is_trained and not (self.is_syncing or self.is_evaluating or self.votes_on_end)
 
     def _is_evaluation_due(self) -> bool:
         policy = self.terms.evaluation  # a run evaluates nothing before its first step

@@ -41,6 +41,14 @@ class Digests:
     """The donor whose state, and so digests, the group has taken over since the last commit."""
 
 
+class RoundResult(NamedTuple):
+    """As in `Synced`."""
+
+    round: int = 0
+    sites: tuple[int, ...] = ()
+    digest: str = ""
+
+
 WRONG_NUMBERS = "own checks found wrong numbers"
 """The `error` of a group's fence for that; so begin a Halt for several such groups, and the evidence in their votes."""
 
@@ -89,6 +97,10 @@ class Vote:
     """What the first of these ranks has found; empty if none has."""
     held: tuple[Held, ...] = ()
     """Where the attempt is about an undo, the snapshots that the nodes of the group have intact."""
+    sync: bool = False
+    """A round with other sites is due after this step, or another site has opened one."""
+    synced: RoundResult | None = None
+    """Where the attempt is about such a round: what it came to. The digest of state is that of the result."""
 
 
 HostDigests = dict[PartitionId, dict[GroupId, PartitionDigest]]
@@ -118,6 +130,8 @@ class Attempted:
     is_discarded: bool
     is_over: bool
     is_evaluation: bool = False
+    is_sync: bool = False
+    """It is about a round with other sites."""
     ownership: Ownership | None = None
     wrong_sums: tuple[GroupId, ...] = ()
     """The groups that found wrong sums in the attempt before."""

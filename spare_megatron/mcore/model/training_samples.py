@@ -534,6 +534,7 @@ class Corpus:
         self._ramp = config.spare.ramp
         self._micro_batch_size = config.train.micro_batch_size
         self._sequences_before = partial(sequences_before, config)
+        self._read_of_order = config.sites.read_of_order
         self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         self._num_steps = config.train.steps
         self._skipped = skipped_places(config.data.skip)
@@ -567,12 +568,12 @@ class Corpus:
         return [f"sequence {place}" for place in self.places(step, number)]
 
     def consumed(self, num_steps: int) -> dict[str, float]:
-        """Epochs and tokens of each corpus that so many steps have read, by the keys of metrics: none of a program's
-        own dataset, and sums for a corpus that a blend has twice.
+        """Epochs and tokens of each corpus that so many steps of all sites have read, by the keys of metrics: none of a
+        program's own dataset, and sums for a corpus that a blend has twice.
         """
         if not isinstance(blend := self._samples, _Blend):
             return {}
-        number = self._sequences_before(num_steps)
+        number = self._read_of_order(self._sequences_before(num_steps))
         ranges = [(0, self._skipped.place(number - 1)), *self._skipped.before(number)]
         read, *skipped = (blend.tokens(first, last + 1) for first, last in ranges)
         found: dict[str, float] = defaultdict(float)
@@ -584,7 +585,8 @@ class Corpus:
     def places(self, step: int, number: int) -> list[int]:
         """Where the sequences of a microbatch stand in the order of samples, some of which `data.skip` leaves out."""
         first = self.first_sample(step, number)
-        return [self._skipped.place(first + more) for more in range(self._micro_batch_size)]
+        ends = (self._read_of_order(first + more + 1) for more in range(self._micro_batch_size))
+        return [self._skipped.place(end - 1) for end in ends]
 
     def first_sample(self, step: int, number: int) -> int:
         """Sequences consumed before the first sample of a microbatch; its others follow."""

@@ -18,8 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.config.model.model_tensors import WORDS, of_all_experts, rule_of, with_local_norms
 from spare_megatron.config.schema import ParameterRule, RunConfig
+from spare_megatron.core.outer.entries import Revision
 from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, tied_embedding
 from spare_megatron.mcore.model.model import Chunk
+from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, named_parameters, optimized
 
 
@@ -30,6 +32,8 @@ class Optimizer:
         self._chunks, self._groups = chunks, groups
         self.megatron = build_adam(adam_config(config), chunks, groups, config.optimizer.rules)
         self.schedule = make_schedule(config, self.megatron)
+        self.outer: OuterState | None = None
+        """If the run is one of several sites."""
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
@@ -69,7 +73,8 @@ class Optimizer:
         kept = [(named.parameter, optimized(named.parameter)) for named in named_parameters(chunks)]
         main = [{} if own is parameter else {"main": own.detach()} for parameter, own in kept]
         states = [{**first, **self.state_of(own)} for first, (_, own) in zip(main, kept, strict=True)]
-        return {"parameters": states, "schedule": self.schedule.state_dict()}
+        outer = {} if self.outer is None else {"outer": self.outer.part(chunks)}
+        return {"parameters": states, "schedule": self.schedule.state_dict(), **outer}
 
     def load_part(self, chunks: Sequence[Chunk], part: dict[str, Any]) -> None:
         """Takes over the state of these chunks of another group, whose tensors are used from here on."""
@@ -79,11 +84,14 @@ class Optimizer:
                 own.detach().copy_(state.pop("main"))
             if state:
                 self.megatron.optimizer.state[own] = state
+        if self.outer is not None:
+            self.outer.load_part(chunks, part["outer"])
         self._load_schedule(part["schedule"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, fp32 main parameters if any, and the schedule's position."""
-        return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
+        """Moments, fp32 main parameters if any, the schedule's position, and the state of the outer step if any."""
+        outer = {} if self.outer is None else {"outer": self.outer.part(self._chunks)}
+        return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict(), **outer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a `state_dict` of torch's or of a fused Adam. All settings stay those of this run."""
@@ -100,6 +108,10 @@ class Optimizer:
         elif not any("step" in each for each in of_parameters):
             adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron copies it to each parameter
         self.megatron.load_state_dict(state["megatron"])
+        if self.outer is not None and "outer" not in state:
+            self.outer.revision = Revision(0, "")  # the parameters are the first start
+        elif self.outer is not None:
+            self.outer.load_part(self._chunks, state["outer"])
         self._load_schedule(state["schedule"])
 
     def _load_schedule(self, schedule: dict[str, Any]) -> None:
@@ -113,7 +125,8 @@ class Optimizer:
         state = self.megatron.sharded_state_dict(model, is_loading=is_loading)
         if is_loading:
             del state.get("optimizer", state)["param_groups"]  # a run with other rules has other groups
-        return {"megatron": state, "schedule": self.schedule.state_dict()}
+        outer = {} if self.outer is None else {"outer": self.outer.sharded_part(self._chunks, model)}
+        return {"megatron": state, "schedule": self.schedule.state_dict(), **outer}
 
 
 def adam_config(config: RunConfig) -> OptimizerConfig:

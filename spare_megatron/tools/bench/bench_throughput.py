@@ -12,6 +12,7 @@ from spare_megatron.config.checks.validate import on_device, resolve_device
 from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import FaultsConfig, MetricsConfig, ProfileConfig, RunConfig
 from spare_megatron.config.schema_sections import EvalConfig, SnapshotConfig
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.driver.telemetry import split_of_step
@@ -112,6 +113,7 @@ def training_alone(config: RunConfig) -> RunConfig:
             load="",
         ),
         snapshot=SnapshotConfig(),
+        sites=SitesConfig(),
         metrics=MetricsConfig(peak_tflops=config.metrics.peak_tflops),
         profile=ProfileConfig(),
     )

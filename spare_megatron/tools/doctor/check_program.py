@@ -90,7 +90,7 @@ def check_program(
 
 def _alone(config: "RunConfig") -> "RunConfig":
     """The configuration of a trial: groups of one rank on a CPU, whose gradients are not rounded."""
-    from spare_megatron.config import schema, schema_sections
+    from spare_megatron.config import schema, schema_sections, schema_sites
 
     layout = schema.LayoutConfig(num_groups=config.layout.num_groups)
     return dataclasses.replace(
@@ -100,6 +100,7 @@ def _alone(config: "RunConfig") -> "RunConfig":
         reduce=dataclasses.replace(config.reduce, mode="fast"),
         checkpoint=schema_sections.CheckpointConfig(),
         snapshot=schema_sections.SnapshotConfig(),
+        sites=schema_sites.SitesConfig(),
         faults=schema.FaultsConfig(),
         cluster=schema.ClusterConfig(device="cpu"),
         metrics=schema.MetricsConfig(),

@@ -104,5 +104,6 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
         update_share=None if config is None else update_share(config, facts.times.step_s),
         whole=without_smaller_groups(facts, best.redundancy) if chosen == "reform" else (),
+        sites=options.sites_of(given, facts.times.step_s),
         slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spare_megatron.tools.plan.overhead import StepTimes
     from spare_megatron.tools.plan.readmission import RejoinTimes
     from spare_megatron.tools.plan.reforming_costs import ReformTimes
+    from spare_megatron.tools.plan.sites_cost import SitesCost
     from spare_megatron.tools.plan.slow_group_costs import SlowRate
 
 ASSUMED_STEP = "64s"
@@ -25,6 +26,7 @@ ASSUMED_STEPS = 10_000
 ASSUMED_SLOW = "1h"
 ASSUMED_SLOW_FACTOR = 2.0
 SECONDS_PER_DAY = 86400.0
+ASSUMED_SITE_LINK_GBITS = 10.0
 _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
 """The planner holds this many counts for each redundancy that it tries."""
@@ -102,6 +104,10 @@ class PlanOptions:
     slow_for: str | None = option("Mean time for which a group is slow; for --slow-every.", shown=ASSUMED_SLOW)
     slow_factor: float | None = option(
         "Time per microbatch of a slow group over that of the others.", shown=f"{ASSUMED_SLOW_FACTOR:g}"
+    )
+    sites: int | None = option("Sites that train together by outer steps: what these cost is shown. Needs --preset.")
+    site_link: float | None = option(
+        "Gbit/s from a site to the others; for --sites.", shown=f"{ASSUMED_SITE_LINK_GBITS:g}"
     )
     plot: Path | None = option("Draw time to train, endured losses and lost time into this PNG file.")
     as_json: bool = option("Print the plan as JSON.", "--json", default=False)
@@ -272,6 +278,31 @@ def completed(given: PlanOptions) -> PlanOptions:
         least_machines=given.least_machines or (size and -(-size * least // stages)),
         microbatches=config.spare.microbatches_per_shard if given.microbatches is None else given.microbatches,
         last_resort=given.last_resort or (config.data.access == "shared" and given.policy != "stack"),
+    )
+
+
+def sites_of(given: PlanOptions, step_s: float) -> "SitesCost | None":
+    """What outer steps cost; None without --sites. ValueError: out of range, or without --preset."""
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.model.model_tensors import model_shape
+    from spare_megatron.tools.plan.sites_cost import SitesCost
+
+    if given.sites is None:
+        _refuse(given, ("site_link",), "belongs to --sites; give that, or leave it out")
+        return None
+    if given.preset is None:
+        raise ValueError(f"--sites {given.sites} needs --preset, which says how many parameters the model has")
+    link = ASSUMED_SITE_LINK_GBITS if given.site_link is None else given.site_link
+    if given.sites < 2 or not 0 < link < math.inf:
+        raise ValueError(f"--sites {given.sites} has to be at least 2, and --site-link {link:g} above 0")
+    config = load_run_config(given.preset).config
+    return SitesCost(
+        num_sites=given.sites,
+        num_parameters=model_shape(config).num_parameters,
+        every_steps=config.sites.every_steps,
+        step_s=step_s,
+        bits_per_s=link * 1e9,
+        wait_s=config.sites.wait_s,
     )
 
 

@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spare_megatron.cli.console import RunConsole, Table
-from spare_megatron.formats.quantities import format_bytes, format_count, format_duration
+from spare_megatron.formats.quantities import format_bytes, format_count, format_duration, format_steps
 from spare_megatron.tools.plan.audit_costs import audit_curve, audit_price, num_judges
 from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits
 from spare_megatron.tools.plan.partition_redundancy import PartitionPlan
 from spare_megatron.tools.plan.plan import Plan, closed_form_redundancy
 from spare_megatron.tools.plan.readmission import hardware_wait_s
+from spare_megatron.tools.plan.sites_cost import SitesCost
 from spare_megatron.tools.plan.slow_group_costs import SlowCost
 from spare_megatron.tools.plan.width import WidthPlan
 
@@ -24,6 +25,7 @@ _DESCRIPTIONS = {
 _LONG_CADENCE_S = 86400.0
 _LONG_STRETCH = 1.2
 _NOTABLE_UPDATE = 0.01
+_BITS = (32, 8, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class PlanResult:
     """Beside smaller groups: with whole ones alone, and with one spare machine more."""
     slow: SlowCost | None = None
     """What slow groups cost, if how often they are slow was given; beside the plan, which knows none."""
+    sites: SitesCost | None = None
+    """What outer steps cost, if the number of sites was given; the plan is that of each site."""
 
 
 def as_figures(result: PlanResult) -> dict[str, Any]:
@@ -81,6 +85,9 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
     }
     if result.slow is not None:
         figures["slow"] = asdict(result.slow)
+    if (sites := result.sites) is not None:
+        by_bits = {bits: {"bytes": sites.sent_bytes(bits), "seconds": sites.exchange_s(bits)} for bits in _BITS}
+        figures["sites"] = asdict(sites) | {"exchange": by_bits, "lost_s": sites.lost_s}
     if result.whole:
         figures["without_smaller_groups"] = [asdict(one) for one in result.whole]
     if result.widths:
@@ -175,6 +182,13 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     if result.slow is not None:
         even, dealt = result.slow.even_ratio, result.slow.dealt_ratio
         yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
+    if (sites := result.sites) is not None:
+        yield "outer steps", f"every {format_steps(sites.every_steps)} between {sites.num_sites} sites"
+        for bits in _BITS:
+            size, seconds = format_bytes(round(sites.sent_bytes(bits))), format_duration(sites.exchange_s(bits))
+            yield f"  with {bits} bits", f"{size} from each site in {seconds}: {sites.share(bits):.1%} of the time"
+        lost = format_duration(sites.lost_s)
+        yield "  a site is lost", f"samples of {lost}, and a wait of up to {format_duration(2 * sites.wait_s)} once"
     yield "mean step between restarts", f"{plan.stretch:.2f} x that without losses"
     yield "availability", f"{plan.availability:.1%}"
     yield "losses endured", f"{format_count(plan.endured_losses)} before a restart"

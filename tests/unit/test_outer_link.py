@@ -1,0 +1,129 @@
+"""The thread that keeps a site in touch with the others, over a store in memory."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema_sites import SitesConfig
+from spare_megatron.core.outer.entries import Revision, SiteId
+from spare_megatron.core.outer.rounds import Phase
+from spare_megatron.rank.outer_link import Arriving, OuterLink
+from spare_megatron.store.interface import StoreLost
+from tests.memory_store import MemoryStore
+
+FIRST = Revision(0, "first")
+
+
+class Store(MemoryStore):
+    """What one site sees of the store of all; it can be cut off."""
+
+    def __init__(self, data: dict[str, Any], is_cut: threading.Event) -> None:
+        super().__init__(data)
+        self._is_cut = is_cut
+
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        self.put(key, value)
+
+    def get(self, keys: Any) -> list[str | None]:
+        if self._is_cut.is_set():
+            raise StoreLost("cut off")
+        return super().get(keys)
+
+
+class Sites:
+    """Links of so many sites."""
+
+    def __init__(self, num_sites: int) -> None:
+        self.data: dict[str, Any] = {}
+        self.cuts = [threading.Event() for _ in range(num_sites)]
+        self.links = [self._link(site, num_sites) for site in range(num_sites)]
+        for link in self.links:
+            link.start()
+
+    def _link(self, site: int, num_sites: int) -> OuterLink:
+        settings = SitesConfig(endpoints=("tcp://127.0.0.1:1",), num_sites=num_sites, site=site, wait_s=1.0)
+        return OuterLink(lambda: Store(self.data, self.cuts[site]), settings, f"start {site}", FIRST)  # type: ignore[arg-type,return-value]
+
+    def arrive(self, step: int) -> None:
+        for link in self.links:
+            link.is_due, link.arriving = True, Arriving(4, step, "{}")
+            link.hurry()
+
+    def vote(self, *digests: str) -> None:
+        for link, digest in zip(self.links, digests, strict=True):
+            link.done = (link.view.round, link.view.attempt, digest)
+
+
+@pytest.fixture
+def sites() -> Iterator[Sites]:
+    found = Sites(2)
+    yield found
+    for link in found.links:
+        link.end(is_final=True)
+        link.join(10.0)
+
+
+def until(is_met: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20.0
+    while not is_met():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_sites_that_vote_alike_hold_the_result(sites: Sites) -> None:
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    assert [one.weight for one in sites.links[0].view.sites.values()] == [4, 4]
+    sites.vote("new", "new")
+    until(lambda: all(link.view.revision == Revision(1, "new") for link in sites.links))
+    for link in sites.links:
+        link.hold(Revision(1, "new"))
+    until(lambda: all(link.view.donor is None and link.view.phase is Phase.IDLE for link in sites.links))
+
+
+def test_a_site_with_another_result_is_left_out_and_told_whom_to_take_it_from(sites: Sites) -> None:
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    sites.vote("new", "other")
+    until(lambda: sites.links[0].view.attempt == 1)
+    sites.links[0].done = (1, 1, "alone")
+    until(lambda: sites.links[0].view.revision == Revision(1, "alone"))
+    sites.links[0].hold(Revision(1, "alone"))
+    sites.links[1].hold(FIRST)
+    until(lambda: sites.links[1].view.donor == SiteId(0))
+
+
+def test_what_a_site_has_taken_over_is_no_reason_for_a_round(sites: Sites) -> None:
+    """Whatever the store said before, though it answers late."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    sites.vote("new", "new")
+    until(lambda: all(link.view.revision == Revision(1, "new") for link in sites.links))
+    sites.links[0].hold(Revision(1, "new"))
+    until(lambda: sites.links[1].view.donor == SiteId(0))
+    sites.cuts[1].set()
+    sites.links[1].hold(Revision(1, "new"))
+    assert sites.links[1].view.donor is None
+    sites.cuts[1].clear()
+    seen_at_s = sites.links[1].seen_at_s
+    until(lambda: sites.links[1].seen_at_s > seen_at_s)
+    assert (sites.links[1].view.donor, sites.links[1].view.is_wanted) == (None, False)
+
+
+def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> None:
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.cuts[1].set()
+    sites.links[0].is_due, sites.links[0].arriving = True, Arriving(4, 20, "{}")
+    sites.links[0].hurry()
+    until(lambda: list(sites.links[0].view.sites) == [0])
+    assert time.monotonic() - sites.links[1].answered_at_s > 0.5
+    sites.cuts[1].clear()
+    cut_until_s = time.monotonic()
+    until(lambda: sites.links[1].seen_at_s > cut_until_s)
+    assert sites.links[1].view.phase is Phase.CLOSED

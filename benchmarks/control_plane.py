@@ -73,7 +73,7 @@ def running(store: str, etcd: Path) -> Iterator[tuple[StoreSpec, list[int]]]:
         return
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=("127.0.0.1", theirs))
+    process = context.Process(target=serve, args=("127.0.0.1", 0, theirs))
     process.start()
     try:
         assert process.pid is not None

@@ -252,7 +252,7 @@ def test_communicators_that_could_not_be_built_leave_no_descriptors(spec: StoreS
             held.append(psutil.Process().num_fds())
     finally:
         gc.enable()
-    assert held == [held[0]] * len(held)
+    assert max(held) == held[0]  # what earlier tests hold may be closed meanwhile
 
 
 def at_once(function: Callable[[int], None], number: int) -> None:

@@ -219,8 +219,10 @@ def is_restated(config: RunConfig, name: str, without_it: RunConfig) -> bool:
         "add_qkv_bias": bool(model_fields(config)["add_bias_linear"]),  # all linear layers have biases
         "moe_router_dtype": config.model.precision == config.megatron.get("moe_router_dtype"),
     }
+    if list(refusals(without_it)) or name in IGNORED or is_implied.get(name):
+        return True
     ours, others = (getattr(transformer_config(one, CPU), name) for one in (config, without_it))
-    return bool(ours == others or is_implied.get(name) or name in IGNORED or list(refusals(without_it)))
+    return bool(ours == others)
 
 
 def as_written(value: Any) -> Any:

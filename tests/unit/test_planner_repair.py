@@ -228,15 +228,16 @@ def test_shards_without_a_host_pause_training_as_often_and_as_long_as_in_simulat
         num_microbatches=16,
         rejoin=RejoinTimes(repair_s=600.0, join_s=1.0),
     )
-    plan, run = predict(facts, "rejoin", 2), simulate(scenario, 0)
-    trained_s = run.end_s - run.terms["pause"] - run.terms["restart"]
-    assert run.pauses >= 8
-    assert 0.6 < run.pauses / trained_s * plan.pause_interval_s < 1.7
-    assert run.time_to_train_ratio == pytest.approx(plan.time_to_train_ratio, rel=0.08)
+    plan, runs = predict(facts, "rejoin", 2), [simulate(scenario, seed) for seed in range(6)]
+    trained_s = sum(run.end_s - run.terms["pause"] - run.terms["restart"] for run in runs)
+    pauses, restarts = sum(run.pauses for run in runs), sum(run.restarts for run in runs)
+    assert pauses >= 40
+    assert 0.7 < pauses / trained_s * plan.pause_interval_s < 1.5
+    assert np.mean([run.time_to_train_ratio for run in runs]) == pytest.approx(plan.time_to_train_ratio, rel=0.05)
     if is_random:
-        assert 0.4 < run.restarts / trained_s * plan.time_to_wipe_out_s < 2
+        assert 0.6 < restarts / trained_s * plan.time_to_wipe_out_s < 1.5
     else:
-        assert run.restarts == 0
+        assert restarts == 0
         assert plan.time_to_wipe_out_s > 1e8
 
 

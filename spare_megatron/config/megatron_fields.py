@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from spare_megatron.config.building import nearest
 from spare_megatron.config.limits import Limit, NonNegativeFloat, PositiveFloat, PositiveInt
-from spare_megatron.config.model_fields import is_latent, model_fields
+from spare_megatron.config.model_fields import YARN, is_latent, model_fields, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.codec import parsed_toml
 
@@ -142,6 +142,7 @@ _SHARED_NEEDS: Mapping[str, Callable[[RunConfig], object]] = {
     "layout.tensor_parallel above 1": lambda c: c.layout.tensor_parallel > 1,
     "layout.virtual_pipeline above 1": lambda c: c.layout.virtual_pipeline > 1,
     "megatron.moe_router_load_balancing_type other than none": _is_balanced,
+    "megatron.rope_type=yarn": uses_yarn,
     "model.position_embedding=rope": lambda c: c.model.position_embedding == "rope",
     "model.precision=bf16": lambda c: c.model.precision == "bf16",
     "model.shared_expert_ffn_hidden_size": lambda c: c.model.shared_expert_ffn_hidden_size,
@@ -207,6 +208,14 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "data.reset_attention_mask; change these, or set model.transformer_impl=local")),
     ("rope_type", Condition(lambda c: c.megatron["rope_type"] in ("rope", "yarn"),
          "cannot be had: Megatron has rope and yarn; choose one of them")),
+    ("rope_type", Condition(lambda c: is_latent(c) or not uses_yarn(c) or c.model.rope_scaling_factor == 1.0,
+         "stretches wavelengths by megatron.rotary_scaling_factor, and model.rope_scaling_factor would be ignored; set "
+         "that instead")),
+    ("rope_type", Condition(lambda c: is_latent(c) or not uses_yarn(c) or c.layout.context_parallel == 1,
+         "does not go with layout.context_parallel above 1: Megatron does not divide its positions; change one")),
+    *((field, Condition(lambda c: is_latent(c) or not uses_yarn(c),
+         "does not go with megatron.rope_type=yarn: it would be ignored, or was not checked; remove it"))
+      for field in ("apply_rope_fusion", "fused_single_qkv_rope", "rotary_interleaved")),
     *((field, Condition(lambda c: not is_latent(c),
          "does not go with megatron.multi_latent_attention=true: it would be ignored, or was not checked; remove it"))
       for field in _NOT_LATENT),
@@ -274,10 +283,11 @@ def honoured_row(name: str, where: str = "", kind: str = "", limit: str = "", ne
 HONOURED: Mapping[str, Honoured] = {name: honoured_row(name, **row) for name, row in _TABLE["honoured"].items()}
 """Fields of `[megatron]` that may be set, and what each needs to have an effect."""
 
-OF_LATENT_ATTENTION = tuple(
-    name for name, row in _TABLE["honoured"].items() if "megatron.multi_latent_attention" in row.get("needs", ())
+OF_LATENT_ATTENTION = (
+    *(name for name, row in _TABLE["honoured"].items() if "megatron.multi_latent_attention" in row.get("needs", ())),
+    *("rope_type", *YARN),
 )
-"""Fields that only latent attention has."""
+"""Fields of Megatron's configuration of latent attention, which other configurations lack."""
 
 COUNTED_WITH = {name: row.kind for name, row in HONOURED.items() if row.kind is not None}
 """Types of the fields that sizes and memory are computed from without Megatron loaded; the loader checks them."""
@@ -328,7 +338,8 @@ def _misfits(config: RunConfig, name: str, value: Any) -> Iterator[str]:
             yield f"megatron.{name}={value} must be finite; choose a number"
         elif row.limit is not None and not row.limit.is_met(number):
             yield f"megatron.{name}={value} {row.limit.text}"
-    if not is_off(name, value):
+    is_usual = is_off(name, value) and (name != "rope_type" or is_latent(config))  # yarn is usual there alone
+    if not is_usual:
         yield from (f"megatron.{name}={_written(value)} {one.text}" for one in row.conditions if not one.is_met(config))
 
 

@@ -46,6 +46,23 @@ def is_latent(config: RunConfig) -> bool:
     return bool(config.megatron.get("multi_latent_attention"))
 
 
+YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Constants of YaRN (arXiv 2309.00071), which stretches the wavelengths of rotary position encoding."""
+
+
+def uses_yarn(config: RunConfig) -> bool:
+    """Whether positions are encoded with YaRN, which is Megatron's default for latent attention alone."""
+    kind = config.megatron.get("rope_type", "yarn" if is_latent(config) else "rope")
+    return config.model.position_embedding == "rope" and kind == "yarn"
+
+
 def head_widths(config: RunConfig) -> tuple[Any, Any]:
     """Values of a query or key in one attention head, and of a value."""
     if is_latent(config):

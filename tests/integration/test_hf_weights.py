@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_base": 5e5, "rope_scaling_factor": 8.0},
     "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
     "qwen2": {"qkv_bias": True, "num_query_groups": None},
+    "qwen2_with_yarn": {"qkv_bias": True, "rope_base": 20.0},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
     "mixtral": {"num_experts": 3, "experts_per_token": 2},
     "deepseek_v3": {**MODEL, **MIXTURE, "num_query_groups": None},
@@ -65,13 +66,15 @@ LAYOUTS = {
     "llama": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
     "llama_tied_with_biases": LayoutConfig(num_groups=2, pipeline_parallel=2, virtual_pipeline=2),
     "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
+    "qwen2_with_yarn": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
     "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
     "mixtral": LayoutConfig(num_groups=2, pipeline_parallel=2),
     "deepseek_v3": LayoutConfig(num_groups=2, pipeline_parallel=2),
     "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
 
-MEGATRON: dict[str, dict[str, Any]] = {"deepseek_v3": {**LATENT, **ROUTER}}
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0}
+MEGATRON: dict[str, dict[str, Any]] = {"deepseek_v3": {**LATENT, **ROUTER}, "qwen2_with_yarn": YARN}
 
 
 def config_of(corpus: Path, name: str, **model: Any) -> RunConfig:

@@ -413,6 +413,32 @@ def test_a_training_may_go_on_with_other_wavelengths_and_with_no_other_widths() 
     assert len(differences(terms_of(config), wider)) == 1
 
 
+def test_a_training_without_latent_attention_may_go_on_with_yarn() -> None:
+    config = load_run_config(None, ["model.position_embedding=rope"]).config
+    same = replace(config, megatron={"rope_type": "rope"})
+    assert differences(terms_of(config), same) == []
+    longer = replace(config, megatron={"rope_type": "yarn", "rotary_scaling_factor": 8.0})
+    names = ("megatron.rope_type", "megatron.rotary_scaling_factor")
+    assert len(differences(terms_of(config), longer)) == len(differences(terms_of(longer), config)) == len(names)
+    allowed = replace(longer, checkpoint=replace(longer.checkpoint, allow_changes=names))
+    assert differences(terms_of(config), allowed) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("model.position_embedding=learned_absolute",), "has no effect without model.position_embedding=rope"),
+        (("megatron.rope_type=rope", "megatron.mscale=2"), "has no effect without megatron.rope_type=yarn"),
+        (("model.rope_scaling_factor=8",), "stretches wavelengths by megatron.rotary_scaling_factor"),
+        (("layout.context_parallel=2", "layout.num_groups=2"), "does not go with layout.context_parallel above 1"),
+        (("megatron.rotary_interleaved=true",), "does not go with megatron.rope_type=yarn"),
+    ],
+)
+def test_what_yarn_does_not_go_with_is_refused(settings: tuple[str, ...], text: str) -> None:
+    config = load_run_config(None, ["model.position_embedding=rope", "megatron.rope_type=yarn", *settings]).config
+    assert any(text in problem for problem in problems(config, MACHINE))
+
+
 def test_a_comfortable_run_raises_no_warning() -> None:
     assert warnings(configured(*GOLOMB), CPU) == []
 

@@ -9,7 +9,7 @@ from typing import get_args
 from spare_megatron.config.batch_size import sequences_per_microbatch
 from spare_megatron.config.limits import ChangeableTerm
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON
-from spare_megatron.config.model_fields import SETTING_OF, model_fields
+from spare_megatron.config.model_fields import SETTING_OF, is_latent, model_fields, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.corpus import described_corpora, is_same_corpus
 from spare_megatron.config.training.read_samples import (
@@ -36,7 +36,11 @@ def step_of(path: Path) -> int:
 Terms = Mapping[str, int | float | str | bool | None]
 
 
-_ROTATION: Mapping[str, object] = {"rotary_base": 10000.0, "rope_scaling_factor": 1.0}
+_ROTATION: Mapping[str, object] = {
+    "rotary_base": 10000.0,
+    "rope_scaling_factor": 1.0,
+    "position_embedding_type": "rope",
+}
 """Arguments of Megatron's GPTModel that change the function, too, with their defaults."""
 
 
@@ -144,6 +148,11 @@ def _function_of(config: RunConfig) -> str:
     rotation = {"rotary_base": model.rope_base, "rope_scaling_factor": model.rope_scaling_factor}
     defaults = {**FUNCTION_IN_MEGATRON, **_ROTATION}
     fields = {**defaults, **model_fields(config), **rotation}
+    if not is_latent(config):  # its default is that of latent attention
+        fields |= {
+            "rope_type": defaults["rope_type"],
+            "position_embedding_type": "yarn" if uses_yarn(config) else "rope",
+        }
     return ", ".join(f"{name}={fields[name]}" for name in sorted(defaults) if fields[name] != defaults[name])
 
 
@@ -153,6 +162,7 @@ _NAMES: Mapping[str, str] = {
     **{field: f"model.{setting}" for field, setting in SETTING_OF.items() if field != "gated_linear_unit"},
     "rotary_base": "model.rope_base",
     "rope_scaling_factor": "model.rope_scaling_factor",
+    "position_embedding_type": "megatron.rope_type",
     "moe_router_topk": "model.experts_per_token",
 }
 """Names of terms for users, if they have others; `model.activation` also decides whether there is a gate."""

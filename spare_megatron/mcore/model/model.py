@@ -26,6 +26,7 @@ from megatron.core.utils import get_te_version
 
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model.model_tensors import LATENT_NORMS, layer_has_experts, padded_vocab_size
+from spare_megatron.config.model_fields import is_latent, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
@@ -188,6 +189,7 @@ def gpt_model(context: ModelContext) -> GPTModel:
     """A chunk of the GPT of the settings, in the layers that the device selects; the default model provider."""
     config, groups = context.config, context.groups
     transformer, groups_of_layers = _placed(context)
+    stretches = uses_yarn(config) and not is_latent(config)  # latent attention encodes positions itself
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=_layers(context),
@@ -197,7 +199,7 @@ def gpt_model(context: ModelContext) -> GPTModel:
         post_process=context.post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
-        position_embedding_type=config.model.position_embedding,
+        position_embedding_type="yarn" if stretches else config.model.position_embedding,
         rotary_base=config.model.rope_base,
         rope_scaling=config.model.rope_scaling_factor != 1.0,
         rope_scaling_factor=config.model.rope_scaling_factor,

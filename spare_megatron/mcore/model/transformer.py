@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from spare_megatron.config.building import nearest
 from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
-from spare_megatron.config.model_fields import is_latent, model_fields
+from spare_megatron.config.model_fields import YARN, is_latent, model_fields, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
@@ -84,11 +84,17 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     """Megatron's configuration of a run's model and schedule. ValueError: a `[megatron]` field cannot be used."""
     _refuse(config)
     fields = _fields(config, device)
+    apart = {} if is_latent(config) else {name: fields.pop(name) for name in ("rope_type", *YARN) if name in fields}
     with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
-            return (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)
+            built = (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)
         except Exception as error:  # its checks raise many types
             raise ValueError(_refused_by_megatron(config, error)) from error
+    if uses_yarn(config) and not is_latent(config):  # Megatron reads what its class does not declare
+        for name in YARN:
+            setattr(built, f"yarn_{name}", apart.get(name, FIELDS[name].default))
+        built.yarn_correction_range_round_to_int = True  # type: ignore[attr-defined]
+    return built
 
 
 def _refused_by_megatron(config: RunConfig, error: Exception) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 
 from spare_megatron.config.foreign_fields import shown
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON, OF_LATENT_ATTENTION
-from spare_megatron.config.model_fields import SETTING_OF, as_written, computed_activation, is_latent, model_fields
+from spare_megatron.config.model_fields import (
+    SETTING_OF,
+    as_written,
+    computed_activation,
+    is_latent,
+    model_fields,
+    uses_yarn,
+)
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.tools.weights import hf_fields
 from spare_megatron.tools.weights.hf_fields import YARN, Family
@@ -104,12 +111,13 @@ _EXPECTED: Mapping[Family, Mapping[str, Any]] = {
 """Megatron's fields that have another value in all models of a family than Megatron's default."""
 
 _SIZES = {"layernorm_epsilon", "kv_channels", "num_query_groups"}
+_ROTATION = {"rope_type", *YARN.values()}
 _EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"}
 _CHOSEN: Mapping[Family, Collection[str]] = {
-    "llama": {*_SIZES, "add_bias_linear", "add_qkv_bias"},
-    "qwen2": {*_SIZES, "add_qkv_bias", "window_size"},
-    "qwen3": {*_SIZES, "qk_layernorm", "window_size"},
-    "mixtral": {*_SIZES, *_EXPERTS},
+    "llama": {*_SIZES, *_ROTATION, "add_bias_linear", "add_qkv_bias"},
+    "qwen2": {*_SIZES, *_ROTATION, "add_qkv_bias", "window_size"},
+    "qwen3": {*_SIZES, *_ROTATION, "qk_layernorm", "window_size"},
+    "mixtral": {*_SIZES, *_ROTATION, *_EXPERTS},
     "deepseek_v3": {
         *(*OF_LATENT_ATTENTION, "multi_latent_attention", *_OF_LATENT.values()),
         *(*_EXPERTS, "moe_layer_freq", "moe_shared_expert_intermediate_size"),
@@ -165,11 +173,11 @@ def architecture_of(config: RunConfig) -> Architecture:
     if family == "gpt2":
         return Architecture(family=family, model={**found, "activation": computed_activation(config)}, megatron={})
     found["rope_base"] = model.rope_base
+    yarn = {field: fields[field] for field in YARN.values() if uses_yarn(config)}
     if family == "deepseek_v3":
         found["expert_ffn_hidden_size"] = model.expert_width
         found["shared_expert_ffn_hidden_size"] = model.shared_expert_ffn_hidden_size
         of_latent = {field: 1 if fields[field] is None else fields[field] for field in _OF_LATENT.values()}
-        yarn = {field: fields[field] for field in YARN.values() if fields["rope_type"] == "yarn"}
         return Architecture(family=family, model=found, megatron=_latent(of_latent, yarn))
     if family == "mixtral":
         found["ffn_hidden_size"] = fields["moe_ffn_hidden_size"]
@@ -181,7 +189,8 @@ def architecture_of(config: RunConfig) -> Architecture:
         "qk_norm": fields["qk_layernorm"],
     }
     window = fields["window_size"]
-    return _rotated(family, found, fields["kv_channels"], None if window is None or window[0] < 0 else window[0] + 1)
+    window = None if window is None or window[0] < 0 else window[0] + 1
+    return _rotated(family, found, fields["kv_channels"], window, yarn)
 
 
 def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
@@ -203,13 +212,18 @@ def _latent(of_latent: dict[str, Any], yarn: Mapping[str, Any]) -> dict[str, Any
     return {**found, **yarn, **_ROUTER, "multi_latent_attention": True, "rope_type": "yarn" if yarn else "rope"}
 
 
-def _rotated(family: Family, model: dict[str, Any], head_dim: int | None, window: int | None) -> Architecture:
+def _rotated(
+    family: Family, model: dict[str, Any], head_dim: int | None, window: int | None, yarn: Mapping[str, Any]
+) -> Architecture:
     """Llama, Qwen or Mixtral, with the width of heads and the window where they are not the usual ones."""
     is_usual = head_dim is None or head_dim * model["num_attention_heads"] == model["hidden_size"]
     return Architecture(
         family=family,
         model=model if window is None else {**model, "sliding_window": window},
-        megatron={} if is_usual else {"kv_channels": head_dim},
+        megatron={
+            **({} if is_usual else {"kv_channels": head_dim}),
+            **({"rope_type": "yarn", **yarn} if yarn else {}),
+        },
     )
 
 
@@ -231,6 +245,9 @@ def _not_of(family: Family, config: RunConfig, fields: Mapping[str, Any]) -> Ite
             yield f"{written}: it has {'none' if expected is None else f'{expected} alone'}"
     if family == "deepseek_v3":
         yield from _not_of_deepseek(config, fields)
+    is_scaled = fields["mscale"] != 0 if fields["mscale_all_dim"] else fields["mscale"] == 1
+    if uses_yarn(config) and not is_scaled:
+        yield f"megatron.mscale={fields['mscale']}: it has 1 if megatron.mscale_all_dim is 0, and never 0"
 
 
 def _not_of_deepseek(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -242,9 +259,6 @@ def _not_of_deepseek(config: RunConfig, fields: Mapping[str, Any]) -> Iterator[s
         yield f"model.shared_expert_ffn_hidden_size={shared}: it has a multiple of an expert's, {model.expert_width}"
     if model.experts_per_token == 1 or (chosen is not None and model.experts_per_token // chosen != 2):
         yield f"model.experts_per_token={model.experts_per_token}: it has twice megatron.moe_router_group_topk"
-    is_scaled = fields["mscale"] != 0 if fields["mscale_all_dim"] else fields["mscale"] == 1
-    if fields["rope_type"] == "yarn" and not is_scaled:
-        yield f"megatron.mscale={fields['mscale']}: it has 1 if megatron.mscale_all_dim is 0, and never 0"
 
 
 # ---------------------------------------------------------------------------------------------------- config.json
@@ -263,9 +277,10 @@ def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
     content |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_theta": model["rope_base"]}
     if family == "deepseek_v3":
         return {**content, **_latent_json(found)}
-    factor = model["rope_scaling_factor"]
-    scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": factor}
-    content |= {"head_dim": found.head_dim, "rope_scaling": None if factor == 1.0 else scaling}
+    factor, scaling = model["rope_scaling_factor"], _yarn_json(found)
+    if factor != 1.0:
+        scaling = {"rope_type": "llama3", **hf_fields.LLAMA3_CONSTANTS, "factor": factor}
+    content |= {"head_dim": found.head_dim, "rope_scaling": scaling}
     if family == "llama":
         return {**content, "attention_bias": model["linear_bias"], "mlp_bias": model["linear_bias"]}
     if family == "mixtral":
@@ -279,15 +294,20 @@ def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
     return {**content, **windows, **({"attention_bias": False} if family == "qwen3" else {})}
 
 
+def _yarn_json(found: Architecture) -> dict[str, Any] | None:
+    if found.megatron.get("rope_type") != "yarn":
+        return None
+    return {"rope_type": "yarn", **{name: found.megatron[field] for name, field in YARN.items()}}
+
+
 def _latent_json(found: Architecture) -> dict[str, Any]:
-    yarn = {name: found.megatron[field] for name, field in YARN.items() if found.megatron["rope_type"] == "yarn"}
     return {
         **{name: found.megatron.get(field, 1) for name, field in _OF_LATENT.items()},
         "n_shared_experts": found.model["shared_expert_ffn_hidden_size"] // found.model["expert_ffn_hidden_size"],
         "num_key_value_heads": found.num_query_groups,
         "num_nextn_predict_layers": 0,
         "norm_topk_prob": True,
-        "rope_scaling": {"rope_type": "yarn", **yarn} if yarn else None,
+        "rope_scaling": _yarn_json(found),
         "rope_interleave": True,
         "attention_bias": False,
     }
@@ -305,13 +325,14 @@ def architecture_in(content: Mapping[str, Any]) -> Architecture:
         model |= {"activation": _ACTIVATIONS[fields.activation_function]}
         return Architecture(family=family, model=model, megatron={})
     if isinstance(fields, hf_fields.DeepSeekFields):
-        model["rope_base"], yarn = hf_fields.yarn_in(content, family, fields.max_position_embeddings)
+        rope = hf_fields.rope_in(content, family, fields.max_position_embeddings)
+        model["rope_base"] = rope.base
         _require_deepseek(fields)
         model["shared_expert_ffn_hidden_size"] = fields.n_shared_experts * fields.moe_intermediate_size
         of_latent = {field: getattr(fields, name) for name, field in _OF_LATENT.items()}
-        megatron = _latent(of_latent, {YARN[name]: value for name, value in yarn.items()})
+        megatron = _latent(of_latent, rope.yarn)
         return Architecture(family=family, model=model, megatron=megatron)
-    rope_base, rope_scaling_factor = hf_fields.rope_in(content, family, fields.max_position_embeddings)
+    rope = hf_fields.rope_in(content, family, fields.max_position_embeddings)
     has_bias = isinstance(fields, hf_fields.LlamaFields) and fields.attention_bias
     if isinstance(fields, hf_fields.LlamaFields) and fields.mlp_bias != has_bias:
         raise ValueError(
@@ -320,13 +341,13 @@ def architecture_in(content: Mapping[str, Any]) -> Architecture:
         )
     model |= {
         "num_query_groups": fields.num_key_value_heads or fields.num_attention_heads,
-        "rope_base": rope_base,
-        "rope_scaling_factor": rope_scaling_factor,
+        "rope_base": rope.base,
+        "rope_scaling_factor": rope.factor,
         "linear_bias": has_bias,
         "qkv_bias": family == "qwen2",
         "qk_norm": family == "qwen3",
     }
-    found = _rotated(family, model, fields.head_dim, _window(fields))
+    found = _rotated(family, model, fields.head_dim, _window(fields), rope.yarn)
     _require_sizes(found, fields)
     return found
 

@@ -8,7 +8,7 @@ Loads without torch.
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 from spare_megatron.config.limits import Limit, PositiveFloat, PositiveInt
@@ -199,7 +199,10 @@ def token_ids_in(content: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 _FromZero = Annotated[int | float, Limit(lambda value: 0 <= value <= sys.float_info.max, "must be at least 0")]
 _ROPE_KINDS: Mapping[str, Any] = {"rope_theta": NumberFromOne, "factor": NumberFromOne}
-_ROPE_VALUES: Mapping[str, Collection[Any]] = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
+_ROPE_VALUES: Mapping[str, Collection[Any]] = {
+    "rope_type": ("default", "llama3", "yarn"),
+    "partial_rotary_factor": (1.0,),
+}
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 YARN: Mapping[str, str] = {"factor": "rotary_scaling_factor"} | {
     name: name for name in (_ORIGINAL_LENGTH, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -221,16 +224,23 @@ LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_fact
 """Of the scaling of Llama 3.1: what megatron-core fixes; only the factor can be chosen."""
 
 
-def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, float]:
-    """Base and scaling factor. Raises ValueError for other scalings, and as `_rope_of` does."""
-    return _checked(*_rope_of(content, family, seq_length))
+class Rope(NamedTuple):
+    """Rotary position encoding: its base, Llama 3's factor, and the constants of YaRN if it stretches."""
+
+    base: float
+    factor: float
+    yarn: dict[str, Any]
 
 
-def yarn_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[float, dict[str, Any]]:
-    """Base, and the constants of YaRN if it stretches. Raises ValueError for other scalings, and as `_rope_of` does."""
+def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> Rope:
+    """Raises ValueError for other scalings than the family has here, and as `_rope_of` does."""
     table, where = _rope_of(content, family, seq_length)
-    if table["rope_type"] == "default":
-        return _checked(table, where)[0], {}
+    if table["rope_type"] == "yarn" or (table["rope_type"] != "default" and family == "deepseek_v3"):
+        return _yarn_in(table, where)
+    return Rope(*_checked(table, where), {})
+
+
+def _yarn_in(table: Mapping[str, Any], where: str) -> Rope:
     require_values(_YARN_VALUES, table, where)
     require_kinds(_YARN_KINDS, {"factor": None, **table}, where)
     if unknown := sorted(table.keys() - {*_YARN_VALUES, *_YARN_KINDS}):
@@ -239,7 +249,7 @@ def yarn_in(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[f
     if not (found["mscale_all_dim"] and table.get("mscale")):  # transformers reads either with the other alone
         require_values({"mscale_all_dim": (0,)}, found, where)
         found["mscale"] = 1.0
-    return float(table["rope_theta"]), found
+    return Rope(float(table["rope_theta"]), 1.0, {YARN[name]: value for name, value in found.items()})
 
 
 def _rope_of(content: Mapping[str, Any], family: str, seq_length: int) -> tuple[dict[str, Any], str]:

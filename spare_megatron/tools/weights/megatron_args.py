@@ -11,7 +11,7 @@ from typing import Any, Literal
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_values, shown
 from spare_megatron.config.limits import PositiveFloat, PositiveInt
 from spare_megatron.config.megatron_fields import FUNCTION_IN_MEGATRON, OF_LATENT_ATTENTION
-from spare_megatron.config.model_fields import SETTING_OF, as_written, computed_activation, model_fields
+from spare_megatron.config.model_fields import SETTING_OF, as_written, computed_activation, model_fields, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch
 
@@ -112,6 +112,8 @@ def _not_of_pretrain_gpt(config: RunConfig, fields: Mapping[str, Any], function:
     if config.model.rope_scaling_factor not in (1.0, _LLAMA3_FACTOR):
         factor = config.model.rope_scaling_factor
         yield f"model.rope_scaling_factor={factor}: it always scales by {_LLAMA3_FACTOR}, whatever the argument says"
+    if uses_yarn(config):
+        yield "megatron.rope_type=yarn: it has no argument that equals it"
     for field, default in FUNCTION_IN_MEGATRON.items():
         value = fields.get(field, default)
         if field not in {*_OF_MODEL, *_SAME_NAME} and value != default:

@@ -19,6 +19,14 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import FaultRecord
 
 STEPS, LEAST_STEPS = 48, 8
+PRESETS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama_10m_cpu": ("a Llama of 10M parameters", {}),
+    "deepseek_cpu": (
+        "a DeepSeek-V3 of 7M parameters, a mixture with latent attention,",
+        {"layout.num_groups": 4, "layout.pipeline_parallel": 1, "spare.redundancy": 3, "spare.spares": 0},
+    ),
+}
+"""What each is, and what it lacks for two losses in 4 groups of one rank."""
 VOCAB_SIZE = 8192
 NUM_WINDOWS = 24
 """Held-out sequences in the means of both losses."""
@@ -37,7 +45,7 @@ def main() -> int:
     began_s = time.monotonic()
     options = parse_options()
     try:
-        figures = tour(options.folder, options.steps)
+        figures = tour(options.folder, options.steps, options.preset)
         figures["wall_s"] = round(time.monotonic() - began_s, 1)
         if options.json:
             options.json.write_text(json.dumps(figures) + "\n")
@@ -57,6 +65,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--folder", type=Path, help="folder for everything, new or empty [default: runs/tour-TIME]")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps before half as many more [default: {STEPS}]")
+    first = next(iter(PRESETS))
+    parser.add_argument("--preset", choices=PRESETS, default=first, help=f"the model [default: {first}]")
     options = parser.parse_args()
     options.folder = options.folder or Path("runs") / f"tour-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if options.steps < LEAST_STEPS:
@@ -72,7 +82,7 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
+def tour(folder: Path, steps: int, preset: str) -> dict[str, float | int | str]:
     """Everything but the verdict on the figures, which it returns."""
     say(f"`spare` is {shlex.join(spare_command())}; everything is made in {folder}, without a network")
     say("1 of 6: text of two kinds as JSON lines, from this Python: its modules, and its manual")
@@ -81,10 +91,11 @@ def tour(folder: Path, steps: int) -> dict[str, float | int | str]:
     write_json_lines(folder / "prose.jsonl", manual())
     say("2 of 6: a new tokenizer, and the tokens of both corpora")
     tokenize(folder)
-    say(f"3 of 6: a Llama of 10M parameters trains on a blend of both in 4 groups; two are killed; {steps} steps")
+    model, _ = PRESETS[preset]
+    say(f"3 of 6: {model} trains on a blend of both in 4 groups; two are killed; {steps} steps")
     first = folder / "first"
     kills = [(steps // 3, 3, "backward"), (2 * steps // 3, 1, "in_reduce")]
-    train(folder, first, steps, kills)
+    train(folder, first, steps, kills, preset)
     say(f"4 of 6: the training is extended by half, to {steps + steps // 2} steps")
     longer = folder / "longer"
     more = {"checkpoint.load": first, "train.steps": steps + steps // 2, "faults.trace": "[]"}
@@ -114,11 +125,13 @@ def tokenize(folder: Path) -> None:
         spare("preprocess", "--input", folder / f"{name}.jsonl", *reading, *tokens)
 
 
-def train(folder: Path, run_dir: Path, steps: int, kills: Iterable[tuple[int, int, str]]) -> None:
+def train(folder: Path, run_dir: Path, steps: int, kills: Iterable[tuple[int, int, str]], preset: str) -> None:
     """The run of so many steps, with a rank killed in each of these steps and groups, at a moment."""
     blend = [f'{{corpus="{folder / name}",weight={weight}}}' for name, weight in (("prose", 0.3), ("code", 0.7))]
     faults = [f'{{step={step},group={group},phase="{phase}"}}' for step, group, phase in kills]
+    _, adapted = PRESETS[preset]
     values = {
+        **adapted,
         "data.corpus": "",
         "data.blend": f"[{','.join(blend)}]",
         "data.split": "90,10",
@@ -129,7 +142,7 @@ def train(folder: Path, run_dir: Path, steps: int, kills: Iterable[tuple[int, in
         "checkpoint.interval_steps": steps,
         "faults.trace": f"[{','.join(faults)}]",
     }
-    spare("train", "llama_10m_cpu", "--run-dir", run_dir, *settings(values))
+    spare("train", preset, "--run-dir", run_dir, *settings(values))
 
 
 def judge(figures: dict[str, float | int | str]) -> None:

@@ -48,8 +48,10 @@ def launched(tmp_path: Path, *options: object) -> subprocess.CompletedProcess[st
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def test_text_becomes_a_model_that_transformers_loads_though_two_groups_are_lost(tmp_path: Path) -> None:
-    done = launched(tmp_path, "--json", "figures.json", "--folder", "made", "--steps", STEPS)
+@pytest.mark.parametrize("preset", tour.PRESETS)
+def test_text_becomes_a_model_that_transformers_loads_though_two_groups_are_lost(tmp_path: Path, preset: str) -> None:
+    options = ("--json", "figures.json", "--folder", "made", "--steps", STEPS, "--preset", preset)
+    done = launched(tmp_path, *options)
     assert done.returncode == 0, done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures.keys() == {"eval_loss", "transformers_loss", "groups_lost", "verdict", "wall_s"}

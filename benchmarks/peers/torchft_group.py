@@ -73,15 +73,13 @@ def _train(trained: PeerGroup, manager: Manager) -> None:
         trained.update(step)
 
 
-def _manager(trained: PeerGroup, lighthouse: str, timeout: timedelta, store_port: int) -> Manager:
-    """The manager, with its servers on the loopback, where they would bind every interface."""
+def loopback_manager(name: str, lighthouse: str, timeout: timedelta, store_port: int, **more: Any) -> Manager:
+    """A manager with its servers on the loopback, where they would bind every interface."""
     torchft.checkpointing.http_transport._IPv6HTTPServer = _LoopbackServer
     server = torchft.manager.ManagerServer
     torchft.manager.ManagerServer = lambda **arguments: server(**{**arguments, "bind": f"{_LOOPBACK}:0"})
     return Manager(
         pg=_LoopbackGloo(timeout),
-        load_state_dict=trained.load_state,
-        state_dict=trained.state,
         min_replica_size=1,
         timeout=timeout,
         rank=0,
@@ -89,10 +87,11 @@ def _manager(trained: PeerGroup, lighthouse: str, timeout: timedelta, store_port
         store_addr=_LOOPBACK,
         store_port=store_port,
         lighthouse_addr=lighthouse,
-        replica_id=f"group-{trained.group}",
+        replica_id=name,
         hostname=_LOOPBACK,
         checkpoint_transport=_LoopbackTransport(timeout, num_chunks=0),
         init_sync=False,
+        **{"load_state_dict": None, "state_dict": None, **more},
     )
 
 
@@ -104,7 +103,8 @@ def train_group(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trained = PeerGroup(config, group, folder)
     store = listen(_LOOPBACK, _STORE_TIMEOUT)
-    manager = _manager(trained, lighthouse, timeout, store.port)
+    state = {"load_state_dict": trained.load_state, "state_dict": trained.state}
+    manager = loopback_manager(f"group-{group}", lighthouse, timeout, store.port, **state)
     if up is not None:
         up.wait(_UP_TIMEOUT_S)
     _train(trained, manager)

@@ -91,6 +91,10 @@ ALONE = {
         "--rounds 1 --alone 1 --hidden 32 --wait 2",
         {"ratio_to_model", "ratio_to_sums", "longest_wait_s", "steps_lost", "verdicts"},
     ),
+    "sites_loss": (
+        "--seeds 1 --steps 4 --every 2 --sequences 4",
+        {"losses", "mean", "spread", "above_sums", "hours"},
+    ),
     "slow_group": (
         "--groups 3 --microbatches 4 --redundancy 2 --sleep 0.02 --slow-steps 12",
         {"ratio", "optimum", "steps_to_deal"},
@@ -118,7 +122,7 @@ def scripts() -> dict[str, str]:
 
 
 def test_every_command_is_tried_here() -> None:
-    in_the_peers_environment = {"peers.nvrx_world", "peers.torchft_world"}
+    in_the_peers_environment = {"peers.nvrx_world", "peers.torchft_world", "peers.torchft_diloco"}
     with_megatrons_loop = {"convert_reduced"}  # in test_megatron_training
     elsewhere = in_the_peers_environment | with_megatrons_loop
     assert set(scripts()) - elsewhere == {*NOT_TRAINING, *TRAINING, *ALONE}
@@ -167,7 +171,7 @@ def test_a_command_with_a_model_of_its_own(name: str, text_corpus: Path) -> None
     words, keys = ALONE[name]
     script = ROOT / "benchmarks" / f"{name.replace('.', '/')}.py"
     command = [sys.executable, script, *words.split(), "--json"]
-    if name in ("shapes", "sites"):
+    if name in ("shapes", "sites", "sites_loss"):
         command += ["--set", f"data.corpus={text_corpus}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,11 @@ def config_of(options: argparse.Namespace, seed: int, num_groups: int) -> RunCon
             f"spare.redundancy={num_groups}",
             "train.micro_batch_size=4",
         ),
-        *("spare.microbatches_per_shard=1", "optimizer.learning_rate=1e-3", "optimizer.warmup_steps=20"),
+        *(
+            "spare.microbatches_per_shard=1",
+            "optimizer.learning_rate=1e-3",
+            f"optimizer.warmup_steps={min(20, options.steps // 4)}",
+        ),
         *("model.num_layers=2", "model.hidden_size=128", "model.num_attention_heads=4", "model.seq_length=128"),
         *(f"eval.every_steps={options.steps}", f"eval.sequences={options.sequences}", "audit.every_steps=0"),
         *("control.heartbeat_interval_s=30", "name=sites", *options.set),

@@ -196,7 +196,7 @@ def test_drawn_tables_are_refused_by_name_or_honoured(seed: int) -> None:
             assert name in HONOURED or name in IGNORED or is_off(name, value), config.megatron
             if name != "no_rope_freq" and not is_off(name, value):  # Megatron writes it out
                 assert as_written(value_in(built, name)) == value, name
-    assert len(accepted) > 25
+    assert len(accepted) > 15  # fewer where Megatron has more fields that are refused
     assert_each_field_has_an_effect(accepted[:10])
 
 

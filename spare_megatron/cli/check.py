@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.proofs.audit_history import AuditHistory, Spoiled
+    from spare_megatron.journal.proofs.joined_sites import SiteHistory, SiteSteps
     from spare_megatron.journal.state.overview import Proof
     from spare_megatron.journal.state.run_state import RunState
 
@@ -75,16 +76,42 @@ def _check_run(run_dir: Path, *, as_json: bool, is_named: bool) -> int:
 
 def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
     """Prints what the runs of sites have joined. Returns the exit code. ValueError: they are not of one training."""
+    from spare_megatron.journal.proofs.joined_sites import join_sites
+
+    configs, histories = _site_histories(run_dirs)
+    joined = join_sites(histories)
+    num_sites = next(iter(configs.values())).sites.num_sites
+    absent = sorted(set(range(num_sites)) - configs.keys())
+    if as_json:
+        spans = {
+            one.site: [[*steps, *_samples(configs[one.site], steps)] for steps in one.joined if steps[0] < steps[1]]
+            for one in joined.sites
+        }
+        say_json({**asdict(joined), "samples": spans, "num_sites": num_sites, "absent": absent})
+    else:
+        rounds = ", ".join(map(str, joined.rounds)) or "none"
+        say(f"joined in rounds {rounds}; site s reads samples s, s + {num_sites}, ...")
+        for one in joined.sites:
+            _say_site(one, configs[one.site])
+        for site in absent:
+            say(f"  site {site}: no run of it is given; what it would have read is unread")
+        for finding in joined.findings:
+            say(f"  {finding.severity}: {finding.reason}")
+    return max((_EXIT_CODES.get(finding.severity, 0) for finding in joined.findings), default=0)
+
+
+def _site_histories(run_dirs: "Sequence[Path]") -> "tuple[dict[int, RunConfig], list[SiteHistory]]":
+    """Configurations by site, and what each site has done in its runs. Raises ValueError as `_check_sites`."""
     from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.training.terms import microbatches_before, sequences_before, terms_of
+    from spare_megatron.config.training.terms import microbatches_before, terms_of
     from spare_megatron.journal.journal_index import JournalIndex
-    from spare_megatron.journal.proofs.joined_sites import SiteHistory, join_sites, without_gaps
+    from spare_megatron.journal.proofs.joined_sites import SiteHistory
     from spare_megatron.journal.proofs.proof import fold_view
     from spare_megatron.journal.records import RoundRecord
     from spare_megatron.journal.run_record import RunRecord
 
-    histories: dict[int, SiteHistory] = {}
     configs: dict[int, RunConfig] = {}
+    histories: dict[int, SiteHistory] = {}
     for run_dir in run_dirs:
         config = load_run_config(run_dir / "config.toml").config
         view = JournalIndex(run_dir)
@@ -99,44 +126,34 @@ def _check_sites(run_dirs: "Sequence[Path]", *, as_json: bool) -> int:
         histories.setdefault(site, history).add(fold_view(view, run), records)
     if len({str(dict(terms_of(one)) | {"sites.site": 0}) for one in configs.values()}) > 1:
         raise ValueError("the runs are not those of one training: their models, corpora or numbers of sites differ")
-    joined = join_sites(list(histories.values()))
+    return configs, list(histories.values())
 
-    def samples(site: int, steps: tuple[int, int]) -> tuple[int, int]:
-        first, end = (sequences_before(configs[site], step) for step in steps)
-        of_order = configs[site].sites.read_of_order
-        return of_order(first + 1) - 1, of_order(end) - 1
 
-    def named(site: int, spans: "Sequence[tuple[int, int]]") -> str:
+def _samples(config: "RunConfig", steps: tuple[int, int]) -> tuple[int, int]:
+    """First and last place in the order of samples that the site reads in these steps."""
+    from spare_megatron.config.training.terms import sequences_before
+
+    first, end = (sequences_before(config, step) for step in steps)
+    return config.sites.read_of_order(first + 1) - 1, config.sites.read_of_order(end) - 1
+
+
+def _say_site(one: "SiteSteps", config: "RunConfig") -> None:
+    from spare_megatron.journal.proofs.joined_sites import without_gaps
+
+    def named(spans: "Sequence[tuple[int, int]]") -> str:
         texts = []
         for first, end in without_gaps(spans):
-            samples_text = " to ".join(map(str, samples(site, (first, end))))
-            texts.append(f"{first} to {end - 1} (samples {samples_text})")
+            samples = " to ".join(map(str, _samples(config, (first, end))))
+            texts.append(f"{first} to {end - 1} (samples {samples})")
         return ", ".join(texts) or "none"
 
-    num_sites = next(iter(configs.values())).sites.num_sites
-    absent = sorted(set(range(num_sites)) - histories.keys())
-    if as_json:
-        spans = {
-            one.site: [[*steps, *samples(one.site, steps)] for steps in one.joined if steps[0] < steps[1]]
-            for one in joined.sites
-        }
-        say_json({**asdict(joined), "samples": spans, "num_sites": num_sites, "absent": absent})
-    else:
-        rounds = ", ".join(map(str, joined.rounds)) or "none"
-        say(f"joined in rounds {rounds}; site s reads samples s, s + {num_sites}, ...")
-        for one in joined.sites:
-            say(f"  site {one.site}: in the parameters are steps {named(one.site, one.joined)}")
-            if one.left_out:
-                say(f"    computed, and not in them: steps {named(one.site, one.left_out)}")
-            if one.since is None:
-                say("    it has not taken the newest of them")
-            elif one.since[0] < one.since[1]:
-                say(f"    computed since, for the next round: steps {named(one.site, [one.since])}")
-        for site in absent:
-            say(f"  site {site}: no run of it is given; what it would have read is unread")
-        for finding in joined.findings:
-            say(f"  {finding.severity}: {finding.reason}")
-    return max((_EXIT_CODES.get(finding.severity, 0) for finding in joined.findings), default=0)
+    say(f"  site {one.site}: in the parameters are steps {named(one.joined)}")
+    if one.left_out:
+        say(f"    computed, and not in them: steps {named(one.left_out)}")
+    if one.since is None:
+        say("    it has not taken the newest of them")
+    elif one.since[0] < one.since[1]:
+        say(f"    computed since, for the next round: steps {named([one.since])}")
 
 
 def proof_so_far(run_dir: Path, run_state: "RunState", most_s: float) -> "Proof":

@@ -131,10 +131,7 @@ class GroupTrainer:
         self._has_lanes = groups.lanes.size() > 1
         self._has_other_lengths = slabs is not None and len(slabs.lengths) > 1
         self.outer: OuterState | None = None  # if the run is one of several sites
-        self.stacked: StackedOptimizer | None = None
-        if config.optimizer.sharding == "stacked":
-            partitions = StatePartitions(whole_parameters(self.chunks), config.layout.num_groups)
-            self.stacked = StackedOptimizer(config, self.chunks, groups, partitions=partitions, hosted=hosted)
+        self.stacked = self._stacked_optimizer(hosted) if config.optimizer.sharding == "stacked" else None
         self._optimizer = self.stacked or self._own_optimizer()
         self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
@@ -142,9 +139,7 @@ class GroupTrainer:
         self._evaluator = self._make_evaluator() if config.eval.every_steps else None
         # The schedule adds it up, but nothing uses the total.
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
-        dropout = max(config.model.hidden_dropout, config.model.attention_dropout)
-        is_random = dropout > 0.0 or bool(config.program.file)
-        self._passes = ForwardPasses(config, self._program, groups, device, self._probe, is_random=is_random)
+        self._passes = self._forward_passes()
         self.checks = PassChecks(config, device)
         self._step = 0
         self.on_loaded: Callable[[Tensor], None] | None = None
@@ -157,6 +152,16 @@ class GroupTrainer:
         self._show_progress()
         if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
+
+    def _forward_passes(self) -> ForwardPasses:
+        model = self._config.model
+        is_random = max(model.hidden_dropout, model.attention_dropout) > 0.0 or bool(self._config.program.file)
+        device, groups = self._device, self.process_groups
+        return ForwardPasses(self._config, self._program, groups, device, self._probe, is_random=is_random)
+
+    def _stacked_optimizer(self, hosted: Sequence[PartitionId]) -> StackedOptimizer:
+        partitions = StatePartitions(whole_parameters(self.chunks), self._config.layout.num_groups)
+        return StackedOptimizer(self._config, self.chunks, self.process_groups, partitions=partitions, hosted=hosted)
 
     def _own_optimizer(self) -> Optimizer | DividedOptimizer:
         """One that does not depend on what other groups have."""

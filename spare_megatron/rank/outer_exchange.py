@@ -43,7 +43,7 @@ class OuterSource:
             return content.read(piece)
 
 
-class Wanted(NamedTuple):
+class SiteContent(NamedTuple):
     """Contents at a site: their kind and number, and the address of each position."""
 
     kind: str
@@ -59,7 +59,7 @@ class Fetch(threading.Thread):
     without. The main thread sets `is_left` when they are no longer wanted.
     """
 
-    def __init__(self, wanted: Wanted, num_bytes: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(self, wanted: SiteContent, num_bytes: Mapping[int, int], timeout_s: float) -> None:
         super().__init__(name="fetch-outer", daemon=True)
         self._wanted, self._timeout_s = wanted, timeout_s
         self.contents = {position: torch.empty(size, dtype=torch.uint8) for position, size in num_bytes.items()}

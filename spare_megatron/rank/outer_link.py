@@ -1,5 +1,6 @@
 """A site's part in the outer log, in a thread beside the training: only this thread waits for the outer store."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.core.outer.decisions import LeaseWatch, Own, donor, may_arrive, newest_held, next_entry
 from spare_megatron.core.outer.entries import Arrival, Contribution, Done, Lease, Revision, SiteId
-from spare_megatron.core.outer.rounds import Phase, Rounds
+from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 from spare_megatron.formats.codec import decode
 from spare_megatron.process.processes import say
 from spare_megatron.store.interface import ControlStore, StoreLost
@@ -36,7 +37,7 @@ class View:
     incarnation: int = -1
     head: int = 0
     round: int = 0
-    phase: Phase = Phase.IDLE
+    phase: RoundPhase = RoundPhase.IDLE
     attempt: int = 0
     sites: Mapping[SiteId, Contribution] = field(default_factory=dict)
     """Of the closed round."""
@@ -76,6 +77,8 @@ class OuterLink(threading.Thread):
         self.done: tuple[int, int, str] | None = None  # round, attempt, digest
         self.lacks: frozenset[SiteId] = frozenset()
         self.progress = 0
+        self.failure = ""
+        """Why it follows the outer log no longer."""
         self._showing = threading.Lock()
         self.view = View()
         self.seen_at_s = self.answered_at_s = time.monotonic()
@@ -107,16 +110,15 @@ class OuterLink(threading.Thread):
             except StoreLost:
                 self._ends.wait(_REST_S)
             except ValueError as error:  # of another version, or of another training: the site goes on alone
+                self.failure = str(error)
                 say(error)
                 return
         if log is not None and self._is_final:
-            try:
+            with contextlib.suppress(StoreLost):  # else it ends by itself
                 log.end_lease(self._site)
-            except StoreLost:
-                pass  # it ends by itself
 
     def _follow(self, log: OuterLog) -> None:
-        rounds, watch = Rounds(self._sites.num_sites), LeaseWatch(self._sites.wait_s)
+        rounds, watch = RoundFold(self._sites.num_sites), LeaseWatch(self._sites.wait_s)
         incarnation = log.claim(self._site, self._start)
         self._published = ""  # an embedded store may have begun anew
         while not self._ends.is_set():
@@ -128,7 +130,7 @@ class OuterLink(threading.Thread):
             else:
                 self._hurries.wait(rest_s)
 
-    def _turn(self, log: OuterLog, rounds: Rounds, watch: LeaseWatch, incarnation: int) -> bool:
+    def _turn(self, log: OuterLog, rounds: RoundFold, watch: LeaseWatch, incarnation: int) -> bool:
         """Whether the next turn is to follow at once."""
         while found := log.read(rounds.head, self._num_entries):
             self.answered_at_s = time.monotonic()
@@ -155,7 +157,7 @@ class OuterLink(threading.Thread):
                     revision=own.revision,
                 )
             )
-        if done is not None and rounds.phase is Phase.CLOSED and done[:2] == (rounds.round, rounds.attempt):
+        if done is not None and rounds.phase is RoundPhase.CLOSED and done[:2] == (rounds.round, rounds.attempt):
             vote = Done(site=self._site, incarnation=incarnation, round=done[0], attempt=done[1], digest=done[2])
             log.finish(vote)
         appended = next_entry(rounds, own, log.votes(rounds, leases), watch, now_s)
@@ -164,7 +166,7 @@ class OuterLink(threading.Thread):
         self._show(log, rounds, own, watch.live(now_s))
         return appended is not None or arriving is not None
 
-    def _own(self, rounds: Rounds, incarnation: int) -> Own:
+    def _own(self, rounds: RoundFold, incarnation: int) -> Own:
         arrived, arriving = self._arrived, self.arriving
         has_arrived = arrived is not None and (arrived.round, arrived.incarnation) == (rounds.round, incarnation)
         return Own(
@@ -191,7 +193,7 @@ class OuterLink(threading.Thread):
         )
         log.renew(lease, self._sites.wait_s)
 
-    def _show(self, log: OuterLog, rounds: Rounds, own: Own, live: Mapping[SiteId, Lease]) -> None:
+    def _show(self, log: OuterLog, rounds: RoundFold, own: Own, live: Mapping[SiteId, Lease]) -> None:
         giver = donor(rounds, own, live)
         others = [site for site in (*rounds.sites, giver) if site is not None and site != self._site]
         texts = log.addresses(others) if others else {}

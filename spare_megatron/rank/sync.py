@@ -24,13 +24,13 @@ from spare_megatron.core.log.events import Event
 from spare_megatron.core.log.votes import Digests, RoundResult
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.core.outer.entries import Revision, SiteId
-from spare_megatron.core.outer.rounds import Phase
+from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.formats.codec import encode
 from spare_megatron.journal.records import RoundRecord
 from spare_megatron.machine.network import address_towards, hosts_of
-from spare_megatron.mcore.optimizer.outer_step import Message, OuterState, Rule, exchanged_bytes
-from spare_megatron.rank.outer_exchange import Fetch, OuterSource, Wanted
+from spare_megatron.mcore.optimizer.outer_step import OuterRule, OuterState, SiteValues, exchanged_bytes
+from spare_megatron.rank.outer_exchange import Fetch, OuterSource, SiteContent
 from spare_megatron.rank.outer_link import Arriving, OuterLink, View
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_server import PieceServer
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
     round: int
     attempt: int
-    wanted: Mapping[SiteId, Wanted]
+    wanted: Mapping[SiteId, SiteContent]
     weights: Mapping[SiteId, int]
 
     @property
@@ -62,7 +62,7 @@ class Target(NamedTuple):
         return self.round, self.attempt, bool(self.weights)
 
 
-class Order(NamedTuple):
+class TurnOrder(NamedTuple):
     """What the leader says in a turn. `end`: how the round has ended; `is_left`: the attempt is over without that."""
 
     target: Target | None = None
@@ -118,7 +118,7 @@ class Sites:
         self._ctx, self._outer = ctx, outer
         self._settings = ctx.config.sites
         self._site = SiteId(self._settings.site)
-        self._rule = Rule(learning_rate=self._settings.learning_rate, momentum=self._settings.momentum)
+        self._rule = OuterRule(learning_rate=self._settings.learning_rate, momentum=self._settings.momentum)
         self._link: OuterLink | None = None
         self._start = ""
         self._round: _Round | None = None
@@ -219,10 +219,10 @@ class Sites:
         """How the round has ended, as the speaker says; None once a new entry makes that void."""
         ctx, key = self._ctx, keys.round_result(action.attempt)
         while True:
-            order = Order()
+            order = TurnOrder()
             if ctx.agreement.is_leader:
                 [end] = read_values(ctx.store, [key], RoundResult)
-                order = Order(end=end, is_left=end is None and ctx.agreement.is_over(ctx.controller.head))
+                order = TurnOrder(end=end, is_left=end is None and ctx.agreement.is_over(ctx.controller.head))
             order, _ = self._turn(order)
             if order.end is not None or order.is_left:
                 return order.end
@@ -237,7 +237,7 @@ class Sites:
             self._link.hurry()
         statuses: list[Status] = []
         while True:
-            order = self._order(statuses) if self._link is not None else Order()
+            order = self._order(statuses) if self._link is not None else TurnOrder()
             order, statuses = self._turn(order)
             if order.end is not None:
                 now.end = order.end
@@ -254,7 +254,7 @@ class Sites:
         assert self._round is not None, "an attempt has begun"
         return self._round
 
-    def _turn(self, order: Order) -> tuple[Order, list[Status]]:
+    def _turn(self, order: TurnOrder) -> tuple[TurnOrder, list[Status]]:
         """The leader's order, and how far all ranks are."""
         ctx = self._ctx
         with ctx.probe.during(Operation.SETTLE):
@@ -284,14 +284,14 @@ class Sites:
 
     # -------------------------------------------------------------------------------------- the leader that speaks
 
-    def _order(self, statuses: Sequence[Status]) -> Order:
+    def _order(self, statuses: Sequence[Status]) -> TurnOrder:
         """What the ranks of the group are to do, by the outer log and how far they are."""
         ctx, now, link = self._ctx, self._now, self._link
         assert link is not None, "the leader speaks"
         if now.end is not None:
-            return Order(end=now.end)
+            return TurnOrder(end=now.end)
         if ctx.agreement.is_over(ctx.controller.head):
-            return Order(is_left=True)
+            return TurnOrder(is_left=True)
         view, now_s = link.view, time.monotonic()
         link.progress = sum(status.progress for status in statuses)
         link.lacks = frozenset(site for status in statuses for site in status.lacks)
@@ -301,30 +301,30 @@ class Sites:
         target = self._target(view)
         digest = self._common_digest(target, statuses)
         if link.done is not None and view.revision == Revision(link.done[0], link.done[2]):
-            return Order(end=RoundResult(link.done[0], tuple(now.weights), link.done[2]))
+            return TurnOrder(end=RoundResult(link.done[0], tuple(now.weights), link.done[2]))
         if target is not None and digest and target.weights:
             now.weights = target.weights
             link.done = (target.round, target.attempt, digest)
         elif target is not None and digest and view.revision is not None and digest == view.revision.digest:
-            return Order(end=RoundResult(target.round, (), digest))
+            return TurnOrder(end=RoundResult(target.round, (), digest))
         reason = self._why_over(view, now_s - now.moved_s, is_old=link.seen_at_s < now.began_s)
         if reason:
             now.reason = reason
             self._gave_up_on = view.revision
-            return Order(end=RoundResult())
-        return Order(target=target)
+            return TurnOrder(end=RoundResult())
+        return TurnOrder(target=target)
 
     def _target(self, view: View) -> Target | None:
-        if view.phase is Phase.CLOSED and self._site in view.sites:
+        if view.phase is RoundPhase.CLOSED and self._site in view.sites:
             others = {site: one for site, one in view.sites.items() if site != self._site}
             wanted = {
-                site: Wanted(_DIFFERENCES, one.step, view.addresses.get(site, {})) for site, one in others.items()
+                site: SiteContent(_DIFFERENCES, one.step, view.addresses.get(site, {})) for site, one in others.items()
             }
             weights = {site: one.weight for site, one in view.sites.items()}
             is_own = view.sites[self._site].incarnation == view.incarnation
             return Target(view.round, view.attempt, wanted, weights) if is_own else None
         if view.donor is not None and view.revision is not None:
-            wanted = {view.donor: Wanted(_STATE, view.revision.round, view.addresses.get(view.donor, {}))}
+            wanted = {view.donor: SiteContent(_STATE, view.revision.round, view.addresses.get(view.donor, {}))}
             return Target(view.revision.round, 0, wanted, {})
         return None
 
@@ -338,15 +338,17 @@ class Sites:
         """Why the site goes on without a result; empty while it waits. `is_old`: the view is from before the round."""
         wait_s = self._settings.wait_s
         assert self._link is not None, "the leader speaks"
+        if self._link.failure:
+            return self._link.failure
         if time.monotonic() - self._link.answered_at_s >= wait_s:
             return f"the outer store has not answered for {wait_s:g} s"
         if quiet_s >= 2 * wait_s:
             return f"no progress for {2 * wait_s:g} s"
         if is_old:
             return ""
-        if view.phase is Phase.CLOSED and self._site not in view.sites and view.donor is None:
+        if view.phase is RoundPhase.CLOSED and self._site not in view.sites and view.donor is None:
             return "the round is closed without this site"
-        if view.phase is Phase.IDLE and view.donor is None and quiet_s >= wait_s:
+        if view.phase is RoundPhase.IDLE and view.donor is None and quiet_s >= wait_s:
             return f"no round was opened within {wait_s:g} s"
         return ""
 
@@ -377,7 +379,7 @@ class Sites:
             [state] = contents.values()
             return state.view(torch.float32)
         sizes, own = self._outer.sizes(chunks), {self._site: self._now.offered[index]}
-        messages = {site: Message(one, sizes, bits) for site, one in {**contents, **own}.items()}
+        messages = {site: SiteValues(one, sizes, bits) for site, one in {**contents, **own}.items()}
         return self._outer.result(chunks, messages, weights, self._rule)
 
     def _num_bytes(self, kind: str) -> dict[int, int]:

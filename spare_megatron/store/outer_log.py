@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from spare_megatron.core.outer.decisions import RoundVotes
 from spare_megatron.core.outer.entries import Arrival, Done, Lease, OuterEntry, SiteId, decode_entry, encode_entry
-from spare_megatron.core.outer.rounds import Phase, Rounds
+from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
@@ -55,10 +55,10 @@ class OuterLog:
         key = keys.done(vote.round, vote.attempt, vote.site, vote.incarnation)
         return decode(self._store.put_if_absent(key, encode(vote)), Done)
 
-    def votes(self, rounds: Rounds, leases: Mapping[SiteId, Lease]) -> RoundVotes:
+    def votes(self, rounds: RoundFold, leases: Mapping[SiteId, Lease]) -> RoundVotes:
         """The votes that count in the round under way; `leases` name the incarnations that may arrive."""
         number = rounds.round
-        if rounds.phase is Phase.OPEN:
+        if rounds.phase is RoundPhase.OPEN:
             wanted = [keys.arrival(number, site, one.incarnation) for site, one in leases.items()]
             arrivals = [vote for vote in read_values(self._store, wanted, Arrival) if vote is not None]
             return RoundVotes(arrivals={vote.site: vote for vote in arrivals})

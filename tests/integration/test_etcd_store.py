@@ -17,7 +17,7 @@ import pytest
 
 from spare_megatron.core.outer.decisions import LeaseWatch, Own, next_entry
 from spare_megatron.core.outer.entries import Arrival, CloseRound, Lease, OpenRound, Revision, SiteId
-from spare_megatron.core.outer.rounds import Rounds
+from spare_megatron.core.outer.rounds import RoundFold
 from spare_megatron.stacking.layout import Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.etcd_gateway import EtcdGateway, EtcdMessage
@@ -177,7 +177,7 @@ def test_sites_agree_on_a_round_and_a_lease_ends_by_itself(etcd_cluster: EtcdClu
     start, spec = Revision(0, "start"), spec_of(*etcd_cluster.endpoints)
     sites = [SiteId(site) for site in range(2)]
     logs = {site: OuterLog(EtcdControlStore(spec), 2) for site in sites}
-    rounds, watch = Rounds(2), LeaseWatch(30.0)
+    rounds, watch = RoundFold(2), LeaseWatch(30.0)
     for site, log in logs.items():
         assert log.claim(site, f"start {site}") == 0
         log.renew(Lease(site=site, incarnation=0, beats=1, revision=start), 30.0 if site else BEAT_TTL_S)

@@ -371,7 +371,7 @@ class Group:
         if self._lacks_params:
             raise Violation(f"{self.name} goes on without all parameters of step {step}")
         is_synced = self._rounds.synced_step == step
-        self._world.invariants.has_params(self.name, self._generation, step, self._params, is_synced=is_synced)
+        self._world.invariants.params.has(self.name, self._generation, step, self._params, is_synced=is_synced)
 
     # ------------------------------------------------------------------------------------------------- state partitions
 

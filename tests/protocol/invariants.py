@@ -69,6 +69,7 @@ from tests.protocol.audits import AuditDigests, AuditObserver
 from tests.protocol.ballots import Ballots
 from tests.protocol.communicators import Sums
 from tests.protocol.incarnations import Incarnation, Opening, incarnation_of
+from tests.protocol.known_params import KnownParams
 from tests.protocol.own_findings import FindingObserver, is_own_finding
 from tests.protocol.partitions import WRONG, PartitionObserver
 from tests.protocol.round_rules import RoundObserver
@@ -122,7 +123,7 @@ class Invariants:
         self.ballots = Ballots()
         self.stages_of: Callable[[Member], int | None] = lambda _member: None
         """Those of a member that has fewer than others."""
-        self._params: dict[tuple[int, int, bool], str] = {}  # by restarts and step, and whether a round is applied
+        self.params = KnownParams()
         self.rounds = RoundObserver()
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
@@ -236,9 +237,8 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
         self.undos.undone(writer, entry, self.members)
         self.saves.undone(len(self.entries) - 1, entry.step)
-        right = max(key for key in self._params if key[1] == entry.step)
         self._generation += 1
-        self._params[self._generation, entry.step, False] = self._params[right]
+        self.params.undone(self._generation, entry.step)
         self.step, self._began_with = entry.step, self.members
         self._shortages.begin()
         self._num_resumes = 0
@@ -430,12 +430,7 @@ class Invariants:
 
     def _expect(self, entry: Commit | Evaluated | Synced | Finish, writer: str) -> None:
         """An attempt that is not retried leads to what is due."""
-        if isinstance(entry, Synced) or self.rounds.is_due:
-            if not isinstance(entry, Synced) or not self.rounds.is_due:
-                raise Violation(
-                    f"{writer} writes {entry} after {self.step} steps; is a round due: {self.rounds.is_due}"
-                )
-            self.rounds.synced(writer, entry, self._votes_now())
+        if self.rounds.expects(writer, entry, self._votes_now()):
             return
         is_over = self.step == self._work.num_steps
         due = Evaluated if self._is_evaluation_due else Finish if is_over else Commit
@@ -502,7 +497,7 @@ class Invariants:
         is_wrong = audits.is_wrong
         self.undos.voted(incarnation_of(process), attempt, is_lasting=audits.is_lasting)
         is_late = attempt != self.attempt
-        params = None if process in self._corrupted or is_late else self._params_after(self._generation, self.step)
+        params = None if process in self._corrupted or is_late else self.params.after(self._generation, self.step)
         self.audits.voted(process, self.step, params, vote, is_wrong=is_wrong)
         if not is_late:
             self.suspects.voted(process, self.step, params, vote, is_wrong=is_wrong)
@@ -525,7 +520,7 @@ class Invariants:
 
     def evaluated(self, process: str, generation: int, step: int, sums: Sequence[SetSum]) -> None:
         """A process learns the value of an evaluation."""
-        params = self._params_after(generation, step)
+        params = self.params.after(generation, step)
         self._work.evaluated(process, step, sums, params, may_be_wrong=bool(self._corrupted))
 
     def corrupted(self, process: str) -> None:
@@ -547,16 +542,6 @@ class Invariants:
         """Whether it was lost before a commit has compared what there is after so many steps."""
         times = (*self._commits.values(), (self.step, self.members))
         return any(tuple(member) not in members for of, members in times if of == step)
-
-    def _params_after(self, generation: int, step: int) -> str | None:
-        """With the round after that step, if there was one."""
-        return self._params.get((generation, step, True), self._params.get((generation, step, False)))
-
-    def has_params(self, process: str, generation: int, step: int, params: str, *, is_synced: bool = False) -> None:
-        """A process has these parameters after this many steps, since that many restarts, and after a round."""
-        key = generation, step, is_synced or params == self._params.get((generation, step, True))  # a newcomer's
-        if not params.startswith(WRONG) and self._params.setdefault(key, params) != params:
-            raise Violation(f"{process} has other parameters after {step} steps than the others")
 
     # --------------------------------------------------------------------------------------------------------- ends
 
@@ -592,11 +577,8 @@ class Invariants:
         return self.step == self._work.num_steps and self._is_finished and is_evaluated
 
     def ended(self, running: list[str], *, may_restart: bool) -> None:
-        """Nothing moves any more.
-
-        Args:
-            running: Processes of groups that have neither ended nor died.
-            may_restart: Whether a wipe-out is no end by itself.
+        """Nothing moves any more. `running`: processes of groups that have neither ended nor died; `may_restart`: a
+        wipe-out is no end by itself.
         """
         if may_restart and self.awaits_restart:
             raise Violation(f"{running} wait for ever for training to start again")

@@ -6,29 +6,29 @@ from dataclasses import replace
 from spare_megatron.core.outer import decisions
 from spare_megatron.core.outer.decisions import LeaseWatch, Own, RoundVotes
 from spare_megatron.core.outer.entries import CommitRound, Lease, OuterEntry, SiteId, WithoutSite
-from spare_megatron.core.outer.rounds import Phase, Rounds
+from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 from tests.protocol.outer_sites import OuterProtocol
 
 
-def counts_stale(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def counts_stale(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Takes every arrival for one with the state that the round continues."""
     found = {site: replace(vote, revision=rounds.revision) for site, vote in votes.arrivals.items()}
     return decisions.next_entry(rounds, own, replace(votes, arrivals=found), watch, now_s)
 
 
-def arrives_stale(rounds: Rounds, own: Own) -> bool:
-    return rounds.phase is Phase.OPEN
+def arrives_stale(rounds: RoundFold, own: Own) -> bool:
+    return rounds.phase is RoundPhase.OPEN
 
 
-def commits_early(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def commits_early(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Commits what it has voted for, whatever others have."""
-    if rounds.phase is Phase.CLOSED and own.site in votes.done and own.site in rounds.sites:
+    if rounds.phase is RoundPhase.CLOSED and own.site in votes.done and own.site in rounds.sites:
         digest = votes.done[own.site].digest
         return CommitRound(round=rounds.round, sites=tuple(rounds.sites), digest=digest)
     return decisions.next_entry(rounds, own, votes, watch, now_s)
 
 
-def commits_most(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def commits_most(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Commits the most common result without a word about those that have another one."""
     found = decisions.next_entry(rounds, own, votes, watch, now_s)
     if isinstance(found, WithoutSite) and found.reason.startswith("its result differs"):
@@ -37,29 +37,29 @@ def commits_most(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch,
     return found
 
 
-def forgets_gone(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def forgets_gone(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Lets a round be committed that it does not wait for any more."""
     return decisions.next_entry(rounds, replace(own, has_gone_on=False), votes, watch, now_s)
 
 
-def waits_forever(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def waits_forever(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Leaves no site out that lives and makes no progress."""
     found = decisions.next_entry(rounds, own, votes, watch, now_s)
     return None if isinstance(found, WithoutSite) and found.reason.startswith("no progress") else found
 
 
-def gives_up(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def gives_up(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """Takes a state for lost whose sites are away."""
-    if rounds.known and rounds.phase is not Phase.CLOSED:
+    if rounds.known and rounds.phase is not RoundPhase.CLOSED:
         held = {lease.revision for lease in watch.live(now_s).values()}
         folded = [one for one in rounds.known if one.revision in held] or rounds.known[:1]
-        pruned = Rounds(rounds.num_sites)
+        pruned = RoundFold(rounds.num_sites)
         pruned.round, pruned.phase, pruned.known = rounds.round, rounds.phase, folded
         return decisions.next_entry(pruned, own, votes, watch, now_s)
     return decisions.next_entry(rounds, own, votes, watch, now_s)
 
 
-def takes_any(rounds: Rounds, own: Own, live: Mapping[SiteId, Lease]) -> SiteId | None:
+def takes_any(rounds: RoundFold, own: Own, live: Mapping[SiteId, Lease]) -> SiteId | None:
     """Takes the state over from any other site, when its own is stale."""
     if own.revision == decisions.newest_held(rounds, live):
         return None

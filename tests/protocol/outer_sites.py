@@ -12,7 +12,7 @@ from random import Random
 from spare_megatron.core.outer import decisions, entries
 from spare_megatron.core.outer.decisions import LeaseWatch, Own, RoundVotes
 from spare_megatron.core.outer.entries import Arrival, Done, Lease, OuterEntry, Revision, SiteId
-from spare_megatron.core.outer.rounds import Phase, Rounds
+from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 from spare_megatron.store.outer_log import OuterLog
 from tests.protocol.violation import Violation
 from tests.unit.memory_store import MemoryStore
@@ -31,8 +31,8 @@ START = Revision(0, "start")
 class OuterProtocol:
     """What is under test: the decisions, and what a site does with them."""
 
-    next_entry: Callable[[Rounds, Own, RoundVotes, LeaseWatch, float], OuterEntry | None] = decisions.next_entry
-    may_arrive: Callable[[Rounds, Own], bool] = decisions.may_arrive
+    next_entry: Callable[[RoundFold, Own, RoundVotes, LeaseWatch, float], OuterEntry | None] = decisions.next_entry
+    may_arrive: Callable[[RoundFold, Own], bool] = decisions.may_arrive
     donor: Callable[..., SiteId | None] = decisions.donor
     clears_work: bool = True
     """A site that has taken an outer step counts what it computes from there on."""
@@ -68,7 +68,7 @@ class Site:
         world.num_starts += 1
         self.log = OuterLog(world.store, world.num_sites)  # type: ignore[arg-type]
         self.incarnation = self.log.claim(self.site, str(world.num_starts))
-        self.rounds, self.watch = Rounds(world.num_sites), LeaseWatch(WAIT_S)
+        self.rounds, self.watch = RoundFold(world.num_sites), LeaseWatch(WAIT_S)
         self.epoch = world.store_epoch
         self.pending: tuple[int, OuterEntry] | None = None
         self.arrived: Arrival | None = None
@@ -80,7 +80,7 @@ class Site:
 
     @property
     def own(self) -> Own:
-        closed = self.rounds.phase is Phase.CLOSED and self.takes_part
+        closed = self.rounds.phase is RoundPhase.CLOSED and self.takes_part
         lacks = frozenset(self.rounds.sites if closed else ()) - {self.site, *self.fetched}
         return Own(
             site=self.site,
@@ -175,7 +175,7 @@ class Site:
         self.watch.on_leases(leases, now_s)
         if self.arrived is None:
             self.take_over(leases)
-        elif self.is_waiting and self.rounds.phase is Phase.CLOSED and self.takes_part:
+        elif self.is_waiting and self.rounds.phase is RoundPhase.CLOSED and self.takes_part:
             self.exchange()
         votes = self.log.votes(self.rounds, leases)
         entry = world.protocol.next_entry(self.rounds, self.own, votes, self.watch, now_s)
@@ -256,7 +256,7 @@ class World:
         self.results: dict[str, Content] = {}
         self.contents: dict[Revision, Content] = {START: frozenset()}
         self._log: list[OuterEntry] = []
-        self._rounds = Rounds(self.num_sites)
+        self._rounds = RoundFold(self.num_sites)
         self._cut_until_s: dict[object, float] = {}
         self._wrong: set[SiteId] = set()
         self._returns: list[tuple[float, Site]] = []
@@ -310,7 +310,7 @@ class World:
             case "loss":
                 self.store.values.clear()
                 self.store_epoch += 1
-                self._log, self._rounds = [], Rounds(self.num_sites)
+                self._log, self._rounds = [], RoundFold(self.num_sites)
             case "wrong":
                 self._wrong.add(site)
         self.counts[kind] += 1
@@ -375,8 +375,8 @@ class World:
         leases = {
             site: Lease(site=site, incarnation=one.incarnation, beats=0, revision=base) for site, one in sites.items()
         }
-        probe = Rounds(self.num_sites)
-        probe.round, probe.phase, probe.sites, probe.attempt = entry.round, Phase.CLOSED, sites, attempt
+        probe = RoundFold(self.num_sites)
+        probe.round, probe.phase, probe.sites, probe.attempt = entry.round, RoundPhase.CLOSED, sites, attempt
         done = OuterLog(self.store, self.num_sites).votes(probe, leases).done  # type: ignore[arg-type]
         if {site: vote.digest for site, vote in done.items()} != dict.fromkeys(entry.sites, entry.digest):
             raise Violation(f"round {entry.round} is committed without equal votes of {entry.sites}: {done}")

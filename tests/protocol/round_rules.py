@@ -21,7 +21,15 @@ class RoundObserver:
             raise Violation(f"{writer} writes {entry}: who is admitted would take the state before the round")
         self.is_due = entry.sync
 
-    def synced(self, writer: str, entry: Synced, votes: Mapping[Incarnation, Vote | None]) -> None:
+    def expects(self, writer: str, entry: object, votes: Mapping[Incarnation, Vote | None]) -> bool:
+        """Whether a round is due, whose right end the entry is."""
+        if isinstance(entry, Synced) != self.is_due:
+            raise Violation(f"{writer} writes {entry}; is a round due: {self.is_due}")
+        if isinstance(entry, Synced):
+            self._synced(writer, entry, votes)
+        return isinstance(entry, Synced)
+
+    def _synced(self, writer: str, entry: Synced, votes: Mapping[Incarnation, Vote | None]) -> None:
         results = {vote.synced for vote in votes.values() if vote is not None}
         if results != {RoundResult(entry.round, entry.sites, entry.digest)}:
             raise Violation(f"{writer} writes {entry}, and the members have {results}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spare_megatron.formats.frames import Address
-from spare_megatron.rank.outer_exchange import Fetch, OuterSource, Wanted
+from spare_megatron.rank.outer_exchange import Fetch, OuterSource, SiteContent
 from spare_megatron.state.transfer.piece_server import PieceServer
 
 CONTENT = torch.arange(3 * 2**20 + 5, dtype=torch.int64).to(torch.uint8)
@@ -27,7 +27,7 @@ def served() -> Iterator[tuple[OuterSource, Address]]:
 
 
 def fetched(address: Address, *, number: int = 7, size: int = len(CONTENT)) -> Fetch:
-    fetch = Fetch(Wanted("differences", number, {0: str(address)}), {0: size}, 5.0)
+    fetch = Fetch(SiteContent("differences", number, {0: str(address)}), {0: size}, 5.0)
     fetch.start()
     fetch.join(20.0)
     assert not fetch.is_alive()

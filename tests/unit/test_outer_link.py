@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema_sites import SitesConfig
-from spare_megatron.core.outer.entries import Revision, SiteId
-from spare_megatron.core.outer.rounds import Phase
+from spare_megatron.core.outer.entries import OpenRound, Revision, SiteId, encode_entry
+from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.rank.outer_link import Arriving, OuterLink
+from spare_megatron.store import keys
 from spare_megatron.store.interface import StoreLost
 from tests.memory_store import MemoryStore
 
@@ -76,19 +77,19 @@ def until(is_met: Callable[[], bool]) -> None:
 def test_sites_that_vote_alike_hold_the_result(sites: Sites) -> None:
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
     sites.arrive(20)
-    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    until(lambda: all(link.view.phase is RoundPhase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
     assert [one.weight for one in sites.links[0].view.sites.values()] == [4, 4]
     sites.vote("new", "new")
     until(lambda: all(link.view.revision == Revision(1, "new") for link in sites.links))
     for link in sites.links:
         link.hold(Revision(1, "new"))
-    until(lambda: all(link.view.donor is None and link.view.phase is Phase.IDLE for link in sites.links))
+    until(lambda: all(link.view.donor is None and link.view.phase is RoundPhase.IDLE for link in sites.links))
 
 
-def test_a_site_with_another_result_is_left_out_and_told_whom_to_take_it_from(sites: Sites) -> None:
+def test_a_site_with_another_result_is_left_out_and_knows_whom_to_take_it_from(sites: Sites) -> None:
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
     sites.arrive(20)
-    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    until(lambda: all(link.view.phase is RoundPhase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
     sites.vote("new", "other")
     until(lambda: sites.links[0].view.attempt == 1)
     sites.links[0].done = (1, 1, "alone")
@@ -96,13 +97,14 @@ def test_a_site_with_another_result_is_left_out_and_told_whom_to_take_it_from(si
     sites.links[0].hold(Revision(1, "alone"))
     sites.links[1].hold(FIRST)
     until(lambda: sites.links[1].view.donor == SiteId(0))
+    assert (sites.links[1].view.revision, sites.links[0].view.donor) == (Revision(1, "alone"), None)
 
 
 def test_what_a_site_has_taken_over_is_no_reason_for_a_round(sites: Sites) -> None:
     """Whatever the store said before, though it answers late."""
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
     sites.arrive(20)
-    until(lambda: all(link.view.phase is Phase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    until(lambda: all(link.view.phase is RoundPhase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
     sites.vote("new", "new")
     until(lambda: all(link.view.revision == Revision(1, "new") for link in sites.links))
     sites.links[0].hold(Revision(1, "new"))
@@ -126,4 +128,13 @@ def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> N
     sites.cuts[1].clear()
     cut_until_s = time.monotonic()
     until(lambda: sites.links[1].seen_at_s > cut_until_s)
-    assert sites.links[1].view.phase is Phase.CLOSED
+    assert sites.links[1].view.phase is RoundPhase.CLOSED
+
+
+def test_a_log_of_another_version_ends_the_link_with_the_reason(sites: Sites) -> None:
+    """Rounds then end at once, and their records say why."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    entry = encode_entry(OpenRound(round=1, site=SiteId(0), base=FIRST))
+    Store(sites.data, threading.Event()).put(keys.entry(0), entry.replace('"version":1', '"version":99'))
+    until(lambda: all(link.failure for link in sites.links))
+    assert "99" in sites.links[0].failure

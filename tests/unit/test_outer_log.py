@@ -15,7 +15,7 @@ from spare_megatron.core.outer.entries import (
     Revision,
     SiteId,
 )
-from spare_megatron.core.outer.rounds import Rounds
+from spare_megatron.core.outer.rounds import RoundFold
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.outer_log import OuterLog
 from spare_megatron.store.tcp_store import TcpControlStore, listen
@@ -64,7 +64,7 @@ def test_a_new_leader_of_a_site_finds_what_the_site_has_voted(store: ControlStor
 
 
 def test_votes_are_those_of_the_round_under_way_and_of_present_incarnations(store: ControlStore) -> None:
-    log, rounds = OuterLog(store, 2), Rounds(2)
+    log, rounds = OuterLog(store, 2), RoundFold(2)
     rounds.apply(OpenRound(round=1, site=A, base=START))
     log.arrive(arrival(A))
     log.arrive(arrival(B))

@@ -20,7 +20,7 @@ from spare_megatron.core.outer.entries import (
     decode_entry,
     encode_entry,
 )
-from spare_megatron.core.outer.rounds import Phase, Rounds
+from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 
 START = Revision(0, "start")
 WAIT_S = 30.0
@@ -39,8 +39,8 @@ def commit(number: int, *sites: SiteId, digest: str = "") -> CommitRound:
     return CommitRound(round=number, sites=sites, digest=digest or f"state {number}")
 
 
-def after(*entries: OuterEntry) -> Rounds:
-    rounds = Rounds(num_sites=3)
+def after(*entries: OuterEntry) -> RoundFold:
+    rounds = RoundFold(num_sites=3)
     for entry in entries:
         assert rounds.apply(entry) == ()
     return rounds
@@ -84,11 +84,11 @@ def own(site: SiteId = A, revision: Revision = START, *lacks: SiteId, is_due: bo
 
 def test_a_round_is_opened_closed_and_committed() -> None:
     rounds = after(open_round(1))
-    assert (rounds.phase, rounds.round, rounds.revision) == (Phase.OPEN, 1, START)
+    assert (rounds.phase, rounds.round, rounds.revision) == (RoundPhase.OPEN, 1, START)
     rounds = after(open_round(1), close(1, A, B))
-    assert (rounds.phase, list(rounds.sites)) == (Phase.CLOSED, [A, B])
+    assert (rounds.phase, list(rounds.sites)) == (RoundPhase.CLOSED, [A, B])
     rounds = after(*committed())
-    assert (rounds.phase, rounds.revision, rounds.head) == (Phase.IDLE, Revision(1, "state 1"), 3)
+    assert (rounds.phase, rounds.revision, rounds.head) == (RoundPhase.IDLE, Revision(1, "state 1"), 3)
 
 
 def test_a_round_that_loses_a_site_is_committed_by_the_others() -> None:
@@ -98,7 +98,7 @@ def test_a_round_that_loses_a_site_is_committed_by_the_others() -> None:
 
 def test_a_round_that_loses_all_sites_makes_no_state() -> None:
     rounds = after(open_round(1), close(1, A), WithoutSite(round=1, site=A))
-    assert (rounds.phase, rounds.revision) == (Phase.IDLE, START)
+    assert (rounds.phase, rounds.revision) == (RoundPhase.IDLE, START)
     assert rounds.apply(open_round(2)) == ()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spare_megatron.core.outer.entries import Revision, SiteId
-from spare_megatron.mcore.optimizer.outer_step import Message, OuterState, Rule, exchanged_bytes
+from spare_megatron.mcore.optimizer.outer_step import OuterRule, OuterState, SiteValues, exchanged_bytes
 
 SHAPES = ((3, 171), (256,), (1,), (2, 1, 300))
 """Of parameters: whole blocks, parts of one, and odd numbers."""
@@ -64,7 +64,7 @@ def reference_step(
     momentum: np.ndarray,
     received: Mapping[SiteId, np.ndarray],
     weights: Mapping[SiteId, int],
-    rule: Rule,
+    rule: OuterRule,
 ) -> tuple[np.ndarray, np.ndarray]:
     sites = sorted(weights)
     added = received[sites[0]] * np.float64(weights[sites[0]])
@@ -81,8 +81,10 @@ def reference_step(
 
 
 @pytest.mark.parametrize("bits", [32, 8, 4])
-@pytest.mark.parametrize("rule", [Rule(learning_rate=0.7, momentum=0.9), Rule(learning_rate=1.0, momentum=0.0)])
-def test_rounds_of_three_sites_are_those_of_the_reference(bits: int, rule: Rule) -> None:
+@pytest.mark.parametrize(
+    "rule", [OuterRule(learning_rate=0.7, momentum=0.9), OuterRule(learning_rate=1.0, momentum=0.0)]
+)
+def test_rounds_of_three_sites_are_those_of_the_reference(bits: int, rule: OuterRule) -> None:
     start, momentum = drawn(0), [np.zeros(shape, dtype=np.float32) for shape in SHAPES]
     sites = {site: chunks_of(start) for site in map(SiteId, range(3))}
     states = {site: OuterState(chunks) for site, chunks in sites.items()}
@@ -96,7 +98,7 @@ def test_rounds_of_three_sites_are_those_of_the_reference(bits: int, rule: Rule)
         sizes = states[0].sizes(sites[0])
         sent = {site: states[site].message(sites[site], bits) for site in weights}
         assert {len(one) for one in sent.values()} == {exchanged_bytes(sizes, bits)}
-        messages = {site: Message(one, sizes, bits) for site, one in sent.items()}
+        messages = {site: SiteValues(one, sizes, bits) for site, one in sent.items()}
         results = [states[site].result(sites[site], messages, weights, rule) for site in sites]
         assert all(torch.equal(one, results[0]) for one in results)
         expected = [
@@ -127,9 +129,11 @@ def test_one_site_keeps_its_own_bits_whatever_its_weight() -> None:
     for parameter, value in zip(chunks[0].module.parameters(), values, strict=True):
         parameter.data.copy_(torch.from_numpy(value))
     sizes = state.sizes(chunks)
-    message = Message(state.message(chunks, 32), sizes, 32)
+    message = SiteValues(state.message(chunks, 32), sizes, 32)
     for weight in (1, 3, 7919, 2**29 - 1):
-        result = state.result(chunks, {SiteId(1): message}, {SiteId(1): weight}, Rule(learning_rate=1.0, momentum=0.0))
+        result = state.result(
+            chunks, {SiteId(1): message}, {SiteId(1): weight}, OuterRule(learning_rate=1.0, momentum=0.0)
+        )
         assert result[: sum(sizes)].numpy().tobytes() == np.concatenate([one.ravel() for one in values]).tobytes()
 
 
@@ -139,7 +143,7 @@ def test_a_difference_without_a_scale_is_none(bits: int) -> None:
     chunks = chunks_of([np.zeros(300, dtype=np.float32)])
     state = OuterState(chunks)
     next(chunks[0].module.parameters()).data[0] = 1e-45
-    message = Message(state.message(chunks, bits), [300], bits)
+    message = SiteValues(state.message(chunks, bits), [300], bits)
     assert not message.values(0, torch.zeros(300), 0).any()
 
 
@@ -150,7 +154,9 @@ def test_rounding_costs_what_the_model_says() -> None:
         chunks = chunks_of([np.zeros_like(difference)])
         state = OuterState(chunks)
         next(chunks[0].module.parameters()).data.copy_(torch.from_numpy(difference))
-        found = Message(state.message(chunks, bits), [len(difference)], bits).values(0, torch.zeros(len(difference)), 0)
+        found = SiteValues(state.message(chunks, bits), [len(difference)], bits).values(
+            0, torch.zeros(len(difference)), 0
+        )
         error = np.linalg.norm(found.numpy() - difference) / np.linalg.norm(difference)
         assert least < error < most
 
@@ -180,4 +186,4 @@ def test_a_state_goes_to_another_rank_and_its_digest_with_it() -> None:
 
 def test_bytes_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match="bytes of differences, not 265"):
-        Message(torch.zeros(266, dtype=torch.uint8), [256, 1], 8)
+        SiteValues(torch.zeros(266, dtype=torch.uint8), [256, 1], 8)

@@ -168,6 +168,7 @@ def test_a_killed_process_with_much_memory_has_exited_once_it_is_awaited() -> No
 def test_a_process_that_is_gone_is_not_awaited() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
+    assert not psutil.pid_exists(process.pid)
     await_exit([process.pid])
 
 

@@ -14,7 +14,7 @@ import pytest
 from spare_megatron.process.reports import RanksStarted
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.tools.campaign.campaign_figures import FaultCount
-from spare_megatron.tools.campaign.trace_replay import NodeAbsence, ReplayedLosses, TraceReplay, replay_of
+from spare_megatron.tools.campaign.trace_replay import NodeAbsence, ReplayedAbsences, TraceReplay, replay_of
 from spare_megatron.tools.simulate.failures import Loss
 from tests.unit.test_campaign import COMMITTED
 
@@ -72,7 +72,7 @@ def test_processes_of_a_node_are_suspended_and_go_on() -> None:
         NodeAbsence(node=0, at_s=0.1, seconds=50.0),
     )
     try:
-        replay = ReplayedLosses(absences=absences, machines=("x", "y"), left_out=0, day_s=1.0)
+        replay = ReplayedAbsences(absences=absences, machines=("x", "y"), left_out=0, day_s=1.0)
         with TraceReplay(replay) as replayed:
             replayed.on_event(RanksStarted(node=1, pids={(0, 0): pids["a"], (0, 1): pids["b"]}))  # type: ignore[dict-item]
             for node in (0, 2, 11):

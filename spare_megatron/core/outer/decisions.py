@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from spare_megatron.core.outer import entries
 from spare_megatron.core.outer.entries import Done, Lease, OuterEntry, Revision, SiteId
-from spare_megatron.core.outer.rounds import Known, Phase, Rounds
+from spare_megatron.core.outer.rounds import KnownRevision, RoundFold, RoundPhase
 
 WENT_ON = "it has gone on without the result"
 """The reason of a site that leaves a round by itself."""
@@ -80,13 +80,13 @@ class LeaseWatch:
         return now_s - max(self._began_s, self._moved_at_s.get(site, self._began_s)) >= self.wait_s
 
 
-def next_entry(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
+def next_entry(rounds: RoundFold, own: Own, votes: RoundVotes, watch: LeaseWatch, now_s: float) -> OuterEntry | None:
     """The entry that the site may append at `rounds.head`; None while there is nothing to decide."""
     live = watch.live(now_s)
-    if rounds.phase is Phase.CLOSED:
+    if rounds.phase is RoundPhase.CLOSED:
         return _decide(rounds, own, votes.done, watch, now_s)
     base = newest_held(rounds, live)
-    if rounds.phase is Phase.IDLE or base != rounds.revision:
+    if rounds.phase is RoundPhase.IDLE or base != rounds.revision:
         if own.is_due and own.revision == base:
             return entries.OpenRound(round=rounds.next_round(base), site=own.site, base=base)
         return None
@@ -101,7 +101,7 @@ def next_entry(rounds: Rounds, own: Own, votes: RoundVotes, watch: LeaseWatch, n
 
 
 def _decide(
-    rounds: Rounds, own: Own, done: Mapping[SiteId, Done], watch: LeaseWatch, now_s: float
+    rounds: RoundFold, own: Own, done: Mapping[SiteId, Done], watch: LeaseWatch, now_s: float
 ) -> OuterEntry | None:
     """The next entry of a closed round."""
     live = watch.live(now_s)
@@ -128,7 +128,7 @@ def _decide(
     return None
 
 
-def _commit(rounds: Rounds, digests: Mapping[SiteId, str]) -> OuterEntry:
+def _commit(rounds: RoundFold, digests: Mapping[SiteId, str]) -> OuterEntry:
     """The commit, if all have the same result; else a site leaves whose result is not the most common one."""
     counts = Counter(digests[site] for site in rounds.sites)
     right, _ = counts.most_common(1)[0]  # of those with equally many votes the one of the lowest site
@@ -138,16 +138,16 @@ def _commit(rounds: Rounds, digests: Mapping[SiteId, str]) -> OuterEntry:
     return entries.CommitRound(round=rounds.round, sites=tuple(rounds.sites), digest=right)
 
 
-def _takes_part(rounds: Rounds, site: SiteId, incarnation: int) -> bool:
+def _takes_part(rounds: RoundFold, site: SiteId, incarnation: int) -> bool:
     return site in rounds.sites and rounds.sites[site].incarnation == incarnation
 
 
-def _holds(known: Known, lease: Lease) -> bool:
+def _holds(known: KnownRevision, lease: Lease) -> bool:
     """Whether the live site holds the revision, or is on the way to: it has not acted upon its entry yet."""
     return lease.revision == known.revision or (lease.site in known.sites and lease.head < known.head)
 
 
-def newest_held(rounds: Rounds, live: Mapping[SiteId, Lease]) -> Revision | None:
+def newest_held(rounds: RoundFold, live: Mapping[SiteId, Lease]) -> Revision | None:
     """The revision that the next round continues: the newest that is not lost.
 
     It is lost if all sites that held it are live and no live site holds it. A site that is away may still hold it:
@@ -161,12 +161,12 @@ def newest_held(rounds: Rounds, live: Mapping[SiteId, Lease]) -> Revision | None
     return max(held)[2] if held else None
 
 
-def may_arrive(rounds: Rounds, own: Own) -> bool:
+def may_arrive(rounds: RoundFold, own: Own) -> bool:
     """Whether the site, at its next commit, votes that it has arrived, if it has computed a microbatch."""
-    return rounds.phase is Phase.OPEN and own.revision == rounds.revision and not own.has_gone_on
+    return rounds.phase is RoundPhase.OPEN and own.revision == rounds.revision and not own.has_gone_on
 
 
-def donor(rounds: Rounds, own: Own, live: Mapping[SiteId, Lease]) -> SiteId | None:
+def donor(rounds: RoundFold, own: Own, live: Mapping[SiteId, Lease]) -> SiteId | None:
     """The site whose state this one takes over, as its own is not what rounds continue; None: its own is, or no site
     that holds it is live.
     """

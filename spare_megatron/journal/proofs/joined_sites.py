@@ -6,18 +6,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from spare_megatron.core.log.entries import Restart, Synced, Undo, entry_of
+from spare_megatron.core.outer.entries import Revision
 from spare_megatron.journal.fold import Finding, Fold, invalid, unknown
 from spare_megatron.journal.records import RoundRecord
 
 Steps = tuple[int, int]
 """First step, and the one after the last."""
-
-
-class Revision(NamedTuple):
-    """As in `core.outer.entries`; round 0 is the state in which training begins."""
-
-    round: int
-    digest: str
 
 
 _START = Revision(0, "")
@@ -90,7 +84,7 @@ class SiteHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSteps:
-    """What of the steps of a site is in the joined parameters."""
+    """Steps of a site: those that are in the joined parameters, and those that are not."""
 
     site: int
     joined: list[Steps]
@@ -113,25 +107,25 @@ class JoinedSites:
 def join_sites(histories: Sequence[SiteHistory]) -> JoinedSites:
     """What the runs of sites, one history each, have together."""
     newest = max(history.marks[-1][1] for history in histories)
-    told = {revision: one for history in histories for revision, one in history.contributed.items()}
+    contributed = {revision: one for history in histories for revision, one in history.contributed.items()}
     chain: list[Revision] = []
     revision = newest
     while revision.round:
         chain.append(revision)
-        base = told[revision].base if revision in told else _START
+        base = contributed[revision].base if revision in contributed else _START
         revision = base if base.round < revision.round else _START
     weights = {revision: one for history in histories for revision, one in history.weights.items()}
     joined: dict[int, list[Steps]] = {history.site: [] for history in histories}
     findings: list[Finding] = []
     for revision in chain:
         findings += _contradictions(revision, histories)
-        if revision not in told:
+        if revision not in contributed:
             findings.append(unknown(f"round {revision.round}: no run that took part in it is given"))
             continue
-        for site in told[revision].sites:
+        for site in contributed[revision].sites:
             weight = weights.get(revision, {}).get(str(site))
             own = [history for history in histories if history.site == site]
-            steps = own[0].steps_in(revision, told[revision].base, weight) if own else None
+            steps = own[0].steps_in(revision, contributed[revision].base, weight) if own else None
             if steps is not None:
                 joined[site].append(steps)
             else:
@@ -151,8 +145,8 @@ def join_sites(histories: Sequence[SiteHistory]) -> JoinedSites:
 
 def _contradictions(revision: Revision, histories: Sequence[SiteHistory]) -> Iterator[Finding]:
     what = f"round {revision.round}"
-    told = [one.contributed[revision] for one in histories if revision in one.contributed]
-    if len({(one.base, one.sites) for one in told}) > 1:
+    contributed = [one.contributed[revision] for one in histories if revision in one.contributed]
+    if len({(one.base, one.sites) for one in contributed}) > 1:
         yield invalid(f"{what}: its sites disagree about who took part, or what it continues")
     for history in histories:
         if history.wrong_weight(revision):

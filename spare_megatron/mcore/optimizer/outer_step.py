@@ -54,7 +54,7 @@ def rounded(difference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return scales, pairs[:, 0] | (pairs[:, 1] << 4)
 
 
-class Message:
+class SiteValues:
     """The values of a site's parameters, as they are sent: themselves, or scales of all, then differences of all."""
 
     def __init__(self, content: Tensor, sizes: Sequence[int], bits: int) -> None:
@@ -87,7 +87,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class OuterRule:
     """Rate and momentum factor of the outer step."""
 
     learning_rate: float
@@ -136,7 +136,7 @@ class OuterState:
         return [len(self.start[one.parameter]) for one in named_parameters(chunks)]
 
     def message(self, chunks: Sequence[Chunk], bits: int) -> Tensor:
-        """The bytes of a `Message` with the parameters as they are now."""
+        """The bytes of a `SiteValues` with the parameters as they are now."""
         if bits == 32:
             return torch.cat([_flat(one.parameter) for one in named_parameters(chunks)]).view(torch.uint8)
         parts = []
@@ -147,7 +147,11 @@ class OuterState:
         return torch.cat([scales, *(numbers for _, numbers in parts)])
 
     def result(
-        self, chunks: Sequence[Chunk], messages: Mapping[SiteId, Message], weights: Mapping[SiteId, int], rule: Rule
+        self,
+        chunks: Sequence[Chunk],
+        messages: Mapping[SiteId, SiteValues],
+        weights: Mapping[SiteId, int],
+        rule: OuterRule,
     ) -> Tensor:
         """New values of all parameters, then their momentum, of the sites that `weights` names: fp32, flat."""
         sizes = self.sizes(chunks)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spare_megatron.journal.state.summary import Summary
     from spare_megatron.tools.campaign.campaign_figures import FaultCount
     from spare_megatron.tools.campaign.process_watch import ProcessReport
-    from spare_megatron.tools.campaign.trace_replay import ReplayedLosses
+    from spare_megatron.tools.campaign.trace_replay import ReplayedAbsences
 
 
 @outlasting()
@@ -103,7 +103,7 @@ def campaign(
 
 
 def _train(
-    config: "RunConfig", directory: RunDirectory, console: RunConsole, replay: "ReplayedLosses | None"
+    config: "RunConfig", directory: RunDirectory, console: RunConsole, replay: "ReplayedAbsences | None"
 ) -> "tuple[Summary, ProcessReport, dict[str, FaultCount]]":
     """The run, its processes, and the faults that its journal does not know: absences of nodes."""
     from spare_megatron.tools.campaign.process_watch import ProcessWatch
@@ -122,7 +122,7 @@ def _train(
     return summary, watch.report(), outside
 
 
-def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "ReplayedLosses":
+def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "ReplayedAbsences":
     """Raises ValueError for options and runs that do not fit each other."""
     from spare_megatron.formats.quantities import parse_duration_s
     from spare_megatron.tools.campaign.trace_replay import replay_of

@@ -30,7 +30,7 @@ class NodeAbsence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedLosses:
+class ReplayedAbsences:
     """The part of a trace that a run replays: `machines` by the node that stands for them; `left_out` counts losses of
     other machines.
     """
@@ -49,7 +49,7 @@ class ReplayedLosses:
         )
 
 
-def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float], day_s: float) -> ReplayedLosses:
+def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float], day_s: float) -> ReplayedAbsences:
     """The losses that begin in these days, of as many machines as there are nodes: those that have most of them.
     A day of the trace takes `day_s` seconds. Raises ValueError where that is not possible.
     """
@@ -70,7 +70,7 @@ def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float],
         for loss in inside
         if loss.machine in nodes
     )
-    return ReplayedLosses(
+    return ReplayedAbsences(
         absences=absences, machines=tuple(machines), left_out=len(inside) - len(absences), day_s=day_s
     )
 
@@ -78,7 +78,7 @@ def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float],
 class TraceReplay:
     """Context manager that suspends and resumes the processes of nodes, which all run on this machine."""
 
-    def __init__(self, losses: ReplayedLosses) -> None:
+    def __init__(self, losses: ReplayedAbsences) -> None:
         self._losses = losses
         self._processes: dict[int, Sequence[psutil.Process]] = {}
         self._suspended: dict[int, list[psutil.Process]] = {}

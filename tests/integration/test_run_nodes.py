@@ -232,9 +232,16 @@ def exit_code(process: "subprocess.Popen[bytes]", folder: Path) -> int:
     try:
         code = process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"it has not ended: {output_of(folder)}") from error
+        raise AssertionError(f"it has not ended: {output_of(folder)}\n{state_of(process.pid, folder)}") from error
     print(output_of(folder))
     return code
+
+
+def state_of(pid: int, folder: Path) -> str:
+    """What runs below the process, and the ends of what the run beside the folder has written."""
+    below = [f"{one.pid} {one.status()} {one.cmdline()[-3:]}" for one in psutil.Process(pid).children(recursive=True)]
+    files = sorted(file for part in ("journal", "logs") for file in (folder.parent / "run" / part).glob("*"))
+    return "\n".join([*below, *(f"{file.name}: {file.read_text()[-500:]}" for file in files)])
 
 
 def committed(run_dir: Path, group: int = 0) -> int:

@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from benchmarks.peers.environment import ROOT, peer_python, peer_variables
+from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.loader import dump_run_config, load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.core.log.loss_sums import mean_loss
-from spare_megatron.driver.run import start_run
+from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.mcore.model.training_samples import prepare_index
@@ -77,9 +78,9 @@ def with_sites(config: RunConfig, options: argparse.Namespace, every: int, site:
 
 def loss_of(run_dir: Path) -> float:
     """Of the evaluation after the last step. RuntimeError: the run has not finished."""
-    outcome = json.loads((run_dir / "summary.json").read_text())["outcome"]
-    if outcome != "finished":
-        raise RuntimeError(f"{run_dir.name}: {outcome}")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    if summary["outcome"] != "finished":
+        raise RuntimeError(f"{run_dir.name} {summary['outcome']}: {summary['reason']}")
     entries = [record.entry for record in read_journal(run_dir).of(EntryRecord)]
     *_, last = (entry for entry in entries if entry["entry"] == "evaluated")
     return mean_loss(last["sums"])
@@ -165,6 +166,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="a further setting")
     options = parser.parse_args()
+    config = config_of(options, 1, options.sites)
+    if found := problems(config, look_at_machine(config)):
+        parser.error("; ".join(found))
     with tempfile.TemporaryDirectory() as folder:
         result = {**vars(options), **summarize(list(measure(options, Path(folder)))), **origin()}
     print(json.dumps(result, indent=None if options.json else 2))

@@ -92,7 +92,7 @@ ALONE = {
         {"ratio_to_model", "ratio_to_sums", "longest_wait_s", "steps_lost", "verdicts"},
     ),
     "sites_loss": (
-        "--seeds 1 --steps 4 --every 2 --sequences 4",
+        "--seeds 1 --steps 4 --every 2 --sequences 8",
         {"losses", "mean", "spread", "above_sums", "hours"},
     ),
     "slow_group": (

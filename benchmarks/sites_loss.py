@@ -3,8 +3,8 @@
 The run that sums has a group for each site, and reads in a step what all sites together read in one. Losses are those
 of the same validation text after the last step, at sites the mean over them: of the steps after its last round, fewer
 than those between two, each has its own alone. `--torchft` adds its DiLoCo, whose last step ends a round, with the
-samples and the inner and outer steps of our sites. Waits are long, so that no site is left out on a
-busy machine; how many rounds had all sites is printed.
+samples and the inner and outer steps of our sites. Waits are long, so that no site is left out on a busy machine; how
+many rounds had all sites is printed.
 """
 
 import argparse

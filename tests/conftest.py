@@ -52,17 +52,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture
-def _handlers() -> Iterator[None]:
-    """A command that was interrupted ignores further signals to its end, and would hand that on to other tests."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if handler is signal.SIG_IGN:  # as a shell has some of them in a job in the background
-            signal.signal(number, signal.SIG_DFL)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A command may leave signals ignored or blocked, as its process ends with it. What later tests start would inherit
+    that, and a shell cannot trap a signal that was ignored when it started.
+    """
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     for number, handler in before.items():
-        signal.signal(number, handler)
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@pytest.fixture
+def _handlers() -> None:
+    """Default handlers of signals that the caller of pytest ignores, as a shell has some in a background job."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

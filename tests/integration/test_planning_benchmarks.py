@@ -6,7 +6,6 @@ They run in this process, which has what they import, as the scripts that they a
 import json
 import resource
 import runpy
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +54,8 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Takes back what scripts change in their process."""
     for what in ("argv", "path"):
         monkeypatch.setattr(sys, what, list(getattr(sys, what)))
-    handler, limits = signal.getsignal(signal.SIGTERM), resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
-    signal.signal(signal.SIGTERM, handler)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

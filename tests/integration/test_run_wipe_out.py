@@ -79,11 +79,10 @@ def test_a_run_whose_driver_is_asked_to_end_does_so_with_the_next_steps(
         if isinstance(event, moment):
             signal.raise_signal(signal.SIGUSR1)  # to this thread: others of the tests' process would let it through
 
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with end_signal.blocked():
         config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=5000)
         run = complete_run(config, tmp_path / "run", on_event=on_event)
-    signal.signal(signal.SIGUSR1, before)
     assert (run.summary.verdict, run.summary.outcome) == ("valid", "stopped")
     assert run.summary.outcome_reason.startswith("asked to end by SIGUSR1 after ")
     assert run.summary.steps_committed > 0

@@ -45,6 +45,8 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 
 HOST = "127.0.0.1"
 START_S = 30.0
+_inherited: set[int] = set()
+"""Inodes of memory that the server has from this process: mappings of earlier tests that are not collected yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Node:
 def running_server(run_dir: Path) -> Iterator[NodeSnapshotServer]:
     """A snapshot server that answers."""
     snapshot_server = NodeSnapshotServer(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
+    _inherited.clear()
+    _inherited.update(memory_of(os.getpid()))
     try:
         await_server(snapshot_server)
         yield snapshot_server
@@ -122,7 +126,12 @@ def server_pid() -> int:
 
 def num_kept() -> int:
     """Lots of memory for snapshots that the server has."""
-    return len({file.stat().st_ino for file in memory_files(server_pid())})
+    return len(memory_of(server_pid()) - _inherited)
+
+
+def memory_of(pid: int) -> set[int]:
+    """Inodes of the memory for snapshots that a process has open."""
+    return {file.stat().st_ino for file in memory_files(pid)}
 
 
 def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(snapshot_server: NodeSnapshotServer) -> None:

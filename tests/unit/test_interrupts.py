@@ -22,7 +22,7 @@ from spare_megatron.process import processes
 from spare_megatron.process.processes import end_child, fork_server, start_child
 from tests.search_path import ROOT, with_checkout
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("_handlers")]
 
 NUM_MOMENTS = 200
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
@@ -73,7 +73,6 @@ def test_a_signal_after_a_command_leaves_its_exit_code_alone(at_the_end: str) ->
 # ------------------------------------------------------------------------------------------------ raised once
 
 
-@pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("number", ENDING)
 def test_a_second_signal_does_not_break_off_the_cleaning_up(number: signal.Signals) -> None:
     done = []
@@ -92,7 +91,6 @@ def test_a_second_signal_does_not_break_off_the_cleaning_up(number: signal.Signa
     assert done == ["cleaned up"]
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_handlers_are_as_before_if_no_signal_came() -> None:
     before = signal.getsignal(signal.SIGINT)
     with raising(), deferred() as interrupts, interrupts.allowed():
@@ -103,7 +101,6 @@ def test_handlers_are_as_before_if_no_signal_came() -> None:
 # --------------------------------------------------------------------------------------------------- deferred
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_a_deferred_signal_takes_effect_at_the_end_of_the_block() -> None:
     done = []
 
@@ -117,7 +114,6 @@ def test_a_deferred_signal_takes_effect_at_the_end_of_the_block() -> None:
     assert done == ["acted", "whole"]
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_what_is_started_after_a_signal_is_acted_on_too() -> None:
     started, ended = [], []
 
@@ -132,7 +128,6 @@ def test_what_is_started_after_a_signal_is_acted_on_too() -> None:
     assert ended == ["fork server"]
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_a_deferred_signal_ends_a_wait_also_one_that_begins_later() -> None:
     ours, _theirs = multiprocessing.Pipe()
 
@@ -147,7 +142,6 @@ def test_a_deferred_signal_ends_a_wait_also_one_that_begins_later() -> None:
         block()
 
 
-@pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("is_before", [False, True])
 def test_a_long_call_in_a_deferred_block_can_be_broken_off_and_what_follows_cannot(*, is_before: bool) -> None:
     done = []
@@ -169,7 +163,6 @@ def test_a_long_call_in_a_deferred_block_can_be_broken_off_and_what_follows_cann
     assert done == ["cleaned up"]
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_what_fails_after_a_signal_gives_way_to_it() -> None:
 
     def block() -> None:
@@ -181,7 +174,6 @@ def test_what_fails_after_a_signal_gives_way_to_it() -> None:
         block()
 
 
-@pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_that_is_ignored_stays_ignored_also_in_programs_that_are_started(number: signal.Signals) -> None:
     """As SIGHUP is under nohup, which the kernel sends to all processes of the terminal."""
@@ -193,7 +185,6 @@ def test_a_signal_that_is_ignored_stays_ignored_also_in_programs_that_are_starte
         assert subprocess.run(command, timeout=100, check=False).returncode == 0
 
 
-@pytest.mark.usefixtures("_handlers")
 def test_a_signal_during_the_cleaning_up_is_acted_on_there() -> None:
     done = []
 

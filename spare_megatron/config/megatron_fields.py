@@ -191,6 +191,21 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "cannot be had: it was not checked here; choose softmax or sigmoid")),
     ("moe_token_dispatcher_type", Condition(lambda c: c.megatron["moe_token_dispatcher_type"] != "flex",
          "cannot be had: it was not checked here; choose alltoall or allgather")),
+    ("mtp_num_layers", Condition(lambda c: not c.data.mask_settings,
+         "does not go with settings of [data] that mask by the ends of documents: the ratio of the tokens that count "
+         "for its losses and for the next token would differ between microbatches; remove it, or them")),
+    ("mtp_num_layers", Condition(lambda c: c.layout.context_parallel == 1,
+         "does not go with layout.context_parallel above 1: it moves tokens over Megatron's global group; change one")),
+    ("mtp_num_layers", Condition(
+         lambda c: not c.model.tie_embeddings or c.layout.pipeline_parallel * c.layout.virtual_pipeline == 1,
+         "with several stages needs model.tie_embeddings=false: Megatron would make an output layer that nothing uses; "
+         "set that")),
+    ("mtp_num_layers", Condition(lambda c: c.megatron.get("recompute_granularity") != "full",
+         "was not checked with megatron.recompute_granularity=full; remove one of them, or recompute modules")),
+    ("mtp_num_layers", Condition(
+         lambda c: c.megatron.get("no_rope_freq") is None and c.megatron.get("window_attn_skip_freq") is None,
+         "does not go with megatron.no_rope_freq nor megatron.window_attn_skip_freq, which number the model's layers "
+         "alone; remove it, or them")),
     ("multi_latent_attention", Condition(lambda c: model_fields(c)["num_query_groups"] is None,
          "has keys and values for every head, and query groups would be ignored; remove num_query_groups")),
     ("multi_latent_attention", Condition(lambda c: not model_fields(c)["add_qkv_bias"],

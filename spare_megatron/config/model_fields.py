@@ -63,6 +63,11 @@ def uses_yarn(config: RunConfig) -> bool:
     return config.model.position_embedding == "rope" and kind == "yarn"
 
 
+def num_future_tokens(config: RunConfig) -> Any:
+    """Tokens after the next one that multi-token prediction predicts."""
+    return config.megatron.get("mtp_num_layers") or 0
+
+
 def head_widths(config: RunConfig) -> tuple[Any, Any]:
     """Values of a query or key in one attention head, and of a value."""
     if is_latent(config):

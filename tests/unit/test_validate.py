@@ -394,11 +394,41 @@ def test_what_goes_with_it_passes(more: tuple[str, ...]) -> None:
 
 def test_deepseek_v3_has_as_many_parameters_as_it_has_published() -> None:
     """671B, of which 37B compute a token: arXiv 2412.19437, section 4.2. The published weights have as many numbers,
-    without those of a further predicted token, and 256 biases in each of 58 routers.
+    with 256 biases in each of 58 routers, beside 11.5B of a further predicted token.
     """
     shape = model_shape(load_run_config(Path("deepseek_v3_like"), ["model.num_layers=61"]).config)
-    assert shape.num_parameters == 671_026_419_200 - 58 * 256
-    assert shape.num_active_parameters == pytest.approx(37e9, rel=0.02)
+    further = sum(module.num_parameters for module in shape.future)
+    assert further == pytest.approx(11.5e9, rel=0.01)
+    assert shape.num_parameters - further == 671_026_419_200 - 58 * 256
+    idle = sum(module.idle for module in shape.future)
+    assert shape.num_active_parameters - (further - idle) == pytest.approx(37e9, rel=0.02)
+
+
+FUTURE = ("model.position_embedding=rope", "megatron.mtp_num_layers=2", "data.corpus=none", "cluster.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusal"),
+    [
+        ((), ""),
+        (("megatron.mtp_num_layers=0",), "megatron.mtp_num_layers=0 must be at least 1"),
+        (("megatron.mtp_loss_scaling_factor=-1",), "megatron.mtp_loss_scaling_factor=-1 must be at least 0"),
+        (("data.eod_mask_loss=true",), "megatron.mtp_num_layers=2 does not go with settings of [data] that mask"),
+        (("layout.context_parallel=2",), "megatron.mtp_num_layers=2 does not go with layout.context_parallel above 1"),
+        (("layout.pipeline_parallel=2",), "megatron.mtp_num_layers=2 with several stages needs model.tie_embeddings"),
+        (("layout.pipeline_parallel=2", "model.tie_embeddings=false"), ""),
+        (("megatron.no_rope_freq=2",), "megatron.mtp_num_layers=2 does not go with megatron.no_rope_freq nor"),
+    ],
+)
+def test_several_tokens_are_predicted_where_that_was_checked(overrides: tuple[str, ...], refusal: str) -> None:
+    found = problems(load_run_config(None, [*FUTURE, *overrides]).config, MACHINE)
+    assert any(refusal in one for one in found) if refusal else found == []
+
+
+def test_several_tokens_are_not_predicted_by_the_model_or_the_loss_of_a_program() -> None:
+    programmed = replace(MACHINE, program=frozenset({"forward_step", "model_provider"}))
+    found = problems(load_run_config(None, [*FUTURE, "program.file=mine.py"]).config, programmed)
+    assert "program.file=mine.py defines forward_step and model_provider; remove the setting" in found[-1]
 
 
 def test_a_training_may_go_on_with_other_wavelengths_and_with_no_other_widths() -> None:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from spare_megatron.config.building import nearest
 from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
-from spare_megatron.config.model_fields import YARN, is_latent, model_fields, uses_yarn
+from spare_megatron.config.model_fields import YARN, is_latent, model_fields, num_future_tokens, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
@@ -139,6 +139,8 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     if is_latent(config):
         fields["rotary_base"] = model.rope_base
     fields |= {key: _megatron_value(key, value) for key, value in model_fields(config).items()}
+    if num_future_tokens(config):
+        fields["mtp_loss_scaling_factor"] = 0.0  # these losses are terms here (`future_tokens`)
     if fields["window_size"] is not None:
         fields["window_size"] = tuple(fields["window_size"])  # transformer-engine compares it with tuples
     return fields

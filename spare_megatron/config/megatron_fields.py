@@ -131,7 +131,7 @@ def _is_window_pattern(config: RunConfig) -> bool:
 # fmt: off
 _NOT_LATENT = (
     "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
-    "rotary_interleaved", "sequence_parallel", "softmax_scale", "softmax_type",
+    "rotary_interleaved", "rotary_percent", "sequence_parallel", "softmax_scale", "softmax_type",
 )
 """Fields that latent attention ignores or refuses, or that were not checked with it."""
 
@@ -228,9 +228,15 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "that instead")),
     ("rope_type", Condition(lambda c: is_latent(c) or not uses_yarn(c) or c.layout.context_parallel == 1,
          "does not go with layout.context_parallel above 1: Megatron does not divide its positions; change one")),
+    ("rotary_percent", Condition(
+         lambda c: not isinstance(part := c.megatron["rotary_percent"], int | float) or part <= 1.0,
+         "is the part of a head that is rotated, at most 1; lower it")),
+    *((field, Condition(lambda c: c.megatron.get("rotary_percent") in (None, 1.0),
+         "was not checked with megatron.rotary_percent below 1; remove one of them"))
+      for field in ("apply_rope_fusion", "fused_single_qkv_rope")),
     *((field, Condition(lambda c: is_latent(c) or not uses_yarn(c),
          "does not go with megatron.rope_type=yarn: it would be ignored, or was not checked; remove it"))
-      for field in ("apply_rope_fusion", "fused_single_qkv_rope", "rotary_interleaved")),
+      for field in ("apply_rope_fusion", "fused_single_qkv_rope", "rotary_interleaved", "rotary_percent")),
     *((field, Condition(lambda c: not is_latent(c),
          "does not go with megatron.multi_latent_attention=true: it would be ignored, or was not checked; remove it"))
       for field in _NOT_LATENT),

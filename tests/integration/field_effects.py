@@ -126,6 +126,7 @@ ON_CPUS: Mapping[str, Case] = {
     "qk_pos_emb_head_dim": Case(LATENT, (4, 8), SHAPES),
     "rope_type": Case(LATENT, ("rope",), GRADIENTS),
     "rotary_interleaved": Case(ROPE, (True,), GRADIENTS),
+    "rotary_percent": Case(ROPE, (0.25, 0.5), GRADIENTS),
     "rotary_scaling_factor": Case(YARN, (2.0, 8.0), GRADIENTS),
     "softmax_scale": Case((), (0.1, 2.0), GRADIENTS),
     "softmax_type": Case((), ("off-by-one", "learnable"), GRADIENTS),

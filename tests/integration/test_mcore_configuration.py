@@ -144,7 +144,7 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"mtp_use_repeated_layer": True}, "checked here in Megatron's usual form alone"),
         ({"multi_latent_attention": True}, r"has no effect without model\.position_embedding=rope"),
         ({"kv_lora_rank": 4}, r"has no effect without megatron\.multi_latent_attention; remove it, or set that"),
-        ({"rotary_percent": 0.5}, "it was not checked here"),
+        ({"rotary_percent": 0.5}, r"has no effect without model\.position_embedding=rope"),
         ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
         ({"cuda_graph_impl": "local"}, "a patch has another number of microbatches than the graph"),
         ({"qk_l2_norm": True}, "would be ignored"),

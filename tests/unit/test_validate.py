@@ -371,7 +371,7 @@ def found(*settings: str) -> list[str]:
         (("megatron.kv_channels=8",), "megatron.kv_channels=8 does not go with megatron.multi_latent_attention"),
         (("megatron.rope_type=linear",), "megatron.rope_type=linear cannot be had: Megatron has rope and yarn"),
         (("megatron.rope_type=rope", "megatron.beta_fast=8"), "has no effect without megatron.rope_type=yarn"),
-        (("megatron.qk_pos_emb_head_dim=7",), "rotates pairs of values, but a head is 7 wide"),
+        (("megatron.qk_pos_emb_head_dim=7",), "rotates pairs of values, but 7 of a head are"),
         (("megatron.v_head_dim=0",), "megatron.v_head_dim=0 must be at least 1"),
         (("layout.tensor_parallel=2",), "gathers latent queries over Megatron's global groups"),
         ((*LATENT_ON_GPUS, "layout.context_parallel=2"), "with layers of transformer-engine was not checked with"),
@@ -402,6 +402,24 @@ def test_deepseek_v3_has_as_many_parameters_as_it_has_published() -> None:
     assert shape.num_parameters - further == 671_026_419_200 - 58 * 256
     idle = sum(module.idle for module in shape.future)
     assert shape.num_active_parameters - (further - idle) == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("part", "refusal"),
+    [
+        ("0.75", ""),
+        ("1.5", "megatron.rotary_percent=1.5 is the part of a head that is rotated, at most 1"),
+        ("-1", "megatron.rotary_percent=-1 must be above 0"),
+        ("0.4", "rotates pairs of values, but 3 of a head are to be rotated (model.hidden_size=64"),
+        ("0.01", "rotates pairs of values, but 0 of a head are"),
+        ("half", None),
+    ],
+)
+def test_a_part_of_a_head_is_rotated(part: str, refusal: str | None) -> None:
+    """What is no number is refused with all fields of wrong types, when Megatron's configuration is built."""
+    given = ["model.position_embedding=rope", "model.num_attention_heads=8", f"megatron.rotary_percent={part}"]
+    found = problems(load_run_config(None, [*given, "data.corpus=none", "cluster.device=cpu"]).config, MACHINE)
+    assert any(refusal in one for one in found) if refusal else found == []
 
 
 FUTURE = ("model.position_embedding=rope", "megatron.mtp_num_layers=2", "data.corpus=none", "cluster.device=cpu")

@@ -206,6 +206,7 @@ def gpt_model(context: ModelContext) -> GPTModel:
             parallel_output=True,
             share_embeddings_and_output_weights=config.model.tie_embeddings,
             position_embedding_type="yarn" if stretches else config.model.position_embedding,
+            rotary_percent=config.megatron.get("rotary_percent", 1.0),
             rotary_base=config.model.rope_base,
             rope_scaling=config.model.rope_scaling_factor != 1.0,
             rope_scaling_factor=config.model.rope_scaling_factor,

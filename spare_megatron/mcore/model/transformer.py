@@ -29,6 +29,9 @@ FIELDS = {
 }
 """Of all models that can be built."""
 
+_OF_GPT = ("rope_type", "rotary_percent")
+"""Fields of models with latent attention alone; of others they are arguments of `GPTModel`."""
+
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -84,7 +87,7 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     """Megatron's configuration of a run's model and schedule. ValueError: a `[megatron]` field cannot be used."""
     _refuse(config)
     fields = _fields(config, device)
-    apart = {} if is_latent(config) else {name: fields.pop(name) for name in ("rope_type", *YARN) if name in fields}
+    apart = {} if is_latent(config) else {name: fields.pop(name) for name in (*_OF_GPT, *YARN) if name in fields}
     with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
             built = (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)

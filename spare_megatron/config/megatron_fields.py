@@ -131,7 +131,7 @@ def _is_window_pattern(config: RunConfig) -> bool:
 # fmt: off
 _NOT_LATENT = (
     "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
-    "rotary_interleaved", "sequence_parallel", "softmax_scale", "softmax_type",
+    "rotary_interleaved", "rotary_percent", "sequence_parallel", "softmax_scale", "softmax_type",
 )
 """Fields that latent attention ignores or refuses, or that were not checked with it."""
 
@@ -191,6 +191,21 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "cannot be had: it was not checked here; choose softmax or sigmoid")),
     ("moe_token_dispatcher_type", Condition(lambda c: c.megatron["moe_token_dispatcher_type"] != "flex",
          "cannot be had: it was not checked here; choose alltoall or allgather")),
+    ("mtp_num_layers", Condition(lambda c: not c.data.mask_settings,
+         "does not go with settings of [data] that mask by the ends of documents: the ratio of the tokens that count "
+         "for its losses and for the next token would differ between microbatches; remove it, or them")),
+    ("mtp_num_layers", Condition(lambda c: c.layout.context_parallel == 1,
+         "does not go with layout.context_parallel above 1: it moves tokens over Megatron's global group; change one")),
+    ("mtp_num_layers", Condition(
+         lambda c: not c.model.tie_embeddings or c.layout.pipeline_parallel * c.layout.virtual_pipeline == 1,
+         "with several stages needs model.tie_embeddings=false: Megatron would make an output layer that nothing uses; "
+         "set that")),
+    ("mtp_num_layers", Condition(lambda c: c.megatron.get("recompute_granularity") != "full",
+         "was not checked with megatron.recompute_granularity=full; remove one of them, or recompute modules")),
+    ("mtp_num_layers", Condition(
+         lambda c: c.megatron.get("no_rope_freq") is None and c.megatron.get("window_attn_skip_freq") is None,
+         "does not go with megatron.no_rope_freq nor megatron.window_attn_skip_freq, which number the model's layers "
+         "alone; remove it, or them")),
     ("multi_latent_attention", Condition(lambda c: model_fields(c)["num_query_groups"] is None,
          "has keys and values for every head, and query groups would be ignored; remove num_query_groups")),
     ("multi_latent_attention", Condition(lambda c: not model_fields(c)["add_qkv_bias"],
@@ -213,9 +228,15 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "that instead")),
     ("rope_type", Condition(lambda c: is_latent(c) or not uses_yarn(c) or c.layout.context_parallel == 1,
          "does not go with layout.context_parallel above 1: Megatron does not divide its positions; change one")),
+    ("rotary_percent", Condition(
+         lambda c: not isinstance(part := c.megatron["rotary_percent"], int | float) or part <= 1.0,
+         "is the part of a head that is rotated, at most 1; lower it")),
+    *((field, Condition(lambda c: c.megatron.get("rotary_percent") in (None, 1.0),
+         "was not checked with megatron.rotary_percent below 1; remove one of them"))
+      for field in ("apply_rope_fusion", "fused_single_qkv_rope")),
     *((field, Condition(lambda c: is_latent(c) or not uses_yarn(c),
          "does not go with megatron.rope_type=yarn: it would be ignored, or was not checked; remove it"))
-      for field in ("apply_rope_fusion", "fused_single_qkv_rope", "rotary_interleaved")),
+      for field in ("apply_rope_fusion", "fused_single_qkv_rope", "rotary_interleaved", "rotary_percent")),
     *((field, Condition(lambda c: not is_latent(c),
          "does not go with megatron.multi_latent_attention=true: it would be ignored, or was not checked; remove it"))
       for field in _NOT_LATENT),

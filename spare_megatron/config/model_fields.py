@@ -63,6 +63,11 @@ def uses_yarn(config: RunConfig) -> bool:
     return config.model.position_embedding == "rope" and kind == "yarn"
 
 
+def num_future_tokens(config: RunConfig) -> Any:
+    """Tokens after the next one that multi-token prediction predicts."""
+    return config.megatron.get("mtp_num_layers") or 0
+
+
 def head_widths(config: RunConfig) -> tuple[Any, Any]:
     """Values of a query or key in one attention head, and of a value."""
     if is_latent(config):
@@ -74,7 +79,10 @@ def head_widths(config: RunConfig) -> tuple[Any, Any]:
 
 def rotated_width(config: RunConfig) -> Any:
     """Values of a query or key in one head that rotary position encoding rotates."""
-    return model_fields(config)["qk_pos_emb_head_dim"] if is_latent(config) else head_widths(config)[0]
+    if is_latent(config):
+        return model_fields(config)["qk_pos_emb_head_dim"]
+    width, part = head_widths(config)[0], config.megatron.get("rotary_percent", 1.0)
+    return int(width * part) if isinstance(width, int) and isinstance(part, int | float) else width
 
 
 def _fields_of(model: ModelConfig) -> dict[str, Any]:

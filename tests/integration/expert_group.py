@@ -27,7 +27,7 @@ from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from spare_megatron.stacking.plans import Microbatch
-from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, reduce_alone, work_of
+from tests.integration.mcore_group import CPU, TIMEOUT_S, Arrays, agreed_loss, agreed_terms, reduce_alone, work_of
 
 
 def reference_sums(
@@ -206,7 +206,7 @@ def _results(trainer: GroupTrainer, config: RunConfig, steps: range) -> Iterator
         trainer.begin_step(step)
         trainer.compute(all_units(config, step))
         reduce_alone(trainer)
-        yield trainer.update(agreed_loss(trainer))
+        yield trainer.update(agreed_loss(trainer), terms=agreed_terms(trainer))
 
 
 def _full_model(config: RunConfig, parameters: Arrays) -> GPTModel:

@@ -16,7 +16,7 @@ from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.pipeline import Item
 from spare_megatron.mcore.model.program import program_of
 from spare_megatron.mcore.trainer import GroupTrainer
-from tests.integration.mcore_group import agreed_loss, all_work, reduce_alone
+from tests.integration.mcore_group import agreed_loss, agreed_terms, all_work, reduce_alone
 
 SEQ_LENGTH, VOCAB_SIZE = 16, 64
 
@@ -113,6 +113,8 @@ ON_CPUS: Mapping[str, Case] = {
     "moe_z_loss_coeff": Case(EXPERTS, (0.1, 0.01), GRADIENTS),
     "mscale": Case(YARN, (0.5, 2.0), GRADIENTS),
     "mscale_all_dim": Case(YARN, (0.5, 1.0), GRADIENTS),
+    "mtp_loss_scaling_factor": Case((*ROPE, "megatron.mtp_num_layers=1"), (0.2, 0.5), GRADIENTS),
+    "mtp_num_layers": Case(ROPE, (1, 2), SHAPES),
     "multi_latent_attention": Case(ROPE, (True,), SHAPES),
     "no_rope_freq": Case(ROPE, (1, 2, [0, 1]), GRADIENTS),
     "normalization": Case((), ("RMSNorm",), SHAPES),
@@ -124,6 +126,7 @@ ON_CPUS: Mapping[str, Case] = {
     "qk_pos_emb_head_dim": Case(LATENT, (4, 8), SHAPES),
     "rope_type": Case(LATENT, ("rope",), GRADIENTS),
     "rotary_interleaved": Case(ROPE, (True,), GRADIENTS),
+    "rotary_percent": Case(ROPE, (0.25, 0.5), GRADIENTS),
     "rotary_scaling_factor": Case(YARN, (2.0, 8.0), GRADIENTS),
     "softmax_scale": Case((), (0.1, 2.0), GRADIENTS),
     "softmax_type": Case((), ("off-by-one", "learnable"), GRADIENTS),
@@ -219,7 +222,7 @@ def _effects(config: RunConfig, device: torch.device) -> Effects:
         trainer.compute(all_work(config))
         gradients = _digest(trainer.slabs[0].gradients.local_sums())
         reduce_alone(trainer)
-        trainer.update(agreed_loss(trainer))
+        trainer.update(agreed_loss(trainer), terms=agreed_terms(trainer))
     updated = [*(one.parameter for one in named), *(bias for _, bias in trainer.slabs[0].gradients.experts.biases())]
     return {
         SHAPES: str(shapes),

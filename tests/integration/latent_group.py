@@ -1,7 +1,7 @@
 """Models with latent attention, and the same by `transformers`: tasks of `mcore_group.run_group`."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,9 @@ ROUTER = {
 
 def deepseek_sums(config: RunConfig, parameters: Arrays, numbers: Sequence[int]) -> tuple[float, Arrays]:
     """Loss and gradients that `transformers` sums over microbatches of step 0."""
-    model, corpus = _deepseek(config), Corpus(config)
+    model, corpus = deepseek(config), Corpus(config)
     theirs = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in parameters.items():
-            rows = torch.from_numpy(value)
-            for part, of_part in zip(
-                list(_parts(theirs, name)), rows.chunk(len(list(_parts(theirs, name)))), strict=True
-            ):
-                part.copy_(of_part[: len(part)])
+    fill(theirs, parameters)
     loss_sum = 0.0
     for number in numbers:
         batch = corpus.microbatch(0, number)
@@ -73,14 +67,28 @@ def deepseek_sums(config: RunConfig, parameters: Arrays, numbers: Sequence[int])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
         loss.backward()
         loss_sum += loss.item()
+    return loss_sum, gradients_of(theirs, parameters)
+
+
+def fill(theirs: Mapping[str, Tensor], parameters: Arrays) -> None:
+    """Gives tensors by their names in `transformers` the values by our names."""
+    with torch.no_grad():
+        for name, value in parameters.items():
+            found = list(parts_of(theirs, name))
+            for part, of_part in zip(found, torch.from_numpy(value).chunk(len(found)), strict=True):
+                part.copy_(of_part[: len(part)])
+
+
+def gradients_of(theirs: Mapping[str, Tensor], parameters: Arrays) -> Arrays:
+    """Their gradients by our names; zeros for rows that pad the vocabulary."""
     gradients = {name: np.zeros_like(value) for name, value in parameters.items()}
     for name, gradient in gradients.items():
-        rows = torch.cat(list(_parts({key: one.grad for key, one in theirs.items()}, name))).numpy()
+        rows = torch.cat(list(parts_of({key: one.grad for key, one in theirs.items()}, name))).numpy()
         gradient[: len(rows)] = rows
-    return loss_sum, gradients
+    return gradients
 
 
-def _deepseek(config: RunConfig) -> DeepseekV3ForCausalLM:
+def deepseek(config: RunConfig) -> DeepseekV3ForCausalLM:
     model, fields = config.model, config.megatron
     rope = {"rope_type": "default", "rope_theta": model.rope_base}
     if fields.get("rope_type") != "rope":
@@ -142,7 +150,7 @@ _NAMES = {
 }
 
 
-def _parts(theirs: Any, name: str) -> Iterator[Tensor]:
+def parts_of(theirs: Any, name: str) -> Iterator[Tensor]:
     """Those of the tensors by their names in `transformers` that make up the rows of the one with our name."""
     for ours, found in _NAMES.items():
         name = re.sub(ours, found, name)

@@ -350,11 +350,19 @@ def reduce_alone(trainer: GroupTrainer) -> Totals:
 
 def agreed_loss(trainer: GroupTrainer) -> LossSum:
     """The loss of the last stage, on every rank of the group, as its ranks agree on it before a vote."""
+    return _agreed(trainer, [trainer.loss_sum()])[0]
+
+
+def agreed_terms(trainer: GroupTrainer) -> list[LossSum]:
+    """The same of each further term of the loss."""
+    return _agreed(trainer, sums) if (sums := trainer.term_sums()) else []
+
+
+def _agreed(trainer: GroupTrainer, sums: Sequence[LossSum | None]) -> list[LossSum]:
     device = next(trainer.parameters_named()).parameter.device
-    known = torch.tensor(trainer.loss_sum() or (-math.inf, -math.inf), dtype=torch.float64, device=device)
+    known = torch.tensor([one or (-math.inf, -math.inf) for one in sums], dtype=torch.float64, device=device)
     dist.all_reduce(known, op=dist.ReduceOp.MAX)
-    total, num_tokens = known.tolist()
-    return LossSum(total, int(num_tokens))
+    return [LossSum(total, int(num_tokens)) for total, num_tokens in known.tolist()]
 
 
 def reference_sums(

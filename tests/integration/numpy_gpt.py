@@ -12,10 +12,15 @@ Arrays = dict[str, np.ndarray]
 
 
 def token_losses(
-    model: ModelConfig, parameters: Arrays, tokens: np.ndarray, labels: np.ndarray, windows: Sequence[int] = ()
+    model: ModelConfig,
+    parameters: Arrays,
+    tokens: np.ndarray,
+    labels: np.ndarray,
+    windows: Sequence[int] = (),
+    part_rotated: float = 1.0,
 ) -> np.ndarray:
     """The cross entropy at each position of [batch, sequence], over the tokens of the vocabulary alone. `windows`: of
-    which layers the window is; absent, of all.
+    which layers the window is; absent, of all. `part_rotated`: of each head.
     """
     weights = {name: value.astype(np.float64) for name, value in parameters.items()}
     table = weights["embedding.word_embeddings.weight"][: model.vocab_size]
@@ -26,7 +31,7 @@ def token_losses(
         prefix = f"decoder.layers.{index}."
         layer = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         of_layer = replace(model, sliding_window=None) if windows and not windows[index] else model
-        hidden = hidden + _attention(of_layer, layer, _norm(model, layer, "input_layernorm", hidden))
+        hidden = hidden + _attention(of_layer, layer, _norm(model, layer, "input_layernorm", hidden), part_rotated)
         compute = _mixture if "mlp.router.weight" in layer else _feed_forward
         hidden = hidden + compute(model, layer, _norm(model, layer, "pre_mlp_layernorm", hidden))
     output = table if model.tie_embeddings else weights["output_layer.weight"][: model.vocab_size]
@@ -64,7 +69,7 @@ def _linear(weights: Arrays, name: str, values: np.ndarray, has_bias: bool) -> n
     return values @ weights[f"{name}.weight"].T + (weights[f"{name}.bias"] if has_bias else 0.0)
 
 
-def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndarray:
+def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray, part_rotated: float) -> np.ndarray:
     batch, length, _ = values.shape
     num_groups = model.num_query_groups or model.num_attention_heads
     num_queries = model.num_attention_heads // num_groups
@@ -77,7 +82,7 @@ def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndar
         query = _norm(model, layer, "self_attention.q_layernorm", query)
         key = _norm(model, layer, "self_attention.k_layernorm", key)
     if model.position_embedding == "rope":
-        angles = np.outer(np.arange(length), inverse_wavelengths(model, width))
+        angles = np.outer(np.arange(length), inverse_wavelengths(model, round(width * part_rotated)))
         query, key = _rotated(query, angles[:, None, None, :]), _rotated(key, angles[:, None, :])
     scores = np.einsum("bqgnw,bkgw->bgnqk", query, key) / np.sqrt(width)
     scores[..., ~may_attend(model, length)] = -np.inf
@@ -91,9 +96,10 @@ def _attention(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndar
 
 
 def _rotated(values: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    first, second = np.split(values, 2, axis=-1)
+    """Of each head as much as there are angles for, in halves; the rest stays."""
+    first, second, rest = np.split(values, [angles.shape[-1], 2 * angles.shape[-1]], axis=-1)
     sines, cosines = np.sin(angles), np.cos(angles)
-    return np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    return np.concatenate([first * cosines - second * sines, second * cosines + first * sines, rest], axis=-1)
 
 
 def _mixture(model: ModelConfig, layer: Arrays, values: np.ndarray) -> np.ndarray:

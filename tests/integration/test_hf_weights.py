@@ -51,7 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_with_yarn": {"qkv_bias": True, "rope_base": 20.0},
     "qwen3": {"qk_norm": True, "tie_embeddings": True, "sliding_window": 5},
     "mixtral": {"num_experts": 3, "experts_per_token": 2},
+    "qwen3_moe": {"qk_norm": True, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20},
+    "qwen3_moe_over_all": {"qk_norm": True, "num_experts": 4, "experts_per_token": 2, "tie_embeddings": True},
     "deepseek_v3": {**MODEL, **MIXTURE, "num_query_groups": None},
+    "deepseek_v3_ahead": {**MODEL, **MIXTURE, "num_query_groups": None},
     "gpt2": {
         "num_query_groups": None,
         "position_embedding": "learned_absolute",
@@ -68,13 +71,19 @@ LAYOUTS = {
     "qwen2": LayoutConfig(num_groups=2, tensor_parallel=2),
     "qwen2_with_yarn": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
     "qwen3": LayoutConfig(num_groups=2, tensor_parallel=2, pipeline_parallel=2),
-    "mixtral": LayoutConfig(num_groups=2, pipeline_parallel=2),
-    "deepseek_v3": LayoutConfig(num_groups=2, pipeline_parallel=2),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), LayoutConfig(num_groups=2, pipeline_parallel=2)),
+    "qwen3_moe_over_all": LayoutConfig(num_groups=2, data_parallel=2),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3_ahead"), LayoutConfig(num_groups=2, pipeline_parallel=2)),
     "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
 
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0}
-MEGATRON: dict[str, dict[str, Any]] = {"deepseek_v3": {**LATENT, **ROUTER}, "qwen2_with_yarn": YARN}
+MEGATRON: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**LATENT, **ROUTER},
+    "deepseek_v3_ahead": {**LATENT, **ROUTER, "mtp_num_layers": 2},
+    "qwen2_with_yarn": YARN,
+    "qwen3_moe_over_all": {"moe_router_pre_softmax": True},
+}
 
 
 def config_of(corpus: Path, name: str, **model: Any) -> RunConfig:
@@ -85,8 +94,10 @@ def config_of(corpus: Path, name: str, **model: Any) -> RunConfig:
 
 
 def alone(config: RunConfig) -> RunConfig:
+    """On one rank, and without predictions of further tokens, which `transformers` passes over."""
     layout = LayoutConfig(num_groups=config.layout.num_groups)
-    return replace(config, layout=layout)
+    megatron = {key: value for key, value in config.megatron.items() if key != "mtp_num_layers"}
+    return replace(config, layout=layout, megatron=megatron)
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -157,6 +168,34 @@ def test_transformers_computes_the_same_logits_and_weights_come_back_bitwise(
     begun = replace(config, checkpoint=replace(config.checkpoint, load_weights=str(imported)))
     run_group(save_state, begun, tmp_path / "begun")
     assert_same_weights(checkpoint, tmp_path / "begun" / "checkpoints" / "step-00000003")
+
+
+@pytest.mark.parametrize("change", ["copies", "other copies", "left out"])
+def test_modules_ahead_come_with_copies_of_tables_or_not_at_all(text_corpus: Path, tmp_path: Path, change: str) -> None:
+    """As DeepSeek has published them, and as `transformers` writes a model that it has read."""
+    run_dir, out, back = (tmp_path / folder for folder in ("run", "exported", "imported"))
+    run_group(save_random, config_of(text_corpus, "deepseek_v3_ahead"), run_dir)
+    export(run_dir, out)
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    for layer in (4, 5):
+        for name, table in copies.items():
+            other = 1.0 if change == "other copies" else 0.0
+            tensors[f"model.layers.{layer}.{name}.weight"] = tensors[f"{table}.weight"] + other
+    if change == "left out":
+        tensors = {
+            name: one for name, one in tensors.items() if not name.startswith(("model.layers.4", "model.layers.5"))
+        }
+    safetensors.torch.save_file(tensors, out / "model.safetensors")
+    code, output = invoke("import", out, "--format", "hf", "--out", back)
+    if change == "other copies":
+        assert (code, "model.layers.4.embed_tokens.weight, which has no place in the model" in output) == (2, True)
+        return
+    assert code == 0, output
+    found = tensors_in(back / "checkpoints" / "step-00000000")
+    assert {key.split(".")[2] for key in found if key.startswith("mtp.")} == (
+        set() if change == "left out" else {"0", "1"}
+    )
 
 
 def test_partitioned_and_replicated_state_export_the_same_with_the_precision_that_is_asked_for(

@@ -116,6 +116,17 @@ def test_heads_may_attend_to_nothing(text_corpus: Path, model: dict[str, Any]) -
         assert not np.allclose(losses, without, rtol=1e-3)
 
 
+def test_a_part_of_each_head_is_rotated(text_corpus: Path) -> None:
+    plain = config_of(text_corpus, **MODELS["llama"])
+    configs = [replace(plain, megatron={"rotary_percent": part}) for part in (0.25, 0.5)]
+    (answers,) = run_group(computed, plain, configs)
+    for part, (_, values, batch, losses, _) in zip((0.25, 0.5), answers, strict=True):
+        given = (values, batch["tokens"], batch["labels"])
+        expected = numpy_gpt.token_losses(plain.model, *given, part_rotated=part)
+        np.testing.assert_allclose(losses, expected, rtol=2e-5)
+        assert not np.allclose(losses, numpy_gpt.token_losses(plain.model, *given), rtol=1e-3)
+
+
 def test_windows_of_some_layers(text_corpus: Path) -> None:
     """Given by number, the second of three has none; given as a list, the others."""
     patterns = {2: (1, 0, 1), (0, 1, 0): (0, 1, 0)}

@@ -108,7 +108,7 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 lies outside [0, 1)"),
         (
             ["model.hidden_size=12", "model.position_embedding=rope"],
-            "a head is 3 wide (model.hidden_size=12 / model.num",
+            "but 3 of a head are to be rotated (model.hidden_size=12 / model.num",
         ),
         (["layout.virtual_pipeline=2"], "layout.pipeline_parallel=1"),
         (

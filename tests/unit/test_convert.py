@@ -218,7 +218,6 @@ def test_a_ramp_in_samples_is_one_in_steps_through_which_other_samples_become_st
         ("--rampup-batch-size 16 x 1000", "rampup_batch_size", "'16 x 1000' is not three whole numbers"),
         ("--rampup-batch-size 16 16", "rampup_batch_size", "it takes three values, not 2"),
         ("--step-batch-size-schedule 0:16", "step_batch_size_schedule", "set train.rampup_batch_size"),
-        ("--rotary-percent 0.5", "rotary_percent", "all of a head"),
         ("--load other", "load", "spare checkpoint import"),
         ("--load other --no-load-optim --no-load-rng", "no_load_rng", "give --load and --finetune"),
         ("--finetune", "finetune", "give --load and --finetune"),

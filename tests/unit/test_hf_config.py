@@ -60,6 +60,8 @@ def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig
         ("qwen2", config_of(qkv_bias=True, norm_eps=1e-6)),
         ("qwen3", config_of(qk_norm=True, sliding_window=7)),
         ("mixtral", config_of(num_experts=8, experts_per_token=3, expert_ffn_hidden_size=40)),
+        ("qwen3_moe", config_of(qk_norm=True, num_experts=8, experts_per_token=3, expert_ffn_hidden_size=40)),
+        ("qwen3_moe", config_of({"moe_router_pre_softmax": True}, qk_norm=True, num_experts=8, tie_embeddings=True)),
         ("deepseek_v3", config_of(DEEPSEEK, **DEEPSEEK_MODEL)),
         ("deepseek_v3", config_of({**DEEPSEEK, **GROUPS, "rope_type": "yarn"}, **DEEPSEEK_MODEL)),
         ("gpt2", RunConfig(model=ModelConfig(activation="gelu_tanh"))),
@@ -96,7 +98,8 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
         (config_of(sliding_window=4), "model.sliding_window=4"),
         (config_of(qk_norm=True, qkv_bias=True), "model.qkv_bias=True"),
         (config_of(qk_norm=True, linear_bias=True), "model.linear_bias=True"),
-        (config_of(num_experts=4, qk_norm=True), "model.qk_norm=True"),
+        (config_of(num_experts=4, qk_norm=True, num_dense_layers=1), "megatron.moe_layer_freq=[0, 1, 1, 1]"),
+        (config_of({"moe_router_pre_softmax": True}, num_experts=4), "megatron.moe_router_pre_softmax=True"),
         (config_of(num_experts=4, linear_bias=True), "model.linear_bias=True"),
         (RunConfig(model=ModelConfig(num_experts=4)), "megatron.num_moe_experts=4"),
         (
@@ -133,7 +136,7 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
     [
         (
             {"model_type": "mistral"},
-            "model_type='mistral' cannot be imported; only llama, qwen2, qwen3, mixtral, deepseek_v3, gpt2 can",
+            "model_type='mistral' cannot be imported; only llama, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gpt2",
         ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
@@ -152,6 +155,8 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
         ),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers, and num_hidden_layers=4"),
+        ({"model_type": "qwen3_moe", "num_experts": 7}, "num_experts_per_tok=8 is more than num_local_experts=7"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_local_experts=8"),
         ({"hidden_size": None}, "hidden_size=None must be a whole number"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, "some lay"),

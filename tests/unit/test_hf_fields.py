@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from spare_megatron.config.foreign_fields import require_kinds
@@ -38,6 +39,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
     "deepseek_v3": DeepseekV3Config,
     "gpt2": GPT2Config,
@@ -77,6 +79,7 @@ def test_every_field_of_the_configuration_is_in_one_table_with_its_default(famil
         "llama": {"layer_types", "rope_scaling", "sliding_window"},
         "qwen2": {"head_dim", "rope_scaling"},
         "qwen3": {"rope_scaling"},
+        "qwen3_moe": {"head_dim", "layer_types", "num_local_experts", "rope_scaling"},
         "mixtral": {"layer_types", "rope_scaling"},
         "deepseek_v3": {"head_dim", "layer_types", "num_nextn_predict_layers", "rope_scaling"},
         "gpt2": {"sliding_window"},
@@ -228,7 +231,11 @@ def assert_same(ours: Architecture, theirs: PreTrainedConfig) -> None:
     assert (model["norm_eps"], theirs.hidden_act) == (theirs.rms_norm_eps, "silu")
     assert_same_positions(ours, theirs)
     assert model["linear_bias"] == (family == "llama" and theirs.attention_bias and theirs.mlp_bias)
-    if family == "mixtral":
+    if family == "qwen3_moe":
+        assert model["expert_ffn_hidden_size"] == theirs.moe_intermediate_size
+        assert ours.megatron.get("moe_router_pre_softmax", False) is not theirs.norm_topk_prob
+        assert (theirs.mlp_only_layers, theirs.decoder_sparse_step, theirs.attention_bias) == ([], 1, False)
+    if family in ("mixtral", "qwen3_moe"):
         experts = (model["num_experts"], model["experts_per_token"])
         assert experts == (theirs.num_local_experts, theirs.num_experts_per_tok)
         assert theirs.sliding_window is None
@@ -247,9 +254,14 @@ def assert_same_deepseek(ours: Architecture, theirs: PreTrainedConfig) -> None:
     assert {name: getattr(theirs, name) for name in written.keys() - apart} == {
         name: written[name] for name in written.keys() - apart
     }
-    rope = {"beta_fast": 32, "beta_slow": 1, **theirs.rope_parameters}
-    is_yarn = ours.megatron["rope_type"] == "yarn"
-    assert (ours.model["rope_base"], is_yarn) == (float(rope["rope_theta"]), rope["rope_type"] == "yarn")
+    assert ours.model["rope_base"] == float(theirs.rope_parameters["rope_theta"])
+    assert_same_yarn(ours, theirs.rope_parameters)
+
+
+def assert_same_yarn(ours: Architecture, theirs: dict[str, Any]) -> None:
+    rope = {"beta_fast": 32, "beta_slow": 1, **theirs}
+    is_yarn = ours.megatron.get("rope_type") == "yarn"
+    assert is_yarn == (rope["rope_type"] == "yarn")
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
         rope |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     assert all(ours.megatron[field] == rope[name] for name, field in YARN.items() if is_yarn)
@@ -258,7 +270,8 @@ def assert_same_deepseek(ours: Architecture, theirs: PreTrainedConfig) -> None:
 def assert_same_positions(ours: Architecture, theirs: PreTrainedConfig) -> None:
     rope, factor = theirs.rope_parameters, ours.model["rope_scaling_factor"]
     assert (ours.model["rope_base"], rope.get("partial_rotary_factor", 1.0)) == (float(rope["rope_theta"]), 1.0)
-    if rope["rope_type"] == "default":
+    assert_same_yarn(ours, rope)
+    if rope["rope_type"] != "llama3":
         assert factor == 1.0
     else:
         assert {name: rope[name] for name in LLAMA3_CONSTANTS} == LLAMA3_CONSTANTS

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": ROPE_MODEL,
     "qwen3": ROPE_MODEL,
     "mixtral": {**ROPE_MODEL, "num_local_experts": 2},
+    "qwen3_moe": {**ROPE_MODEL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4},
     "deepseek_v3": {
         **ROPE_MODEL,
         "num_key_value_heads": 2,

@@ -37,6 +37,7 @@ LLAMA = {
         (config_of(**LLAMA, qkv_bias=True, sliding_window=9), ["--window-size=(8,0)"]),
         (config_of({"kv_channels": 32}, **LLAMA, qk_norm=True), ["--qk-layernorm"]),
         (config_of({"rotary_interleaved": True, "no_rope_freq": [0, 1, 0, 1]}, **LLAMA), ["--no-rope-freq=[0,1,0,1]"]),
+        (config_of({"rotary_percent": 0.5}, **LLAMA), []),
         (config_of({"layernorm_zero_centered_gamma": True}, **LLAMA), ["--apply-layernorm-1p"]),
     ],
 )
@@ -113,7 +114,6 @@ def test_drawn_arguments_become_valid_settings_or_are_refused_by_name() -> None:
         ({"num_experts": 8}, "num_experts=8 is not supported here; only null can be imported"),
         ({"qk_l2_norm": True}, "qk_l2_norm=True is not supported"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
-        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         (
             {"position_embedding_type": "mrope", "use_rotary_position_embeddings": False},
             "position_embedding_type='mrope' is not supported",

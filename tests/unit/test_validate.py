@@ -371,7 +371,7 @@ def found(*settings: str) -> list[str]:
         (("megatron.kv_channels=8",), "megatron.kv_channels=8 does not go with megatron.multi_latent_attention"),
         (("megatron.rope_type=linear",), "megatron.rope_type=linear cannot be had: Megatron has rope and yarn"),
         (("megatron.rope_type=rope", "megatron.beta_fast=8"), "has no effect without megatron.rope_type=yarn"),
-        (("megatron.qk_pos_emb_head_dim=7",), "rotates pairs of values, but a head is 7 wide"),
+        (("megatron.qk_pos_emb_head_dim=7",), "rotates pairs of values, but 7 of a head are"),
         (("megatron.v_head_dim=0",), "megatron.v_head_dim=0 must be at least 1"),
         (("layout.tensor_parallel=2",), "gathers latent queries over Megatron's global groups"),
         ((*LATENT_ON_GPUS, "layout.context_parallel=2"), "with layers of transformer-engine was not checked with"),
@@ -394,11 +394,59 @@ def test_what_goes_with_it_passes(more: tuple[str, ...]) -> None:
 
 def test_deepseek_v3_has_as_many_parameters_as_it_has_published() -> None:
     """671B, of which 37B compute a token: arXiv 2412.19437, section 4.2. The published weights have as many numbers,
-    without those of a further predicted token, and 256 biases in each of 58 routers.
+    with 256 biases in each of 58 routers, beside 11.5B of a further predicted token.
     """
     shape = model_shape(load_run_config(Path("deepseek_v3_like"), ["model.num_layers=61"]).config)
-    assert shape.num_parameters == 671_026_419_200 - 58 * 256
-    assert shape.num_active_parameters == pytest.approx(37e9, rel=0.02)
+    further = sum(module.num_parameters for module in shape.future)
+    assert further == pytest.approx(11.5e9, rel=0.01)
+    assert shape.num_parameters - further == 671_026_419_200 - 58 * 256
+    idle = sum(module.idle for module in shape.future)
+    assert shape.num_active_parameters - (further - idle) == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("part", "refusal"),
+    [
+        ("0.75", ""),
+        ("1.5", "megatron.rotary_percent=1.5 is the part of a head that is rotated, at most 1"),
+        ("-1", "megatron.rotary_percent=-1 must be above 0"),
+        ("0.4", "rotates pairs of values, but 3 of a head are to be rotated (model.hidden_size=64"),
+        ("0.01", "rotates pairs of values, but 0 of a head are"),
+        ("half", None),
+    ],
+)
+def test_a_part_of_a_head_is_rotated(part: str, refusal: str | None) -> None:
+    """What is no number is refused with all fields of wrong types, when Megatron's configuration is built."""
+    given = ["model.position_embedding=rope", "model.num_attention_heads=8", f"megatron.rotary_percent={part}"]
+    found = problems(load_run_config(None, [*given, "data.corpus=none", "cluster.device=cpu"]).config, MACHINE)
+    assert any(refusal in one for one in found) if refusal else found == []
+
+
+FUTURE = ("model.position_embedding=rope", "megatron.mtp_num_layers=2", "data.corpus=none", "cluster.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusal"),
+    [
+        ((), ""),
+        (("megatron.mtp_num_layers=0",), "megatron.mtp_num_layers=0 must be at least 1"),
+        (("megatron.mtp_loss_scaling_factor=-1",), "megatron.mtp_loss_scaling_factor=-1 must be at least 0"),
+        (("data.eod_mask_loss=true",), "megatron.mtp_num_layers=2 does not go with settings of [data] that mask"),
+        (("layout.context_parallel=2",), "megatron.mtp_num_layers=2 does not go with layout.context_parallel above 1"),
+        (("layout.pipeline_parallel=2",), "megatron.mtp_num_layers=2 with several stages needs model.tie_embeddings"),
+        (("layout.pipeline_parallel=2", "model.tie_embeddings=false"), ""),
+        (("megatron.no_rope_freq=2",), "megatron.mtp_num_layers=2 does not go with megatron.no_rope_freq nor"),
+    ],
+)
+def test_several_tokens_are_predicted_where_that_was_checked(overrides: tuple[str, ...], refusal: str) -> None:
+    found = problems(load_run_config(None, [*FUTURE, *overrides]).config, MACHINE)
+    assert any(refusal in one for one in found) if refusal else found == []
+
+
+def test_several_tokens_are_not_predicted_by_the_model_or_the_loss_of_a_program() -> None:
+    programmed = replace(MACHINE, program=frozenset({"forward_step", "model_provider"}))
+    found = problems(load_run_config(None, [*FUTURE, "program.file=mine.py"]).config, programmed)
+    assert "program.file=mine.py defines forward_step and model_provider; remove the setting" in found[-1]
 
 
 def test_a_training_may_go_on_with_other_wavelengths_and_with_no_other_widths() -> None:

@@ -280,9 +280,11 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
          "model.precision=bf16"),
     Rule(lambda c: not (c.train.gradient_outlier_factor == 0.0 or c.train.gradient_outlier_factor > 1.0),
          "[train.gradient_outlier_factor] must be above 1, or 0 to disable the check; change it"),
-    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(rotated_width(c), int) and rotated_width(c) % 2,
-         "[model.position_embedding] rotates pairs of values, but a head is <rotated_width> wide ([model.hidden_size] "
-         "/ [model.num_attention_heads], megatron.kv_channels or megatron.qk_pos_emb_head_dim); make the width even"),
+    Rule(lambda c: c.model.position_embedding == "rope" and isinstance(rotated_width(c), int)
+         and (rotated_width(c) < 2 or rotated_width(c) % 2),
+         "[model.position_embedding] rotates pairs of values, but <rotated_width> of a head are to be rotated "
+         "([model.hidden_size] / [model.num_attention_heads] or megatron.kv_channels, times megatron.rotary_percent, "
+         "or megatron.qk_pos_emb_head_dim); make that an even number"),
     Rule(lambda c: c.metrics.run_id and not ID.fullmatch(c.metrics.run_id),
          "metrics.run_id=<metrics.run_id!r> is not a valid id for Weights & Biases; use at most 64 letters, digits, "
          "hyphens and underscores"),

@@ -11,7 +11,7 @@ from spare_megatron.config.limits import violations
 from spare_megatron.config.loader import settings as settings_of
 from spare_megatron.config.megatron_fields import ON_GPUS_ALONE, field_problems, field_warnings, fields_set
 from spare_megatron.config.model.model_tensors import rule_problems
-from spare_megatron.config.model_fields import as_written, model_fields
+from spare_megatron.config.model_fields import as_written, model_fields, num_future_tokens
 from spare_megatron.config.object_stores import refusal_of_address
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.audits_and_evaluations import audit_problems, evaluation_problems
@@ -258,6 +258,11 @@ def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
         yield (
             f"layout.least_pipeline_parallel={least} cuts the GPT of [model], and program.file={config.program.file} "
             f"defines a model of its own (model_provider); remove the setting"
+        )
+    if num_future_tokens(config) and (own := machine.program & {"model_provider", "forward_step"}):
+        yield (
+            f"megatron.mtp_num_layers={num_future_tokens(config)} belongs to the GPT and the loss of [model], and "
+            f"program.file={config.program.file} defines {' and '.join(sorted(own))}; remove the setting"
         )
     if resolve_device(config, machine) == "cpu":
         for field in fields_set(config, ON_GPUS_ALONE):

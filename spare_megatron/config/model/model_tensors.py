@@ -7,12 +7,12 @@ implementation of the layers; so do the names that `optimizer.rules` match. Load
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
+from spare_megatron.config.model_fields import head_widths, is_latent, model_fields, num_future_tokens
 from spare_megatron.config.program_file import judge_program
 from spare_megatron.config.schema import ParameterRule, RunConfig
 from spare_megatron.stacking.layout import Slabs
@@ -85,18 +85,27 @@ def model_tensors(config: RunConfig) -> Iterator[ModelTensor]:
     if model.position_embedding == "learned_absolute":
         yield ModelTensor(key="embedding.position_embeddings.weight", shape=(model.seq_length, hidden))
     for layer in range(model.num_layers):
-        has_experts = layer_has_experts(config, layer)
-        has_biases = has_experts and config.megatron.get("moe_router_enable_expert_bias")
-        biases = [("mlp.router.expert_bias", (model.num_experts or 0,))] if has_biases else []
-        for name, shape in (*layer_tensors(config, has_experts=has_experts), *biases):
+        for name, shape in _with_biases(config, layer):
             if model.num_dense_layers:
                 yield ModelTensor(key=f"{LAYERS}{layer}.{name}", shape=shape)
             else:
                 yield ModelTensor(key=LAYERS + name, shape=shape, layer=layer)
     for part in norm_parts(config):
         yield ModelTensor(key=f"decoder.final_layernorm.{part}", shape=(hidden,))
+    for depth in range(num_future_tokens(config)):
+        for name, shape in future_tensors(config):
+            yield ModelTensor(key=f"mtp.layers.{depth}.{name}", shape=shape)
     if not model.tie_embeddings:
         yield ModelTensor(key="output_layer.weight", shape=(model.vocab_size, hidden))
+
+
+def future_tensors(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a module of multi-token prediction, whose layer is like the last one."""
+    hidden, norm = config.model.hidden_size, norm_parts(config)
+    yield "eh_proj.weight", (hidden, 2 * hidden)
+    yield from ((f"{name}.{part}", (hidden,)) for name in ("enorm", "hnorm", "final_layernorm") for part in norm)
+    for name, shape in _with_biases(config, config.model.num_layers - 1):
+        yield f"transformer_layer.{name}", shape
 
 
 def norm_parts(config: RunConfig) -> tuple[str, ...]:
@@ -105,6 +114,14 @@ def norm_parts(config: RunConfig) -> tuple[str, ...]:
 
 def layer_has_experts(config: RunConfig, layer: int) -> bool:
     return config.model.num_experts is not None and layer >= config.model.num_dense_layers
+
+
+def _with_biases(config: RunConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """As `layer_tensors`, and the biases of experts."""
+    has_experts = layer_has_experts(config, layer)
+    yield from layer_tensors(config, has_experts=has_experts)
+    if has_experts and config.megatron.get("moe_router_enable_expert_bias"):
+        yield "mlp.router.expert_bias", (config.model.num_experts or 0,)
 
 
 def layer_tensors(config: RunConfig, *, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -259,23 +276,28 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     final_norm: int
     is_tied: bool
+    future: tuple[LayerShape, ...] = ()
+    """Modules of multi-token prediction, on the last stage."""
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a shared table counts once."""
         tables = self.embedding * (1 if self.is_tied else 2)
-        return tables + self.positions + sum(layer.num_parameters for layer in self.layers) + self.final_norm
+        layers = sum(layer.num_parameters for layer in (*self.layers, *self.future))
+        return tables + self.positions + layers + self.final_norm
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that take part in the computation of a token."""
-        return self.num_parameters - sum(layer.idle for layer in self.layers)
+        return self.num_parameters - sum(layer.idle for layer in (*self.layers, *self.future))
 
     def of_stages(self, num_stages: int) -> list[int]:
-        """Parameters of each pipeline stage; with tied tables the last stage holds a copy."""
+        """Parameters of each pipeline stage; with tied tables the last stage holds a copy, as with future tokens."""
         stages = [sum(layer.num_parameters for layer in layers) for layers in self._stages(num_stages)]
         stages[0] += self.embedding + self.positions
         stages[-1] += self.final_norm + (0 if num_stages == 1 and self.is_tied else self.embedding)
+        if self.future and num_stages > 1:
+            stages[-1] += self.embedding
         return stages
 
     def experts_of_stages(self, num_stages: int) -> list[int]:
@@ -283,7 +305,8 @@ class ModelShape:
         return [sum(layer.experts for layer in layers) for layers in self._stages(num_stages)]
 
     def _stages(self, num_stages: int) -> list[tuple[LayerShape, ...]]:
-        return [self.layers[own.start : own.stop] for own in Slabs(len(self.layers), (num_stages,)).layers]
+        *others, last = (self.layers[own.start : own.stop] for own in Slabs(len(self.layers), (num_stages,)).layers)
+        return [*others, (*last, *self.future)]
 
 
 def model_shape(config: RunConfig) -> ModelShape:
@@ -296,11 +319,16 @@ def model_shape(config: RunConfig) -> ModelShape:
         layers=tuple(kinds[layer_has_experts(config, layer)] for layer in range(model.num_layers)),
         final_norm=model.hidden_size * len(norm_parts(config)),
         is_tied=model.tie_embeddings,
+        future=(_shape_of(config, future_tensors(config)),) * num_future_tokens(config),
     )
 
 
 def _layer_shape(config: RunConfig, *, has_experts: bool) -> LayerShape:
-    tensors = list(layer_tensors(config, has_experts=has_experts))
+    return _shape_of(config, layer_tensors(config, has_experts=has_experts))
+
+
+def _shape_of(config: RunConfig, named: Iterable[tuple[str, tuple[int, ...]]]) -> LayerShape:
+    tensors = [(name, shape) for name, shape in named if not name.endswith(".expert_bias")]
     experts = sum(prod(shape) for name, shape in tensors if ".experts." in name)
     num_experts = config.model.num_experts or 1
     idle = experts // num_experts * (num_experts - config.model.experts_per_token)
@@ -321,7 +349,8 @@ def flops_per_token(config: RunConfig) -> float:
     microbatches do not count.
     """
     shape, model = model_shape(config), config.model
-    matrices = sum(layer.matrices for layer in shape.layers)
+    matrices = sum(layer.matrices for layer in (*shape.layers, *shape.future))
     scores = 2 * model.seq_length * sum(head_widths(config)) * model.num_attention_heads
-    forward: float = 2 * (matrices + shape.embedding) + model.num_layers * scores
+    heads, layers = 1 + len(shape.future), len(shape.layers) + len(shape.future)
+    forward: float = 2 * (matrices + heads * shape.embedding) + layers * scores
     return 3.0 * forward

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spare_megatron.config.model.model_tensors import model_shape, padded_vocab_size
-from spare_megatron.config.model_fields import head_widths, is_latent, model_fields
+from spare_megatron.config.model_fields import head_widths, is_latent, model_fields, num_future_tokens
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import global_batch, tokens_before
 from spare_megatron.core.log.bucket_window import MAX_STAGED
@@ -115,12 +115,14 @@ def _activations_bytes(config: RunConfig) -> int:
     tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
     stages = layout.pipeline_parallel
     layers = [len(own) for own in Slabs(model.num_layers, (stages,)).layers]
+    layers[-1] += num_future_tokens(config)
     num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
     most_of_lane = -(-num_shards * config.spare.microbatches_per_shard // layout.data_parallel)
     kept = [each * float(min(stages - stage, most_of_lane)) for stage, each in enumerate(layers)]
     if layout.virtual_pipeline > 1:  # microbatches padded to a multiple of stages
         kept[0] = layers[0] * (stages + (stages - 1) / layout.virtual_pipeline)
-    logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
+    columns = padded_vocab_size(model.vocab_size, tensor) / tensor
+    logits = (1 + num_future_tokens(config)) * tokens * 4 * columns
     gathered = _gathered_bytes(config) / tokens
     if megatron.get("recompute_granularity") == "full":
         gathered /= max(kept)  # of one layer

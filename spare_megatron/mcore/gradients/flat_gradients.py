@@ -188,9 +188,11 @@ def sum_inside_group(chunks: Sequence[Chunk], groups: ProcessGroupCollection) ->
 
 
 def tied_embedding(chunk: Chunk) -> torch.nn.Parameter | None:
-    """The chunk's copy of the tied embedding table, on the first and last stage of a model that ties them."""
+    """The chunk's copy of the embedding table, on the first and last stage of a model whose last one needs it, too: for
+    tied embeddings, or to predict several tokens.
+    """
     model = unwrap_model(chunk.module)
-    ties = getattr(model, "share_embeddings_and_output_weights", False)
+    ties = getattr(model, "share_embeddings_and_output_weights", False) or model.config.mtp_num_layers
     if not ties or not (chunk.is_first or chunk.is_last):
         return None
     weight: torch.nn.Parameter = model.shared_embedding_or_output_weight()

@@ -79,6 +79,27 @@ def frees_what_is_sent() -> bool:
     return release(installed_version("megatron-core") or "") < (0, 18)
 
 
+def name_of_future_layer() -> str:
+    """The name by which a module of multi-token prediction has its layer; in checkpoints it is `transformer_layer`.
+
+    Until 0.19 is the oldest: versions before it have that name in the module, too, and build it with global groups.
+    """
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+
+    names = MultiTokenPredictionLayerSubmodules.__dataclass_fields__
+    return "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"
+
+
+def number_of_layer(mixture: Any) -> int:
+    """The number of the layer that a mixture or its router belongs to, from 1; modules of multi-token prediction follow
+    the model's layers.
+
+    Until 0.19 is the oldest: versions before it number them so themselves, and do not say which they are.
+    """
+    before: int = mixture.config.num_layers if getattr(mixture, "is_mtp_layer", False) else 0
+    return before + int(mixture.layer_number)
+
+
 def know_absent_transformer_engine() -> None:
     """Lets latent attention be built without transformer-engine, whose classes are no types then.
 

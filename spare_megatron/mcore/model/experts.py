@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spare_megatron.mcore.model.compatibility import experts_submodules
+from spare_megatron.mcore.model.compatibility import experts_submodules, number_of_layer
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron asks for it in each router, and defines it with that package alone
@@ -84,11 +84,14 @@ class ExpertCounts:
         """The biases of each router, by a name."""
         for router in self._routers:
             if router.enable_expert_bias:
-                yield f"expert biases of layer {router.layer_number}", router.expert_bias
+                yield f"expert biases of layer {number_of_layer(router)}", router.expert_bias
 
     def by_layer(self, tokens: Tensor) -> dict[str, list[int]]:
-        """Such tokens for each expert of a layer, by its name in metrics; the numbers of layers count from 0."""
-        layers = (f"layer_{router.layer_number - 1}" for router in self._routers)
+        """Such tokens for each expert of a layer, by its name in metrics; the numbers of layers count from 0, and apart
+        in multi-token prediction.
+        """
+        numbers = [(number_of_layer(router) - 1, router.config.num_layers) for router in self._routers]
+        layers = [f"layer_{one}" if one < num_layers else f"mtp_{one - num_layers}" for one, num_layers in numbers]
         return dict(zip(layers, tokens.tolist(), strict=True))
 
     def _counter(self, row: Tensor) -> Callable[..., None]:
@@ -123,7 +126,7 @@ def initialize_experts(model: torch.nn.Module, transformer: TransformerConfig, d
         for name, parameter in layer.experts.named_parameters():
             is_first = "linear_fc1" in name
             [local] = _LOCAL_EXPERT.findall(name)
-            draw(layer.layer_number, layer.local_expert_indices[int(local)], int(is_first))
+            draw(number_of_layer(layer), layer.local_expert_indices[int(local)], int(is_first))
             (transformer.init_method if is_first else transformer.output_layer_init_method)(parameter)
 
 

@@ -26,13 +26,14 @@ from megatron.core.utils import get_te_version
 
 from spare_megatron.config.megatron_fields import NOT_OF_TORCH_NORMS, OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.config.model.model_tensors import LATENT_NORMS, layer_has_experts, padded_vocab_size
-from spare_megatron.config.model_fields import is_latent, uses_yarn
+from spare_megatron.config.model_fields import is_latent, num_future_tokens, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention, within_documents
 from spare_megatron.mcore.model.compatibility import know_absent_transformer_engine
 from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
+from spare_megatron.mcore.model.future_tokens import FutureLosses, as_stage, future_block
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.stacking.layout import Slabs
@@ -190,21 +191,30 @@ def gpt_model(context: ModelContext) -> GPTModel:
     config, groups = context.config, context.groups
     transformer, groups_of_layers = _placed(context)
     stretches = uses_yarn(config) and not is_latent(config)  # latent attention encodes positions itself
-    model = GPTModel(
-        config=transformer,
-        transformer_layer_spec=_layers(context),
-        vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
-        max_sequence_length=config.model.seq_length,
-        pre_process=context.pre_process,
-        post_process=context.post_process,
-        parallel_output=True,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-        position_embedding_type="yarn" if stretches else config.model.position_embedding,
-        rotary_base=config.model.rope_base,
-        rope_scaling=config.model.rope_scaling_factor != 1.0,
-        rope_scaling_factor=config.model.rope_scaling_factor,
-        pg_collection=groups_of_layers,
-    )
+    layers, future = _layers(context), None
+    if context.post_process and num_future_tokens(config):
+        is_fused = uses_transformer_engine(config, context.device)
+        future = future_block(config, layers.layer_specs[-1], groups_of_layers, is_fused=is_fused)
+    with as_stage(context.stage, context.num_stages):
+        model = GPTModel(
+            config=transformer,
+            transformer_layer_spec=layers,
+            vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
+            max_sequence_length=config.model.seq_length,
+            pre_process=context.pre_process,
+            post_process=context.post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=config.model.tie_embeddings,
+            position_embedding_type="yarn" if stretches else config.model.position_embedding,
+            rotary_percent=config.megatron.get("rotary_percent", 1.0),
+            rotary_base=config.model.rope_base,
+            rope_scaling=config.model.rope_scaling_factor != 1.0,
+            rope_scaling_factor=config.model.rope_scaling_factor,
+            mtp_block_spec=future,
+            pg_collection=groups_of_layers,
+        )
+    if future is not None:
+        model.compute_language_model_loss = FutureLosses(model.compute_language_model_loss)
     if context.post_process:
         _mask_padding(model, config.model.vocab_size, groups.tp.rank())
     return model

@@ -63,9 +63,12 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
 def _publish_groups(groups: ProcessGroupCollection) -> None:
     """Sets Megatron globals that it reads although the model was given its process groups: in
     tensor_parallel/cross_entropy.py, models/common/language_module/language_module.py (tied embeddings in checkpoints),
-    transformer/moe/token_dispatcher.py (memory for gathered tokens) and transformer/moe/moe_utils.py (expert biases).
+    transformer/moe/token_dispatcher.py (memory for gathered tokens), transformer/moe/moe_utils.py (expert biases) and
+    transformer/multi_token_prediction.py.
     """
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
+    parallel_state._CONTEXT_PARALLEL_GROUP = groups.cp
+    parallel_state._DATA_PARALLEL_GROUP = groups.dp  # by which it knows that the first is there
     for name in names_of_data_parallel_group():
         setattr(parallel_state, name, groups.dp_cp)
     parallel_state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tp_dp_cp

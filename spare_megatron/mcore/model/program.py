@@ -13,6 +13,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.batches import RecordedBatch, UnreadMask, keys_needed, masks_to_read, on_device
+from spare_megatron.mcore.model.future_tokens import future_terms, take_terms
 from spare_megatron.mcore.model.model import Chunk, ModelProvider, gpt_model
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.probe import Probe
@@ -127,12 +128,14 @@ class ForwardPasses:
 
 
 def gpt_forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
-    """The cross entropy of each next token, summed over the tokens that count; the default forward step."""
+    """The cross entropy of each next token, and of those after it that the model predicts, summed over the tokens that
+    count; the default forward step.
+    """
     labels = batch["labels"] if context.post_process else None
     output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
     if not context.post_process:
         return output, {}
-    return output, {LOSS: summed_loss(output, batch.get("loss_mask"))}
+    return output, {LOSS: summed_loss(output, batch.get("loss_mask")), **take_terms(model)}
 
 
 def _forward_step_by_corpus(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[Tensor, Terms]:
@@ -162,8 +165,9 @@ def program_of(config: RunConfig) -> Program:
         "model_provider": gpt_model,
         "forward_step": gpt_forward_step,
         "datasets_provider": corpus_dataset,
-        LOSS_TERMS: {},
+        LOSS_TERMS: future_terms(config),
     }
     if "forward_step" not in roles and len(names := _terms_of_corpora(config)) > 1:
-        defaults |= {"forward_step": _forward_step_by_corpus, LOSS_TERMS: dict.fromkeys(names, LossTerm())}
+        terms = {**future_terms(config), **dict.fromkeys(names, LossTerm())}
+        defaults |= {"forward_step": _forward_step_by_corpus, LOSS_TERMS: terms}
     return Program(**{**defaults, **roles}, own=frozenset(roles) - {LOSS_TERMS})

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from spare_megatron.config.building import nearest
 from spare_megatron.config.checks.requirements import EXPERTS, broken
 from spare_megatron.config.megatron_fields import field_problems
-from spare_megatron.config.model_fields import YARN, is_latent, model_fields, uses_yarn
+from spare_megatron.config.model_fields import YARN, is_latent, model_fields, num_future_tokens, uses_yarn
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
@@ -28,6 +28,9 @@ FIELDS = {
     if field.init
 }
 """Of all models that can be built."""
+
+_OF_GPT = ("rope_type", "rotary_percent")
+"""Fields of models with latent attention alone; of others they are arguments of `GPTModel`."""
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -84,7 +87,7 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     """Megatron's configuration of a run's model and schedule. ValueError: a `[megatron]` field cannot be used."""
     _refuse(config)
     fields = _fields(config, device)
-    apart = {} if is_latent(config) else {name: fields.pop(name) for name in ("rope_type", *YARN) if name in fields}
+    apart = {} if is_latent(config) else {name: fields.pop(name) for name in (*_OF_GPT, *YARN) if name in fields}
     with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
             built = (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)
@@ -139,6 +142,8 @@ def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     if is_latent(config):
         fields["rotary_base"] = model.rope_base
     fields |= {key: _megatron_value(key, value) for key, value in model_fields(config).items()}
+    if num_future_tokens(config):
+        fields["mtp_loss_scaling_factor"] = 0.0  # these losses are terms here (`future_tokens`)
     if fields["window_size"] is not None:
         fields["window_size"] = tuple(fields["window_size"])  # transformer-engine compares it with tuples
     return fields

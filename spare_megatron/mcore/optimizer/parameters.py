@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.model.compatibility import name_of_future_layer
 from spare_megatron.mcore.model.model import Chunk
 
 _HASHED_BYTES = 32 * 2**20
@@ -44,6 +45,9 @@ def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
             if numbers and parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(numbers[int(parts[2])])
                 part = f"layer_{parts[2]}"
+            elif parts[0] == "mtp":
+                part = f"mtp_{parts[2]}"
+                parts = ["transformer_layer" if one == name_of_future_layer() else one for one in parts]
             is_divided = getattr(parameter, "tensor_model_parallel", False)
             yield NamedParameter(
                 name=".".join(parts),

@@ -15,6 +15,7 @@ from spare_megatron.config.model_fields import (
     computed_activation,
     is_latent,
     model_fields,
+    num_future_tokens,
     uses_yarn,
 )
 from spare_megatron.config.schema import RunConfig
@@ -25,6 +26,7 @@ FAMILIES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
@@ -33,6 +35,7 @@ _NAMES: Mapping[Family, str] = {
     "llama": "Llama",
     "qwen2": "Qwen2, the family with biases of queries, keys and values",
     "qwen3": "Qwen3, the family with norms of queries and keys",
+    "qwen3_moe": "Qwen3-MoE, the family with mixtures of experts and norms of queries and keys",
     "mixtral": "Mixtral, the family with mixtures of experts",
     "deepseek_v3": "DeepSeek-V3, the family with latent attention",
     "gpt2": "GPT-2, the family with learned positions",
@@ -49,11 +52,13 @@ _DENSE: Mapping[str, str] = {
     "tie_word_embeddings": "tie_embeddings",
 }
 _GROUPED = {**_DENSE, "num_key_value_heads": "num_query_groups"}
+_MIXTURE = {**_GROUPED, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
 _OF_MODEL: Mapping[Family, Mapping[str, str]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
     "qwen3": _GROUPED,
-    "mixtral": {**_GROUPED, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    "qwen3_moe": {**_MIXTURE, "moe_intermediate_size": "expert_ffn_hidden_size"},
+    "mixtral": _MIXTURE,
     "deepseek_v3": {
         **_DENSE,
         "moe_intermediate_size": "expert_ffn_hidden_size",
@@ -89,7 +94,7 @@ _ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bia
 
 _ROTATED = {"position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu"}
 _FIXED: Mapping[Family, Mapping[str, Any]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mixtral"), _ROTATED),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"), _ROTATED),
     "deepseek_v3": {**_ROTATED, "linear_bias": False, "qk_norm": True},
     "gpt2": {"position_embedding": "learned_absolute", "normalization": "layernorm", "linear_bias": True},
 }
@@ -105,6 +110,7 @@ _WITHOUT_BIAS = {"normalization": "RMSNorm", "add_bias_linear": False}
 _EXPECTED: Mapping[Family, Mapping[str, Any]] = {
     "llama": {"normalization": "RMSNorm"},
     **dict.fromkeys(("qwen2", "qwen3", "mixtral"), _WITHOUT_BIAS),
+    "qwen3_moe": {**_WITHOUT_BIAS, "qk_layernorm": True},
     "deepseek_v3": {**_WITHOUT_BIAS, **_ROUTER, "qk_layernorm": True, "layernorm_epsilon": _EPS},
     "gpt2": {},
 }
@@ -117,10 +123,11 @@ _CHOSEN: Mapping[Family, Collection[str]] = {
     "llama": {*_SIZES, *_ROTATION, "add_bias_linear", "add_qkv_bias"},
     "qwen2": {*_SIZES, *_ROTATION, "add_qkv_bias", "window_size"},
     "qwen3": {*_SIZES, *_ROTATION, "qk_layernorm", "window_size"},
+    "qwen3_moe": {*_SIZES, *_ROTATION, *_EXPERTS, "moe_router_pre_softmax"},
     "mixtral": {*_SIZES, *_ROTATION, *_EXPERTS},
     "deepseek_v3": {
         *(*OF_LATENT_ATTENTION, "multi_latent_attention", *_OF_LATENT.values()),
-        *(*_EXPERTS, "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+        *(*_EXPERTS, "moe_layer_freq", "moe_shared_expert_intermediate_size", "mtp_num_layers"),
     },
     "gpt2": {"layernorm_epsilon", "add_qkv_bias"},
 }
@@ -178,9 +185,11 @@ def architecture_of(config: RunConfig) -> Architecture:
         found["expert_ffn_hidden_size"] = model.expert_width
         found["shared_expert_ffn_hidden_size"] = model.shared_expert_ffn_hidden_size
         of_latent = {field: 1 if fields[field] is None else fields[field] for field in _OF_LATENT.values()}
-        return Architecture(family=family, model=found, megatron=_latent(of_latent, yarn))
+        return Architecture(family=family, model=found, megatron=_latent(of_latent, yarn, num_future_tokens(config)))
     if family == "mixtral":
         found["ffn_hidden_size"] = fields["moe_ffn_hidden_size"]
+    if family == "qwen3_moe":
+        found["expert_ffn_hidden_size"] = model.expert_width
     found |= {
         "num_query_groups": fields["num_query_groups"] or model.num_attention_heads,
         "rope_scaling_factor": model.rope_scaling_factor,
@@ -190,7 +199,7 @@ def architecture_of(config: RunConfig) -> Architecture:
     }
     window = fields["window_size"]
     window = None if window is None or window[0] < 0 else window[0] + 1
-    return _rotated(family, found, fields["kv_channels"], window, yarn)
+    return _rotated(family, found, fields["kv_channels"], window, yarn, _router(fields["moe_router_pre_softmax"]))
 
 
 def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
@@ -199,21 +208,32 @@ def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
     if is_latent(config):
         return "deepseek_v3"
     if config.model.num_experts is not None:
-        return "mixtral"
+        return "qwen3_moe" if fields["qk_layernorm"] else "mixtral"
     if fields["qk_layernorm"]:
         return "qwen3"
     return "qwen2" if fields["add_qkv_bias"] and not fields["add_bias_linear"] else "llama"
 
 
-def _latent(of_latent: dict[str, Any], yarn: Mapping[str, Any]) -> dict[str, Any]:
+def _latent(of_latent: dict[str, Any], yarn: Mapping[str, Any], num_future: int) -> dict[str, Any]:
     """Settings of `[megatron]`; a limit to groups of experts is left out where there is one group."""
+    of_latent |= {"mtp_num_layers": num_future} if num_future else {}
     groups = ("moe_router_num_groups", "moe_router_group_topk") if of_latent["moe_router_num_groups"] == 1 else ()
     found = {field: value for field, value in of_latent.items() if field not in groups}
     return {**found, **yarn, **_ROUTER, "multi_latent_attention": True, "rope_type": "yarn" if yarn else "rope"}
 
 
+def _router(is_over_all: bool) -> Mapping[str, Any]:
+    """Settings of a router whose weights are a softmax over all experts, or over those of the token."""
+    return {"moe_router_pre_softmax": True} if is_over_all else {}
+
+
 def _rotated(
-    family: Family, model: dict[str, Any], head_dim: int | None, window: int | None, yarn: Mapping[str, Any]
+    family: Family,
+    model: dict[str, Any],
+    head_dim: int | None,
+    window: int | None,
+    yarn: Mapping[str, Any],
+    router: Mapping[str, Any],
 ) -> Architecture:
     """Llama, Qwen or Mixtral, with the width of heads and the window where they are not the usual ones."""
     is_usual = head_dim is None or head_dim * model["num_attention_heads"] == model["hidden_size"]
@@ -223,6 +243,7 @@ def _rotated(
         megatron={
             **({} if is_usual else {"kv_channels": head_dim}),
             **({"rope_type": "yarn", **yarn} if yarn else {}),
+            **router,
         },
     )
 
@@ -285,6 +306,11 @@ def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
         return {**content, "attention_bias": model["linear_bias"], "mlp_bias": model["linear_bias"]}
     if family == "mixtral":
         return {**content, "sliding_window": None}
+    if family == "qwen3_moe":
+        is_over_all = found.megatron.get("moe_router_pre_softmax", False)
+        # Older versions of `transformers` know only the first name of the number of experts.
+        layers = {"num_experts": found.model["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return {**content, **layers, "norm_topk_prob": not is_over_all, "attention_bias": False}
     window = model.get("sliding_window")
     windows = {
         "use_sliding_window": window is not None,
@@ -305,7 +331,7 @@ def _latent_json(found: Architecture) -> dict[str, Any]:
         **{name: found.megatron.get(field, 1) for name, field in _OF_LATENT.items()},
         "n_shared_experts": found.model["shared_expert_ffn_hidden_size"] // found.model["expert_ffn_hidden_size"],
         "num_key_value_heads": found.num_query_groups,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": found.megatron.get("mtp_num_layers", 0),
         "norm_topk_prob": True,
         "rope_scaling": _yarn_json(found),
         "rope_interleave": True,
@@ -330,7 +356,7 @@ def architecture_in(content: Mapping[str, Any]) -> Architecture:
         _require_deepseek(fields)
         model["shared_expert_ffn_hidden_size"] = fields.n_shared_experts * fields.moe_intermediate_size
         of_latent = {field: getattr(fields, name) for name, field in _OF_LATENT.items()}
-        megatron = _latent(of_latent, rope.yarn)
+        megatron = _latent(of_latent, rope.yarn, fields.num_nextn_predict_layers)
         return Architecture(family=family, model=model, megatron=megatron)
     rope = hf_fields.rope_in(content, family, fields.max_position_embeddings)
     has_bias = isinstance(fields, hf_fields.LlamaFields) and fields.attention_bias
@@ -345,9 +371,10 @@ def architecture_in(content: Mapping[str, Any]) -> Architecture:
         "rope_scaling_factor": rope.factor,
         "linear_bias": has_bias,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
-    found = _rotated(family, model, fields.head_dim, _window(fields), rope.yarn)
+    router = _router(isinstance(fields, hf_fields.Qwen3MoeFields) and not fields.norm_topk_prob)
+    found = _rotated(family, model, fields.head_dim, _window(fields), rope.yarn, router)
     _require_sizes(found, fields)
     return found
 
@@ -359,6 +386,7 @@ def _require_deepseek(fields: hf_fields.DeepSeekFields) -> None:
         "num_key_value_heads": (fields.num_key_value_heads in (None, heads), f"be num_attention_heads={heads}"),
         "hidden_size": (not fields.hidden_size % heads, f"be a multiple of num_attention_heads={heads}"),
         "qk_rope_head_dim": (not fields.qk_rope_head_dim % 2, "be even, as RoPE rotates pairs"),
+        "head_dim": (fields.head_dim in (None, fields.qk_rope_head_dim), "be qk_rope_head_dim, or absent"),
         "first_k_dense_replace": (0 <= fields.first_k_dense_replace < fields.num_hidden_layers, "leave mixtures"),
         "num_experts_per_tok": (2 <= chosen <= fields.n_routed_experts, f"be from 2 to {experts}"),
         "n_group": (not fields.n_routed_experts % fields.n_group, f"divide {experts}"),
@@ -399,7 +427,9 @@ def _require_sizes(found: Architecture, fields: hf_fields.RopeFields) -> None:
     """Raises ValueError for sizes that do not divide each other, and more experts per token than there are."""
     num_heads, hidden_size = fields.num_attention_heads, fields.hidden_size
     heads = f"num_attention_heads={num_heads}"
-    if isinstance(fields, hf_fields.MixtralFields) and fields.num_experts_per_tok > fields.num_local_experts:
+    if isinstance(fields, hf_fields.MixtralFields | hf_fields.Qwen3MoeFields) and (
+        fields.num_experts_per_tok > fields.num_local_experts
+    ):
         raise ValueError(
             f"config.json: num_experts_per_tok={fields.num_experts_per_tok} is more than "
             f"num_local_experts={fields.num_local_experts}"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
-from spare_megatron.config.limits import Limit, PositiveFloat, PositiveInt
+from spare_megatron.config.limits import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 
-Family = Literal["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,24 @@ class Qwen3Fields(Qwen2Fields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeFields(RopeFields):
+    vocab_size: PositiveInt = 151936
+    hidden_size: PositiveInt = 2048
+    intermediate_size: PositiveInt = 6144
+    moe_intermediate_size: PositiveInt = 768
+    num_hidden_layers: PositiveInt = 24
+    num_key_value_heads: PositiveInt = 4
+    max_position_embeddings: PositiveInt = 32768
+    attention_bias: Literal[False] = False
+    use_sliding_window: Literal[False] = False
+    sliding_window: int | None = 4096
+    num_local_experts: PositiveInt = 128
+    num_experts_per_tok: PositiveInt = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralFields(RopeFields):
     intermediate_size: PositiveInt = 14336
     num_key_value_heads: PositiveInt = 8
@@ -96,7 +114,7 @@ class DeepSeekFields(RopeFields):
     max_position_embeddings: PositiveInt = 4096
     rope_interleave: Literal[True] = True
     attention_bias: Literal[False] = False
-    num_nextn_predict_layers: int = 1
+    num_nextn_predict_layers: NonNegativeInt = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +138,7 @@ FIELDS: Mapping[str, type[RopeFields | Gpt2Fields]] = {
     "llama": LlamaFields,
     "qwen2": Qwen2Fields,
     "qwen3": Qwen3Fields,
+    "qwen3_moe": Qwen3MoeFields,
     "mixtral": MixtralFields,
     "deepseek_v3": DeepSeekFields,
     "gpt2": Gpt2Fields,
@@ -132,12 +151,13 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
+    "qwen3_moe": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 """Second names of fields (`attribute_map` of the configurations)."""
 
-DEFAULT_ROPE_BASE = {**dict.fromkeys(("llama", "qwen2", "qwen3", "deepseek_v3"), 1e4), "mixtral": 1e6}
+DEFAULT_ROPE_BASE = {**dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), 1e4), "mixtral": 1e6}
 
 TOKEN_IDS: Mapping[str, Any] = {
     "bos_token_id": int | None,
@@ -156,7 +176,7 @@ ONLY: Mapping[str, Collection[Any]] = {
     "is_encoder_decoder": (False,),
     # Fields of other families, and of code that comes with the weights: `transformers` passes over them here.
     "auto_map": (None, {}),
-    "no_rope_layers": (None, []),
+    **dict.fromkeys(("no_rope_layers", "mlp_only_layers"), (None, [])),
     **dict.fromkeys(("query_pre_attn_scalar", "attention_multiplier", "scale_depth", "clip_qkv"), (None,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (None, 1.0)),
     **dict.fromkeys(("scale_emb", "rotary_pct"), (None, 1.0)),

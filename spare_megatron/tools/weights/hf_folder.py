@@ -21,7 +21,7 @@ from spare_megatron.formats.codec import json_object
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.tools.weights.hf_config import Architecture, architecture_in, architecture_of, config_json
 from spare_megatron.tools.weights.hf_fields import token_ids_in
-from spare_megatron.tools.weights.hf_tensors import TensorPair, is_constant, tensor_pairs, tied_names
+from spare_megatron.tools.weights.hf_tensors import TensorPair, is_constant, table_of, tensor_pairs, tied_names
 from spare_megatron.tools.weights.weights_folder import (
     CONFIG_JSON,
     GENERATION_JSON,
@@ -140,6 +140,11 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
             model = replace(model, model={**model.model, "tie_embeddings": is_tied})
             if is_tied:
                 del tensors[output]
+        model = _without_what_is_not_stored(model, tensors)
+        for name in list(tensors):
+            table = tensors.get(table_of(name, model) or "")
+            if table is not None and torch.equal(tensors[name].read(), table.read()):
+                del tensors[name]  # one that differs has no place in the model
 
         def reader_of(config: RunConfig) -> Reader:
             pairs = dict(_pairs_in(tensors, config, model, folder))
@@ -147,6 +152,13 @@ def import_hf(folder: Path, out: Path) -> Checkpoint:
 
         _require_enough(tensors, model, folder)
         return write_import(folder, out, model.settings(precision), reader_of)
+
+
+def _without_what_is_not_stored(model: Architecture, names: Collection[str]) -> Architecture:
+    """Without multi-token prediction if a folder has none of its tensors, as `transformers` writes none."""
+    if f"model.layers.{model.num_layers}.eh_proj.weight" in names:
+        return model
+    return replace(model, megatron={key: one for key, one in model.megatron.items() if key != "mtp_num_layers"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +187,8 @@ def _beside_constants(
 
 def _require_enough(names: Collection[str], model: Architecture, folder: Path) -> None:
     """Raises ValueError for a config.json with so many layers or experts that listing their tensors would take long."""
-    for what, number in (("layers", model.num_layers), ("experts", model.model.get("num_experts", 0))):
+    further = model.megatron.get("mtp_num_layers", 0)
+    for what, number in (("layers", model.num_layers + further), ("experts", model.model.get("num_experts", 0))):
         if number > len(names):
             raise ValueError(f"{folder}: {CONFIG_JSON} has {shown(number)} {what}, and there are {len(names)} tensors")
 

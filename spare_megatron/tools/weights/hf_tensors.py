@@ -45,8 +45,20 @@ _MODULES_OF_MIXTRAL: Mapping[str, Sequence[str]] = {
 }
 """The same of Mixtral, whose experts have tensors of their own."""
 
-_MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
+_MODULES_OF_QWEN3_MOE: Mapping[str, Sequence[str]] = {
     **_MODULES,
+    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.router": ["mlp.gate"],
+    "decoder.layers.mlp.experts.experts.linear_fc1": [
+        "mlp.experts.{expert}.gate_proj",
+        "mlp.experts.{expert}.up_proj",
+    ],
+    "decoder.layers.mlp.experts.experts.linear_fc2": ["mlp.experts.{expert}.down_proj"],
+}
+"""The same of Qwen3's mixtures."""
+
+_MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
+    **_MODULES_OF_QWEN3_MOE,
     "decoder.layers.input_layernorm": ["input_layernorm"],
     "decoder.layers.self_attention.linear_q_down_proj": ["self_attn.q_a_proj"],
     "decoder.layers.self_attention.linear_q_up_proj": ["self_attn.q_b_proj"],
@@ -54,18 +66,15 @@ _MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
     "decoder.layers.self_attention.linear_kv_down_proj": ["self_attn.kv_a_proj_with_mqa"],
     "decoder.layers.self_attention.linear_kv_up_proj": ["self_attn.kv_b_proj"],
     "decoder.layers.self_attention.linear_kv_up_proj.layer_norm": ["self_attn.kv_a_layernorm"],
-    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
-    "decoder.layers.mlp.router": ["mlp.gate"],
     "decoder.layers.mlp.router.expert": ["mlp.gate.e_score_correction"],
-    "decoder.layers.mlp.experts.experts.linear_fc1": [
-        "mlp.experts.{expert}.gate_proj",
-        "mlp.experts.{expert}.up_proj",
-    ],
-    "decoder.layers.mlp.experts.experts.linear_fc2": ["mlp.experts.{expert}.down_proj"],
     "decoder.layers.mlp.shared_experts.linear_fc1": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
     "decoder.layers.mlp.shared_experts.linear_fc2": ["mlp.shared_experts.down_proj"],
+    "mtp.layers.enorm": ["enorm"],
+    "mtp.layers.hnorm": ["hnorm"],
+    "mtp.layers.eh_proj": ["eh_proj"],
+    "mtp.layers.final_layernorm": ["shared_head.norm"],
 }
-"""The same of DeepSeek-V3."""
+"""The same of DeepSeek-V3, whose modules of multi-token prediction are further layers."""
 
 _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["transformer.wte"],
@@ -83,6 +92,7 @@ _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
 
 _MODULES_OF: Mapping[Family, Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), _MODULES),
+    "qwen3_moe": _MODULES_OF_QWEN3_MOE,
     "mixtral": _MODULES_OF_MIXTRAL,
     "deepseek_v3": _MODULES_OF_DEEPSEEK,
     "gpt2": _MODULES_OF_GPT2,
@@ -141,7 +151,27 @@ def tied_names(model: Architecture) -> tuple[str, str]:
     return f"{modules['output_layer'][0]}.weight", f"{modules['embedding.word_embeddings'][0]}.weight"
 
 
-_OF_LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.")
+_TABLES_AHEAD: Mapping[str, str] = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+_COPY = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, _TABLES_AHEAD))})\.weight")
+
+
+def table_of(name: str, model: Architecture) -> str | None:
+    """The table that a stored tensor repeats, as published weights have both again in multi-token prediction."""
+    found = _COPY.fullmatch(name)
+    return f"{_TABLES_AHEAD[found[2]]}.weight" if found and int(found[1]) >= model.num_layers else None
+
+
+_OF_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(transformer_layer\.)?")
+
+
+def _place_of(tensor: ModelTensor, num_layers: int) -> tuple[int | None, str]:
+    """The layer of Hugging Face's that has a tensor, if one does, and the tensor's name in any such layer."""
+    found, key = _OF_LAYER.match(tensor.key_in_layer), tensor.key_in_layer
+    if found is None:
+        return None, key
+    in_layer = LAYERS if found[1] == "decoder" or found[3] else "mtp.layers."
+    before = num_layers if found[1] == "mtp" else 0
+    return before + int(found[2]), in_layer + key[found.end() :]
 
 
 def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]:
@@ -150,9 +180,9 @@ def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]
     layers = "transformer.h" if is_gpt2 else "model.layers"
     for tensor in model_tensors(config):
         kind = "bias" if tensor.key.endswith("bias") else "weight"
-        of_layer = _OF_LAYER.match(tensor.key_in_layer)
-        module = _OF_LAYER.sub(LAYERS, tensor.key_in_layer).removesuffix(kind)[:-1]
-        names = [f"{layers}.{of_layer[1]}.{name}" if of_layer else name for name in modules[module]]
+        layer, key = _place_of(tensor, model.num_layers)
+        module = key.removesuffix(kind)[:-1]
+        names = [name if layer is None else f"{layers}.{layer}.{name}" for name in modules[module]]
         dot = "_" if tensor.is_buffer else "."
         if len(tensor.shape) == 3:
             names = [name.format(expert=expert) for expert in range(tensor.shape[0]) for name in names]

@@ -24,6 +24,7 @@ _SAME_NAME = (
     "layernorm_zero_centered_gamma",
     "no_rope_freq",
     "rotary_interleaved",
+    "rotary_percent",
     "window_attn_skip_freq",
 )
 """Fields of TransformerConfig that are arguments, too, and settings of `[megatron]` here."""
@@ -43,7 +44,6 @@ _ONLY: Mapping[str, Collection[object]] = {
     "num_experts": (None,),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
-    "rotary_percent": (1.0,),
     **dict.fromkeys(("is_hybrid_model", "use_mup", "quick_geglu", "qk_l2_norm"), (False,)),
     **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "linear_attention_freq"), (None,)),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), (None,)),
@@ -74,7 +74,6 @@ def args_of(config: RunConfig) -> dict[str, Any]:
         "add_position_embedding": True,
         "use_rotary_position_embeddings": is_rope,
         "rotary_base": int(model.rope_base) if model.rope_base.is_integer() else model.rope_base,
-        "rotary_percent": 1.0,
         "use_rope_scaling": model.rope_scaling_factor != 1.0,
         "rope_scaling_factor": _LLAMA3_FACTOR,
         "normalization": fields["normalization"],
@@ -178,6 +177,7 @@ class ModelArgs:
     layernorm_zero_centered_gamma: bool = False
     no_rope_freq: int | list[int] | None = None
     rotary_interleaved: bool = False
+    rotary_percent: int | float = 1.0
     window_attn_skip_freq: int | list[int] | None = None
 
 

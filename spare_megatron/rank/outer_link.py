@@ -70,7 +70,7 @@ class OuterLink(threading.Thread):
         self._renewed: tuple[int, Revision] | None = None
         self._arrived: Arrival | None = None
         self._published = ""
-        self.held, self.held_at = held, 0  # the revision, and entries acted on when the site came to hold it
+        self.held, self.held_at = held, 0  # the revision, and entries acted on since the site came to hold it
         self.is_due = False
         self.arriving: Arriving | None = None
         self.done: tuple[int, int, str] | None = None  # round, attempt, digest
@@ -141,6 +141,9 @@ class OuterLink(threading.Thread):
                     raise ValueError(f"outer log entry {rounds.head - 1}: {errors[0]}")
             if found:
                 watch.on_entry(self.answered_at_s)
+        with self._showing:
+            if self.arriving is None:
+                self.held_at = rounds.head  # it takes over the result of no round that it does not await
         self._renew(log, incarnation)
         leases, now_s = log.leases(), time.monotonic()
         watch.on_leases(leases, now_s)

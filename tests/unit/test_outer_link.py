@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema_sites import SitesConfig
-from spare_megatron.core.outer.entries import Contribution, OpenRound, Revision, SiteId, encode_entry
+from spare_megatron.core.outer.entries import CommitRound, Contribution, OpenRound, Revision, SiteId, encode_entry
 from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.rank import sync
 from spare_megatron.rank.outer_link import Arriving, OuterLink, View
@@ -130,6 +130,23 @@ def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> N
     cut_until_s = time.monotonic()
     until(lambda: sites.links[1].seen_at_s > cut_until_s)
     assert sites.links[1].view.phase is RoundPhase.CLOSED
+
+
+def test_a_round_that_all_sites_have_gone_on_from_is_given_up_at_once_though_it_was_committed(sites: Sites) -> None:
+    """As where the store stops when all have voted, and is back when all have gone on: one commits the round then."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is RoundPhase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    for link, cut in zip(sites.links, sites.cuts, strict=True):
+        cut.set()
+        link.hold(FIRST)
+    commit = CommitRound(round=1, sites=(SiteId(0), SiteId(1)), digest="new")
+    Store(sites.data, threading.Event()).put_if_absent(keys.entry(2), encode_entry(commit))
+    for cut in sites.cuts:
+        cut.clear()
+    until(lambda: all(link.view.head == 3 and link.view.revision == FIRST for link in sites.links))
+    sites.arrive(24)
+    until(lambda: all(link.view.round == 2 and len(link.view.sites) == 2 for link in sites.links))
 
 
 def test_a_site_that_has_gone_on_computes_no_result_for_the_round_that_it_left() -> None:

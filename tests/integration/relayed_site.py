@@ -172,9 +172,9 @@ class Site:
     def rounds(self) -> list[dict[str, Any]]:
         return self.records("round")
 
-    def applied(self, base_round: int) -> dict[str, np.ndarray]:
-        """What the site had before it took the next state than that of this round, and that state; flat."""
-        with np.load(self.run_dir / f"round-{base_round}.npz") as arrays:
+    def applied(self, base_round: int, rank: int) -> dict[str, np.ndarray]:
+        """What a rank had before it took the next state than that of this round, and that state; flat."""
+        with np.load(self.run_dir / f"round-{base_round}-rank-{rank}.npz") as arrays:
             return dict(arrays)
 
     def end(self) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _arrive_alike() -> None:
     outer_link.View = lambda **said: view(**{**said, "is_wanted": False})  # type: ignore[assignment,misc]
 
 
-def _write_down(run_dir: Path, *, flips: bool) -> None:
+def _write_down(spec: RankSpec, *, flips: bool) -> None:
     import torch
 
     from spare_megatron.mcore.optimizer.outer_step import OuterState
@@ -279,7 +279,7 @@ def _write_down(run_dir: Path, *, flips: bool) -> None:
         values = outer.message(chunks, 32).view(torch.float32)
         arrays = {"start": start, "momentum": momentum, "values": values, "result": result}
         sizes = np.array(outer.sizes(chunks))
-        file = run_dir / f"round-{outer.revision.round}.npz"
+        file = spec.run_dir / f"round-{outer.revision.round}-rank-{spec.rank}.npz"
         np.savez(file, sizes=sizes, **{name: one.numpy() for name, one in arrays.items()})
         apply(outer, chunks, result)
         if flips and outer.revision.round == FLIP_ROUND - 1:
@@ -308,7 +308,7 @@ def relayed_rank(relay: int, script: Script, spec: RankSpec, reports: Connection
         _cut_in_exchange(cut) if script == "exchange" else _cut_after_vote(cut)
     elif script:
         _arrive_alike()
-        _write_down(spec.run_dir, flips=script == "flip")
+        _write_down(spec, flips=script == "flip")
     rank.run_rank(spec, reports)
 
 

@@ -131,16 +131,14 @@ class OuterLink(threading.Thread):
 
     def _turn(self, log: OuterLog, rounds: RoundFold, watch: LeaseWatch, incarnation: int) -> bool:
         """Whether the next turn is to follow at once."""
-        is_behind = True
-        while is_behind:
-            found = log.read(rounds.head)
-            is_behind = len(found) > 1
+        while found := log.read(rounds.head):
             self.answered_at_s = time.monotonic()
             for entry in found:
                 if errors := rounds.apply(entry):
                     raise ValueError(f"outer log entry {rounds.head - 1}: {errors[0]}")
-            if found:
-                watch.on_entry(self.answered_at_s)
+            watch.on_entry(time.monotonic())
+            if len(found) == 1:
+                break  # no other one was there
         with self._showing:
             if self.arriving is None:
                 self.held_at = rounds.head  # it takes over the result of no round that it does not await

@@ -70,8 +70,7 @@ class OuterLink(threading.Thread):
         self._renewed: tuple[int, Revision] | None = None
         self._arrived: Arrival | None = None
         self._published = ""
-        self._num_entries = 0  # of the outer log, at least, by the leases
-        self.held, self.held_at = held, 0  # the revision, and entries acted on when the site came to hold it
+        self.held, self.held_at = held, 0  # the revision, and entries acted on since the site came to hold it
         self.is_due = False
         self.arriving: Arriving | None = None
         self.done: tuple[int, int, str] | None = None  # round, attempt, digest
@@ -132,15 +131,19 @@ class OuterLink(threading.Thread):
 
     def _turn(self, log: OuterLog, rounds: RoundFold, watch: LeaseWatch, incarnation: int) -> bool:
         """Whether the next turn is to follow at once."""
-        while found := log.read(rounds.head, self._num_entries):
+        while found := log.read(rounds.head):
             self.answered_at_s = time.monotonic()
             for entry in found:
                 if errors := rounds.apply(entry):
                     raise ValueError(f"outer log entry {rounds.head - 1}: {errors[0]}")
             watch.on_entry(time.monotonic())
+            if len(found) == 1:
+                break  # no other one was there
+        with self._showing:
+            if self.arriving is None:
+                self.held_at = rounds.head  # it takes over the result of no round that it does not await
         self._renew(log, incarnation)
         leases, now_s = log.leases(), time.monotonic()
-        self._num_entries = max((lease.head for lease in leases.values()), default=0)
         watch.on_leases(leases, now_s)
         own, arriving, done = self._own(rounds, incarnation), self.arriving, self.done
         if arriving is not None and arriving.addresses != self._published:  # also in a round where another group spoke

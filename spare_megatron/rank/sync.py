@@ -321,7 +321,8 @@ class Sites:
                 site: SiteContent(_DIFFERENCES, one.step, view.addresses.get(site, {})) for site, one in others.items()
             }
             weights = {site: one.weight for site, one in view.sites.items()}
-            is_own = view.sites[self._site].incarnation == view.incarnation
+            own = view.sites[self._site]
+            is_own = (own.incarnation, own.step) == (view.incarnation, self._now.key[1])  # else it has gone on since
             return Target(view.round, view.attempt, wanted, weights) if is_own else None
         if view.donor is not None and view.revision is not None:
             wanted = {view.donor: SiteContent(_STATE, view.revision.round, view.addresses.get(view.donor, {}))}

@@ -15,9 +15,6 @@ from spare_megatron.store import keys
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, read_values
 
-_MOST_READ = 64
-"""Entries at once."""
-
 
 class OuterLog:
     """The outer log over one store connection; for one thread. Any method may raise StoreLost, after which the rounds
@@ -36,10 +33,10 @@ class OuterLog:
             incarnation += 1
         return incarnation
 
-    def read(self, head: int, known: int = 0) -> list[OuterEntry]:
-        """Entries from the index on: the next one, and more at once if so many are known to be there."""
-        number = max(1, min(known - head, _MOST_READ))
-        return [decode_entry(text) for text in self._log.read_few(head, number)]
+    def read(self, head: int) -> list[OuterEntry]:
+        """Entries from the index on: at least half of them. If there is one or none, that was the last."""
+        found = self._log.read_few(head, 1)  # in fewer requests, if it is the only one
+        return [decode_entry(text) for text in found + (self._log.read(head + 1) if found else [])]
 
     def append(self, head: int, entry: OuterEntry) -> OuterEntry:
         """Writes the entry if the index is free; returns the entry that stands there."""

@@ -1,6 +1,7 @@
 """Runs a site in a process of its own, all of whose traffic with other sites goes through a relay.
 
-The relay is a process, too: it counts bytes, delays them, and cuts the site off while it is stopped (SIGSTOP).
+The relay is a process, too: it counts bytes, delays them, and cuts the site off while it is stopped (SIGSTOP). A
+script of the site may stop it at a moment of a round.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +20,10 @@ from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import psutil
 
 from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import RunConfig
@@ -28,6 +33,16 @@ from spare_megatron.process.specs import RankSpec
 
 _CHUNK = 1 << 16
 _ANSWER_S = 2.0
+_POLL_S = 0.01
+CUT_ROUND, FLIP_ROUND = 3, 2
+Script = Literal["", "exchange", "vote", "alike", "flip"]
+"""What is done to the ranks of a site:
+`exchange`: it is cut off when another site asks for what it contributes to its third round.
+`vote`: it is cut off when it and site 0 have voted on its third round.
+`alike`: it arrives in a round with `sites.every_steps` steps, no less, and in the first one when all sites have begun;
+what it applies is written down.
+`flip`: likewise, and a bit of its momentum is flipped after its second round.
+"""
 
 
 def ask(relay: int, line: str) -> int:
@@ -49,7 +64,9 @@ class _Relaying:
     async def control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = (await reader.readline()).decode().strip()
         answer = self._num_bytes.total() - self._num_bytes[line.removeprefix("but ")]
-        if not line.startswith("but "):
+        if line == "pid":
+            answer = os.getpid()
+        elif not line.startswith("but "):
             if line not in self._ports:
                 server = await asyncio.start_server(partial(self._forward, *line.split()), "127.0.0.1", 0)
                 self._ports[line] = server.sockets[0].getsockname()[1]
@@ -113,6 +130,9 @@ class Relay:
     def cut(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
+    def is_cut(self) -> bool:
+        return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+
     def restore(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
@@ -126,14 +146,14 @@ class Relay:
 class Site:
     """A run as a site, from its start to its end."""
 
-    def __init__(self, config: RunConfig, folder: Path, relay: Relay | None = None) -> None:
+    def __init__(self, config: RunConfig, folder: Path, relay: Relay | None = None, script: Script = "") -> None:
         self.run_dir = folder / f"site-{config.sites.site}"
         file = folder / f"site-{config.sites.site}.toml"
         file.write_text(dump_run_config(config))
         control = "0" if relay is None else str(relay.control)
         with (folder / f"site-{config.sites.site}.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, "site", str(file), str(self.run_dir), control],
+                [sys.executable, "-m", __name__, "site", str(file), str(self.run_dir), control, script],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -151,6 +171,11 @@ class Site:
 
     def rounds(self) -> list[dict[str, Any]]:
         return self.records("round")
+
+    def applied(self, base_round: int, rank: int) -> dict[str, np.ndarray]:
+        """What a rank had before it took the next state than that of this round, and that state; flat."""
+        with np.load(self.run_dir / f"round-{base_round}-rank-{rank}.npz") as arrays:
+            return dict(arrays)
 
     def end(self) -> dict[str, Any]:
         """Has it end with the step under way. Returns its summary."""
@@ -192,7 +217,78 @@ def _relayed_port(relay: int, host: str, port: int) -> int:
         raise ConnectionBroken(str(error)) from error
 
 
-def relayed_rank(relay: int, spec: RankSpec, reports: Connection) -> None:
+def _cut_in_exchange(cut: Callable[[], None]) -> None:
+    from spare_megatron.rank.outer_exchange import OuterSource
+
+    read, steps = OuterSource.read, []
+
+    def cut_and_read(source: OuterSource, name: str, step: int, piece: Any) -> bytes | memoryview:
+        if name.startswith("differences") and step not in steps:
+            steps.append(step)
+            if len(steps) == CUT_ROUND:
+                cut()
+        return read(source, name, step, piece)
+
+    OuterSource.read = cut_and_read  # type: ignore[method-assign]
+
+
+def _cut_after_vote(cut: Callable[[], None]) -> None:
+    from spare_megatron.store import keys
+    from spare_megatron.store.outer_log import OuterLog
+
+    finish, rounds = OuterLog.finish, []
+
+    def finish_and_cut(log: OuterLog, vote: Any) -> Any:
+        counted = finish(log, vote)
+        if vote.round not in rounds:
+            rounds.append(vote.round)
+            if len(rounds) == CUT_ROUND:
+                while not log._store.exists(keys.done(vote.round, vote.attempt, 0, 0)):
+                    time.sleep(_POLL_S)
+                cut()
+        return counted
+
+    OuterLog.finish = finish_and_cut  # type: ignore[method-assign]
+
+
+def _arrive_alike() -> None:
+    from spare_megatron.rank import outer_link
+    from spare_megatron.store.outer_log import OuterLog
+
+    leases, view, have_begun = OuterLog.leases, outer_link.View, threading.Event()
+
+    def leases_of_all(log: OuterLog) -> Any:
+        while len(found := leases(log)) < len(log._sites) and not have_begun.is_set():
+            time.sleep(_POLL_S)
+        have_begun.set()
+        return found
+
+    OuterLog.leases = leases_of_all  # type: ignore[method-assign]
+    outer_link.View = lambda **said: view(**{**said, "is_wanted": False})  # type: ignore[assignment,misc]
+
+
+def _write_down(spec: RankSpec, *, flips: bool) -> None:
+    import torch
+
+    from spare_megatron.mcore.optimizer.outer_step import OuterState
+
+    apply = OuterState.apply
+
+    def write_and_apply(outer: OuterState, chunks: Any, result: torch.Tensor) -> None:
+        start, momentum = torch.cat(outer.content(chunks)).chunk(2)
+        values = outer.message(chunks, 32).view(torch.float32)
+        arrays = {"start": start, "momentum": momentum, "values": values, "result": result}
+        sizes = np.array(outer.sizes(chunks))
+        file = spec.run_dir / f"round-{outer.revision.round}-rank-{spec.rank}.npz"
+        np.savez(file, sizes=sizes, **{name: one.numpy() for name, one in arrays.items()})
+        apply(outer, chunks, result)
+        if flips and outer.revision.round == FLIP_ROUND - 1:
+            next(iter(outer.momentum.values())).view(torch.int32)[0] ^= 1 << 20
+
+    OuterState.apply = write_and_apply  # type: ignore[method-assign]
+
+
+def relayed_rank(relay: int, script: Script, spec: RankSpec, reports: Connection) -> None:
     from spare_megatron.rank import outer_exchange, rank, sync
 
     def through(address: Address) -> Address:
@@ -207,14 +303,20 @@ def relayed_rank(relay: int, spec: RankSpec, reports: Connection) -> None:
     if relay:
         sync.PieceServer = server  # type: ignore[assignment,misc]
         outer_exchange.PieceClient = lambda address, *args, **kwargs: make_client(through(address), *args, **kwargs)  # type: ignore[assignment,misc]
+    if script in ("exchange", "vote"):
+        cut = partial(os.kill, ask(relay, "pid"), signal.SIGSTOP)
+        _cut_in_exchange(cut) if script == "exchange" else _cut_after_vote(cut)
+    elif script:
+        _arrive_alike()
+        _write_down(spec, flips=script == "flip")
     rank.run_rank(spec, reports)
 
 
-def _run_site(file: Path, run_dir: Path, relay: int) -> None:
+def _run_site(file: Path, run_dir: Path, relay: int, script: Script) -> None:
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.driver.run import start_run
 
-    config, rank_main = load_run_config(file).config, partial(relayed_rank, relay)
+    config, rank_main = load_run_config(file).config, partial(relayed_rank, relay, script)
     with end_signal.blocked():
         start_run(config, run_dir, lambda event: None, rank_main=rank_main, takes_requests=True)
 
@@ -223,7 +325,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["relay", delay_s]:
             asyncio.run(_relay(float(delay_s)))
-        case ["site", file, run_dir, relay]:
+        case ["site", file, run_dir, relay, ("" | "exchange" | "vote" | "alike" | "flip") as script]:
             from tests.integration import relayed_site  # its functions are found by that name in forked ranks
 
-            relayed_site._run_site(Path(file), Path(run_dir), int(relay))
+            relayed_site._run_site(Path(file), Path(run_dir), int(relay), script)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema_sites import SitesConfig
-from spare_megatron.core.outer.entries import OpenRound, Revision, SiteId, encode_entry
+from spare_megatron.core.outer.entries import CommitRound, Contribution, OpenRound, Revision, SiteId, encode_entry
 from spare_megatron.core.outer.rounds import RoundPhase
-from spare_megatron.rank.outer_link import Arriving, OuterLink
+from spare_megatron.rank import sync
+from spare_megatron.rank.outer_link import Arriving, OuterLink, View
 from spare_megatron.store import keys
 from spare_megatron.store.interface import StoreLost
 from tests.memory_store import MemoryStore
@@ -129,6 +130,37 @@ def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> N
     cut_until_s = time.monotonic()
     until(lambda: sites.links[1].seen_at_s > cut_until_s)
     assert sites.links[1].view.phase is RoundPhase.CLOSED
+
+
+def test_a_round_that_all_sites_have_gone_on_from_is_given_up_at_once_though_it_was_committed(sites: Sites) -> None:
+    """As where the store stops when all have voted, and is back when all have gone on: one commits the round then."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.arrive(20)
+    until(lambda: all(link.view.phase is RoundPhase.CLOSED and len(link.view.sites) == 2 for link in sites.links))
+    for link, cut in zip(sites.links, sites.cuts, strict=True):
+        cut.set()
+        link.hold(FIRST)
+    commit = CommitRound(round=1, sites=(SiteId(0), SiteId(1)), digest="new")
+    Store(sites.data, threading.Event()).put_if_absent(keys.entry(2), encode_entry(commit))
+    for cut in sites.cuts:
+        cut.clear()
+    until(lambda: all(link.view.head == 3 and link.view.revision == FIRST for link in sites.links))
+    sites.arrive(24)
+    until(lambda: all(link.view.round == 2 and len(link.view.sites) == 2 for link in sites.links))
+
+
+def test_a_site_that_has_gone_on_computes_no_result_for_the_round_that_it_left() -> None:
+    """The first it sees of a store that is back may be the round in which it had arrived some steps before."""
+    site = sync.Sites.__new__(sync.Sites)  # without its constructor, which needs a run
+    site._site = SiteId(0)
+    sites = {one: Contribution(one, 0, 4, 20) for one in map(SiteId, (0, 1))}
+    view = View(incarnation=0, round=3, phase=RoundPhase.CLOSED, sites=sites, addresses={SiteId(1): {0: "there"}})
+    targets = []
+    for step in (20, 24):
+        site._round = sync._Round(key=(0, step), began_s=0.0, moved_s=0.0)
+        targets.append(site._target(view))
+    assert targets[0] is not None
+    assert (targets[0].weights, targets[1]) == ({0: 4, 1: 4}, None)
 
 
 def test_a_log_of_another_version_ends_the_link_with_the_reason(sites: Sites) -> None:

@@ -114,7 +114,7 @@ class Lease:
     progress: int = 0
     """Moves while the site fetches differences or computes a result."""
     head: int = 0
-    """Entries of the outer log that it had acted on when it held `revision`."""
+    """Entries of the outer log that it has acted on and still holds `revision`."""
     revision: Revision
 
 

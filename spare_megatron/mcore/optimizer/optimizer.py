@@ -32,6 +32,9 @@ from spare_megatron.mcore.optimizer.parameters import (
     whole_for_norm,
 )
 
+_MAIN = "fp32_from_fp16_params"
+"""Megatron's key of the fp32 parameters of a bf16 model: a list for each group of parameters."""
+
 
 class Optimizer:
     """Updates all parameters of a rank, once per committed step. With lanes each has all state, and gathers gradients
@@ -158,6 +161,8 @@ class Optimizer:
             num_parts = len(parts_of(self.megatron))
             for one in [state] if num_parts == 1 else [state[number] for number in range(num_parts)]:
                 del one.get("optimizer", one)["param_groups"]  # a run with other rules has other groups
+                if _MAIN in one:  # Megatron leaves out lists that are empty, as a stage may have of some rule
+                    one[_MAIN] = {number: dict(enumerate(group)) for number, group in enumerate(one[_MAIN])}
         outer = {} if self.outer is None else {"outer": self.outer.sharded_part(self._chunks, model)}
         return {"megatron": state, "schedule": self.schedule.state_dict(), **outer}
 
@@ -167,6 +172,8 @@ def _load_part(one: MegatronOptimizer, state: dict[str, Any], num_updates: int) 
     own = one.state_dict()
     whole = state["optimizer"] if "optimizer" in own else state
     whole["param_groups"] = groups = own.get("optimizer", own)["param_groups"]  # those of this run's settings
+    if isinstance(main := state.get(_MAIN), dict):
+        state[_MAIN] = [[*main.get(number, {}).values()] for number in range(len(groups))]
     of_parameters = [each for key, each in whole["state"].items() if key != "common_step"]
     if not USING_PYTORCH_OPTIMIZER or is_of_muon(groups[0]):
         whole["state"].pop("common_step", None)

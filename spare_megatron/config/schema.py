@@ -194,8 +194,10 @@ class ProgramConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Adam with weight decay, and its schedule."""
+    """Adam or Muon with weight decay, and its schedule."""
 
+    kind: Literal["adam", "muon"] = "adam"
+    """Optimizer; muon orthogonalizes the updates of matrices, and leaves vectors and tables of words to Adam."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     min_learning_rate: NonNegativeFloat = 1e-5
@@ -223,6 +225,25 @@ class OptimizerConfig:
     """Adam's epsilon."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 disables clipping."""
+    muon_momentum: ShareBelowOne = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: bool = False
+    """Adds the gradient to Muon's momentum once more, as Nesterov's."""
+    muon_split_qkv: bool = True
+    """Orthogonalizes queries, keys and values each for itself, where one matrix holds them."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of an update by the shape of its matrix: the root of the larger side, of rows by columns, or of these if
+    above 1."""
+    muon_extra_scale_factor: PositiveFloat = 1.0
+    """A further factor of Muon's updates."""
+    muon_num_ns_steps: PositiveInt = 5
+    """Newton-Schulz iterations of Muon."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"] = "quintic"
+    """Coefficients of these iterations."""
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Precision of their products, as torch names it; medium computes them in bf16."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
+    """What ranks that split a matrix orthogonalize: each its part, each the whole, or together the whole."""
     sharding: Literal["replicated", "stacked"] = "replicated"
     """Where optimizer state is kept: whole in every group (replicated), or in partitions on a few groups each
     (stacked)."""

@@ -84,12 +84,14 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         from spare_megatron.mcore.model.program import program_of
         from spare_megatron.mcore.model.training_samples import prepare_index
         from spare_megatron.mcore.model.transformer import transformer_config
+        from spare_megatron.mcore.optimizer.optimizer import optimizer_config
         from spare_megatron.mcore.program_check import check_program
 
         device = torch.device(name_in_torch(config.cluster.device))
         if device.type != "cpu" and gpu.platform()[1]:  # else there is no NCCL either
             check_nccl()
         layer_spec(config, transformer_config(config, device), device)
+        optimizer_config(config)
         kernels = kernels_of(config, device)
         prepare_index(config)
         if config.program.file:

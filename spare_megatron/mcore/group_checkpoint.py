@@ -305,10 +305,12 @@ def load_checkpoint(
         on_read()
         optimizer.restore(state["optimizer"], states)  # filled in place
     else:
-        asked = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=True)}
+        own = _optimizer_state(model, optimizer, is_loading=True)
+        # Megatron's part by itself: it is merged with what was saved in its place, of other groups of parameters.
+        asked = {"model": model, "megatron": own.pop("megatron"), "optimizer": own}
         state = _load(asked, folder, chunks, is_whole=True)
         on_read()
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"] | {"megatron": state["megatron"]})
     for number, chunk in enumerate(chunks):
         chunk.module.module.load_state_dict(state["model"][str(number)])
 
@@ -334,7 +336,7 @@ def _load(asked: dict[str, Any], folder: Path, chunks: Sequence[Chunk], *, is_wh
         one.key = one.key.removeprefix(_MAIN_KEY)
     state = load(others)
     found = load({"main": main})["main"]  # apart: two tensors of a rank cannot have one key
-    return merge(state, {key: found[key] for key in found if key == "optimizer"})  # partitions are filled in place
+    return merge(state, {key: found[key] for key in found if key == "megatron"})  # partitions are filled in place
 
 
 def model_state(chunks: Sequence[Chunk], replicas: dist.ProcessGroup) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from spare_megatron.mcore.model.program import ForwardPasses, Program, Terms, pr
 from spare_megatron.mcore.model.transformer import transformer_config
 from spare_megatron.mcore.optimizer.divided_optimizer import DividedOptimizer
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
+from spare_megatron.mcore.optimizer.lane_buffers import LaneBuffers
 from spare_megatron.mcore.optimizer.optimizer import Optimizer
 from spare_megatron.mcore.optimizer.outer_step import OuterState
 from spare_megatron.mcore.optimizer.parameters import (
@@ -165,10 +166,11 @@ class GroupTrainer:
 
     def _own_optimizer(self) -> Optimizer | DividedOptimizer:
         """One that does not depend on what other groups have."""
-        if self._has_lanes:
-            spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
+        spaces = [(slab.chunks, slab.gradients.space) for slab in self.slabs]
+        if self._has_lanes and self._config.optimizer.kind == "adam":  # strips would cut the matrices of Muon
             return DividedOptimizer(self._config, self.process_groups, spaces)
-        optimizer = Optimizer(self._config, self.chunks, self.process_groups)
+        lanes = LaneBuffers(spaces) if self._has_lanes else None
+        optimizer = Optimizer(self._config, self.chunks, self.process_groups, lanes)
         if self._config.sites.is_used:
             self.outer = optimizer.outer = OuterState(self.chunks, self._probe.progress)
         return optimizer
@@ -338,7 +340,7 @@ class GroupTrainer:
                 )
         for slab in self.slabs:
             slab.gradients.finish(1.0 / loss.divisor)
-        if isinstance(self._optimizer, DividedOptimizer):
+        if not isinstance(self._optimizer, StackedOptimizer):
             self._optimizer.gather_gradients()
         every = self._config.metrics.model_every_steps
         has_figures = every > 0 and self._step % every == 0
@@ -470,7 +472,7 @@ class GroupTrainer:
     def forget_moments(self) -> None:
         """Frees what a load is about to replace: memory may not have room for both."""
         if not isinstance(self._optimizer, FragmentAdam):
-            self._optimizer.megatron.optimizer.state.clear()
+            self._optimizer.forget_moments()
 
     def checkpoint_state(self, partitions: Collection[PartitionId] = (), *, has_rest: bool = True) -> GroupState:
         """This rank's part of a checkpoint, between two updates: `partitions` and, if `has_rest`, everything else."""
@@ -514,13 +516,7 @@ class GroupTrainer:
 
     def moments(self) -> Iterator[Tensor]:
         """The first moments held here; none before the first update."""
-        if isinstance(self._optimizer, FragmentAdam):
-            yield from self._optimizer.first_moments()
-            return
-        for named in named_parameters(self.chunks):
-            state = self._optimizer.state_of(optimized(named.parameter))
-            if state:
-                yield state["exp_avg"]
+        return self._optimizer.first_moments()
 
     def kept_values(self) -> Iterator[Tensor]:
         """Parameters as the optimizer keeps them; where it has parts, those come first."""

@@ -188,13 +188,13 @@ def moved(
 
 def _expert_sums(trainer: GroupTrainer) -> dict[str, float]:
     """By layer, expert and matrix."""
-    num_local = len(next(iter(trainer.chunks[0].module.module.decoder.layers)).mlp.local_expert_indices)
+    pattern = re.compile(r"decoder\.layers\.(\d+)\..*local_experts\.(\d+)\.(linear_fc\d)\.weight")
+    held = [(found, one) for one in trainer.parameters_named() if (found := pattern.fullmatch(one.name))]
+    num_local = 1 + max((int(found[2]) for found, _ in held), default=0)
     first = trainer.process_groups.ep.rank() * num_local
-    sums = {}
-    for named in trainer.parameters_named():
-        if found := re.fullmatch(r"decoder\.layers\.(\d+)\..*local_experts\.(\d+)\.(linear_fc\d)\.weight", named.name):
-            sums[f"{found[1]} {first + int(found[2])} {found[3]}"] = float(named.parameter.double().sum())
-    return sums
+    return {
+        f"{found[1]} {first + int(found[2])} {found[3]}": float(one.parameter.double().sum()) for found, one in held
+    }
 
 
 def _steps(trainer: GroupTrainer, config: RunConfig, steps: range) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
@@ -59,6 +60,17 @@ def take_over(config: RunConfig, num_steps: int) -> TakenOver:
     )
 
 
+def through_a_file(config: RunConfig, num_steps: int, folder: Path) -> tuple[bytes, bytes]:
+    """All bytes of the state of a trainer after some steps, and of one that has loaded the file of it."""
+    donor, newcomer = GroupTrainer(config, CPU), GroupTrainer(config, CPU)
+    for step in range(num_steps):
+        _train(donor, config, step)
+    path = folder / f"{dist.get_rank()}.state"
+    donor.save_state(path)
+    newcomer.load_state([path])
+    return _whole(donor.outgoing_state().tensors), _whole(newcomer.outgoing_state().tensors)
+
+
 def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
     """Digests of what the state has beside parameters, and of these: of a trainer after some steps, of one that has
     trained as long, of one that has taken its state over, and of that with a moment, and then a count, changed.
@@ -94,7 +106,8 @@ def biases_taken_over(config: RunConfig) -> tuple[list[str], list[np.ndarray]]:
 
 def _count_one_more(own: AnyOptimizer) -> None:
     if isinstance(own, optimizer.Optimizer):
-        next(iter(own.megatron.optimizer.state.values()))["step"] += 1.0
+        adam = optimizer.parts_of(own.megatron)[-1].optimizer
+        next(iter(adam.state.values()))["step"] += 1.0
     else:
         own.schedule.num_steps += 1
 
@@ -132,6 +145,9 @@ class _FusedAdam:
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, float]] = [{}, {}]
+
+    def get_parameters(self) -> list[torch.Tensor]:
+        return [torch.zeros(1)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"param_groups": self.param_groups}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, ParameterRule, RunConfig
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration.checkpoint_group import load_and_train, train_and_save
 from tests.integration.mcore_group import run_group
@@ -103,3 +103,16 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
         assert mine.keys() - theirs.keys() <= {"output_layer.weight"}  # the last stage's copy of tied embeddings
         for name in mine.keys() & theirs.keys():
             np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=2e-6)
+
+
+def test_stages_that_lack_what_a_rule_is_for_go_on_from_their_checkpoint(text_corpus: Path, tmp_path: Path) -> None:
+    """Megatron leaves out empty lists of fp32 parameters: the others took their places, or the load failed."""
+    config = config_of(text_corpus, LayoutConfig(num_groups=2, pipeline_parallel=2), precision="bf16")
+    patterns = ("embedding.position*", "decoder.layers.1.*")
+    rules = tuple(ParameterRule(pattern=pattern, learning_rate_factor=0.5) for pattern in patterns)
+    config = replace(config, optimizer=replace(config.optimizer, rules=rules))
+    went_on = run_group(train_and_save, config, tmp_path, BEFORE, AFTER)
+    resumed = run_group(load_and_train, config, tmp_path, BEFORE, AFTER)
+    for (curve, mine), (expected, theirs, _) in zip(resumed, went_on, strict=True):
+        assert curve == expected
+        assert all(np.array_equal(mine[name][0], theirs[name][0]) for name in theirs)

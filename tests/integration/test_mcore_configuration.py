@@ -80,8 +80,10 @@ def test_supported_versions_are_accepted(package: str, installed: str) -> None:
 
 def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"], f"Python{project['requires-python']}"]
-    wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in asked}
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["gpu"], *extras["muon"], f"Python{project['requires-python']}"]
+    ranges = [text.partition(";")[0] for text in asked]  # without what they depend on
+    wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in ranges}
     packages = SUPPORTED.keys() - {"NCCL", "RCCL"}  # they come with torch
     # One extra for all versions of megatron-core, of which 0.16 takes the fewest.
     checked = {package: str(supported(package, "0.16.1")) for package in packages}

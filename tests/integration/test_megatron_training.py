@@ -1,6 +1,7 @@
 """Whole runs against the training loop of Megatron itself, which the newest versions of megatron-core contain."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -18,7 +19,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration import megatron_training
 from tests.integration.mcore_group import CPU, Arrays, run_group, run_ranks
 from tests.integration.stacked_groups import values_by_name
-from tests.integration.whole_run import Run, assert_masked, complete_run, tiny_config
+from tests.integration.whole_run import Run, assert_masked, complete_run, needs_muon, tiny_config
 
 STEPS = 20
 
@@ -56,7 +57,52 @@ def test_20_steps_are_those_of_megatrons_own_loop_bit_for_bit(
     layout: dict[str, int], model: dict[str, Any], arguments: tuple[str, ...], text_corpus: Path, tmp_path: Path
 ) -> None:
     """Two groups, and two data-parallel ranks of Megatron: both add two fp32 sums of two microbatches each."""
-    config = config_of(text_corpus, layout, model)
+    assert_bitwise(config_of(text_corpus, layout, model), arguments, tmp_path)
+
+
+ALL_OF_MUON = replace(
+    SETTINGS,
+    kind="muon",
+    muon_momentum=0.9,
+    muon_nesterov=True,
+    muon_split_qkv=False,
+    muon_scale_mode="unit_rms_norm",
+    muon_extra_scale_factor=0.5,
+    muon_num_ns_steps=4,
+    muon_coefficient_type="polar_express",
+    muon_fp32_matmul_prec="high",
+)
+MUON_CASES: dict[str, tuple[str, OptimizerConfig, tuple[str, ...]]] = {
+    "all settings": (
+        "dense",
+        ALL_OF_MUON,
+        (
+            *("--muon-momentum", "0.9", "--muon-nesterov", "--muon-no-split-qkv", "--muon-scale-mode", "unit_rms_norm"),
+            *("--muon-extra-scale-factor", "0.5", "--muon-num-ns-steps", "4", "--muon-fp32-matmul-prec", "high"),
+            *("--muon-coefficient-type", "polar_express"),
+        ),
+    ),
+    "tensor parallel": (
+        "tensor parallel",
+        replace(SETTINGS, kind="muon", muon_tp_mode="distributed"),
+        ("--muon-momentum", "0.95", "--muon-tp-mode", "distributed"),
+    ),
+    "experts": ("experts", replace(SETTINGS, kind="muon"), ("--muon-momentum", "0.95")),
+}
+"""The case above, the optimizer, and Megatron's arguments for it."""
+
+
+@needs_muon
+@pytest.mark.parametrize(("case", "settings", "further"), MUON_CASES.values(), ids=MUON_CASES)
+def test_20_steps_with_muon_are_those_of_megatrons_own_loop_bit_for_bit(
+    case: str, settings: OptimizerConfig, further: tuple[str, ...], text_corpus: Path, tmp_path: Path
+) -> None:
+    layout, model, arguments = CASES[case]
+    config = config_of(text_corpus, layout, model, settings)
+    assert_bitwise(config, (*arguments, "--optimizer", "muon", *further), tmp_path)
+
+
+def assert_bitwise(config: RunConfig, arguments: Sequence[str], tmp_path: Path) -> None:
     initial = run_group(initial_values, config)
     size = config.parallel.ranks_per_group
     ranks = run_ranks(2 * size, megatron_training.pretrain, config, (*ARGUMENTS, *arguments), initial)
@@ -96,8 +142,10 @@ def test_a_reduced_configuration_of_megatrons_tests_trains_as_in_its_own_loop(
     assert (result["configurations"], result["equal_parameters"], result["bitwise"]) == (1, 1, 1)
 
 
-def config_of(corpus: Path, layout: dict[str, int], model: dict[str, Any]) -> RunConfig:
-    config = tiny_config(corpus, LayoutConfig(num_groups=2, **layout), steps=STEPS, optimizer=SETTINGS, **model)
+def config_of(
+    corpus: Path, layout: dict[str, int], model: dict[str, Any], settings: OptimizerConfig = SETTINGS
+) -> RunConfig:
+    config = tiny_config(corpus, LayoutConfig(num_groups=2, **layout), steps=STEPS, optimizer=settings, **model)
     if model:
         config = replace(config, megatron={"moe_aux_loss_coeff": 0.02})
     prepare_index(config)

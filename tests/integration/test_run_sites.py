@@ -18,14 +18,25 @@ from typer.testing import CliRunner
 
 from spare_megatron.commands import app
 from spare_megatron.config.checks.validate import problems
-from spare_megatron.config.schema import FaultConfig, FaultsConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.core.outer.entries import SiteId
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import RoundRecord
 from spare_megatron.mcore.optimizer.outer_step import OuterRule
 from tests.integration.relayed_site import FLIP_ROUND, Relay, Script, Site, all_ended, until
-from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, losses_of, params_of, tiny_config
+from tests.integration.whole_run import (
+    MUON,
+    REPLICATED,
+    assert_masked,
+    complete_run,
+    entries_of,
+    kill,
+    losses_of,
+    needs_muon,
+    params_of,
+    tiny_config,
+)
 from tests.unit.test_outer_step import reference_received, reference_step
 
 if TYPE_CHECKING:
@@ -60,16 +71,20 @@ def site_config(
     return config
 
 
+LOSSES = kill("round_exchanged", 2, 0), kill("round_voted", 4, 1)
+
+
 @pytest.mark.parametrize(
-    "faults",
-    [
-        (),
-        (kill("round_exchanged", 2, 0), kill("round_voted", 4, 1)),
-    ],
-    ids=["quiet", "with losses"],
+    ("faults", "optimizer"),
+    [((), REPLICATED), (LOSSES, REPLICATED), pytest.param(LOSSES, MUON, marks=needs_muon)],
+    ids=["quiet", "with losses", "with losses, Muon"],
 )
 def test_one_site_that_takes_its_own_mean_is_the_plain_run_bit_by_bit(
-    faults: Sequence[FaultConfig], random_corpus: Path, fault_free: "FaultFreeRuns", tmp_path: Path
+    faults: Sequence[FaultConfig],
+    optimizer: OptimizerConfig,
+    random_corpus: Path,
+    fault_free: "FaultFreeRuns",
+    tmp_path: Path,
 ) -> None:
     """Also if the group that speaks for it is lost in a round, or one that has voted."""
     sites = SitesConfig(
@@ -82,6 +97,7 @@ def test_one_site_that_takes_its_own_mean_is_the_plain_run_bit_by_bit(
         wait_s=10.0,
     )
     config = site_config(random_corpus, sites, steps=6, layout=TWO_GROUPS, faults=faults, rejoins=2)
+    config = replace(config, optimizer=optimizer)
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     plain = fault_free(replace(config, sites=SitesConfig()))

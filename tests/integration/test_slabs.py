@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.integration import slab_groups
 from tests.integration.mcore_group import all_work, reference_sums, run_group, work_of
 from tests.integration.reference import relative_distance
 from tests.integration.test_mcore_gradients import only_rank, whole_model
+from tests.integration.whole_run import MUON, needs_muon
 
 WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -41,11 +43,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, bf16, dropout": ("fast", {**EXPERTS, **BF16, **DROPOUT}),
 }
 LENGTHS = (3, 2, 1)
+CLIPPED = OptimizerConfig(clip_grad=0.01)
+CLIPPED_MUON = replace(MUON, clip_grad=0.01)
 GradientDigests = dict[str, dict[str, str]]
 """Variant -> parameter -> digest."""
 
 
-def config_of(corpus: Path, length: int, mode: str, *, lanes: int = 1, **model: Any) -> RunConfig:
+def config_of(
+    corpus: Path, length: int, mode: str, *, lanes: int = 1, optimizer: OptimizerConfig = CLIPPED, **model: Any
+) -> RunConfig:
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
     windows = {name: model.pop(name) for name in ("window_attn_skip_freq",) if name in model}
     config = RunConfig(
@@ -54,7 +60,7 @@ def config_of(corpus: Path, length: int, mode: str, *, lanes: int = 1, **model: 
         spare=SpareConfig(redundancy=2, microbatches_per_shard=3 * (lanes if "num_experts" in model else 1)),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(steps=4),
-        optimizer=OptimizerConfig(clip_grad=0.01),
+        optimizer=optimizer,
         reduce=ReduceConfig(mode=mode, bucket_mib=0.01),
         megatron={**(balancing if "num_experts" in model else {}), **windows},
     )
@@ -139,8 +145,14 @@ def run_beside(task: Callable[..., Any], configs: Sequence[RunConfig], works: sl
 
 @pytest.mark.parametrize(
     ("mode", "lanes", "model"),
-    [("fast", 1, DROPOUT), ("fast", 2, BF16), ("reproducible", 2, {**EXPERTS, **DROPOUT})],
-    ids=["fast, tied", "lanes, bf16", "lanes, reproducible, experts"],
+    [
+        ("fast", 1, DROPOUT),
+        ("fast", 2, BF16),
+        ("reproducible", 2, {**EXPERTS, **DROPOUT}),
+        pytest.param("fast", 2, {**BF16, "optimizer": CLIPPED_MUON}, marks=needs_muon),
+        pytest.param("reproducible", 2, {**EXPERTS, "optimizer": CLIPPED_MUON}, marks=needs_muon),
+    ],
+    ids=["fast, tied", "lanes, bf16", "lanes, reproducible, experts", "lanes, bf16, Muon", "lanes, experts, Muon"],
 )
 def test_a_group_of_two_stages_trains_beside_one_of_three_to_the_bits_of_equal_groups(
     random_corpus: Path, mode: str, lanes: int, model: dict[str, Any]
@@ -190,9 +202,23 @@ def test_buckets_are_kept_by_slab_whichever_ranks_hold_it(random_corpus: Path) -
 def test_a_newcomer_takes_the_state_of_a_group_with_another_pipeline_over(
     random_corpus: Path, tmp_path: Path, length: int, other: int, precision: str, lanes: int, as_checkpoint: bool
 ) -> None:
-    def run(task: Callable[..., Any], length: int) -> list[Any]:
-        config = config_of(random_corpus, length, "fast", lanes=lanes, num_layers=6, precision=precision, **DROPOUT)
-        return run_group(partial(task, as_checkpoint=as_checkpoint), config, BESIDE, tmp_path, [all_work(config)] * 3)
+    configs = [
+        config_of(random_corpus, stages, "fast", lanes=lanes, num_layers=6, precision=precision, **DROPOUT)
+        for stages in (length, other)
+    ]
+    assert_taken_over(configs, tmp_path, as_checkpoint=as_checkpoint)
 
-    given, taken = run(slab_groups.give, length), run(slab_groups.take, other)
-    assert [*given, *taken] == [given[0]] * (length + other) * lanes
+
+@needs_muon
+def test_so_it_does_with_muon(random_corpus: Path, tmp_path: Path) -> None:
+    model = {"num_layers": 6, "optimizer": CLIPPED_MUON, **BF16, **DROPOUT}
+    configs = [config_of(random_corpus, stages, "fast", lanes=2, **model) for stages in (2, 3)]
+    assert_taken_over(configs, tmp_path, as_checkpoint=False)
+
+
+def assert_taken_over(configs: Sequence[RunConfig], folder: Path, *, as_checkpoint: bool) -> None:
+    given, taken = (
+        run_group(partial(task, as_checkpoint=as_checkpoint), config, BESIDE, folder, [all_work(config)] * 3)
+        for task, config in zip((slab_groups.give, slab_groups.take), configs, strict=True)
+    )
+    assert [*given, *taken] == [given[0]] * sum(config.parallel.ranks_per_group for config in configs)

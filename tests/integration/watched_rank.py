@@ -127,8 +127,8 @@ def dump_file(run_dir: Path, step: int, group: int, position: int) -> Path:
 class _DumpingOptimizer(Optimizer):
     """Writes down what it is about to apply."""
 
-    def __init__(self, watch: Watch, spec: RankSpec, config: Any, chunks: Any, groups: Any) -> None:
-        super().__init__(config, chunks, groups)
+    def __init__(self, watch: Watch, spec: RankSpec, config: Any, chunks: Any, *further: Any) -> None:
+        super().__init__(config, chunks, *further)
         self._watch, self._spec, self._chunks = watch, spec, chunks
 
     def step(self, norm: float | None = None) -> tuple[float, float]:

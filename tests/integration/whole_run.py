@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from spare_megatron.config.checks.validate import problems
 from spare_megatron.config.schema import (
@@ -46,6 +49,10 @@ HEARTBEAT_S, CALM_HEARTBEAT_S = 0.5, 3.0
 """Where a test is about a process that falls silent; and where none does, whatever the machine is busy with."""
 CPU = ClusterConfig(device="cpu")
 REPLICATED = OptimizerConfig()
+MUON = OptimizerConfig(kind="muon", learning_rate=5e-3, warmup_steps=2, clip_grad=0.5, muon_nesterov=True)
+needs_muon = pytest.mark.skipif(
+    find_spec("emerging_optimizers") is None, reason="emerging-optimizers is not installed; it needs Python 3.12"
+)
 
 
 def kill(phase: FaultPoint | str, step: int, group: int, rank: int = 0) -> FaultConfig:

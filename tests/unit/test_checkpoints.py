@@ -368,6 +368,15 @@ def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() 
     assert differences(earlier, silu) == [], "a checkpoint of an earlier version"
 
 
+def test_the_optimizer_is_a_term_of_the_training() -> None:
+    """The state of one has no place in the other."""
+    muon = replace(CONFIG, optimizer=replace(CONFIG.optimizer, kind="muon"))
+    text = "optimizer.kind = {}, and the checkpoint was trained with {}; set it to that"
+    assert differences(terms_of(CONFIG), muon) == [text.format("muon", "adam")]
+    assert differences(terms_of(muon), CONFIG) == [text.format("adam", "muon")]
+    assert differences(terms_of(muon), muon) == []
+
+
 def test_what_counts_for_the_loss_is_a_term_of_the_training_where_not_every_token_does() -> None:
     masked = replace(CONFIG, data=replace(CONFIG.data, eod_mask_loss=True, end_of_document=0))
     assert terms_of(masked).keys() - terms_of(CONFIG).keys() == {"data.eod_mask_loss", "data.end_of_document"}

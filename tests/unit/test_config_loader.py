@@ -108,7 +108,7 @@ def test_settings_of_earlier_versions_can_have_their_defaults_alone() -> None:
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
-        ("optimizer.name=adam", "[optimizer] has learning_rate, min_learning_rate, "),
+        ("optimizer.name=adam", "[optimizer] has kind, learning_rate, min_learning_rate, "),
         ("redundancy=3", "its table is missing: spare.redundancy or optimizer.redundancy or snapshot.redundancy"),
         ("model.kv_channels=2", "it is Megatron's: set megatron.kv_channels"),
         ("layers.depth=2", "there are name, model, layout, "),

@@ -142,7 +142,16 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
             ["optimizer.rules=[{pattern='*', learning_rate_factor=-1}]"],
             "optimizer.rules[0].learning_rate_factor=-1.0 must be at least 0 and finite",
         ),
-        (["megatron.optimizer=muon"], "megatron.optimizer cannot be set: Adam is the only optimizer; in megatron-core"),
+        (["megatron.optimizer=muon"], "megatron.optimizer cannot be set: optimizer.kind chooses it"),
+        (
+            ["optimizer.muon_nesterov=true"],
+            "optimizer.muon_nesterov=true has no effect on optimizer.kind=adam; remove it, or set that to muon",
+        ),
+        (["optimizer.kind=muon", "optimizer.muon_num_ns_steps=0"], "optimizer.muon_num_ns_steps=0 must be at least 1"),
+        (
+            [*STACKED, "optimizer.kind=muon"],
+            "optimizer.sharding=stacked divides parameters into ranges of elements, and optimizer.kind=muon",
+        ),
         (["optimizer.decay_style=wsd"], "optimizer.decay_style=wsd needs optimizer.wsd_decay_steps"),
         (["optimizer.wsd_decay_steps=5"], "optimizer.wsd_decay_steps=5 has no effect on optimizer.decay_style=cosine"),
         (

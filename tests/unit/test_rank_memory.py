@@ -70,6 +70,16 @@ def test_interleaved_schedules_are_shown_with_the_work_that_pads_them() -> None:
     assert padded == activations("spare.microbatches_per_shard=8", *interleaved)
 
 
+def test_with_muon_every_lane_has_all_optimizer_state() -> None:
+    lanes = ("layout.num_groups=2", "layout.data_parallel=2", "spare.redundancy=2")
+    adam, muon = (
+        rank_memory(load_run_config(CONFIGS / "run/demo_cpu.toml", [*lanes, f"optimizer.kind={kind}"]).config)
+        for kind in ("adam", "muon")
+    )
+    assert muon.optimizer_bytes == 2 * adam.optimizer_bytes
+    assert muon.reduction_bytes == adam.reduction_bytes
+
+
 @pytest.mark.parametrize("preset", ["gpt_7b_h100", "gpt_7b_node"])
 def test_where_every_group_reads_all_data_one_group_is_enough(preset: str) -> None:
     path = CONFIGS / f"run/{preset}.toml"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial, reduce
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from operator import attrgetter
@@ -9,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from spare_megatron.config.model_fields import as_written, model_fields, rotated_width
-from spare_megatron.config.schema import ControlConfig, RunConfig
+from spare_megatron.config.schema import ControlConfig, OptimizerConfig, RunConfig
 from spare_megatron.config.training.terms import global_batch
 from spare_megatron.core.machines.reforming import can_reform, places_per_group
 from spare_megatron.stacking.layout import GroupId, PlaceId
@@ -304,6 +305,12 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
          "[optimizer.decay_style] needs optimizer.wsd_decay_steps, the steps of its decay; set it"),
     Rule(lambda c: c.optimizer.decay_style != "wsd" and c.optimizer.wsd_decay_steps is not None,
          "[optimizer.wsd_decay_steps] has no effect on [optimizer.decay_style]; remove it, or set that to wsd"),
+    *(_ignored(f"optimizer.{name}", lambda c: c.optimizer.kind != "muon",
+         "[*] has no effect on [optimizer.kind]; remove it, or set that to muon")
+      for name in (one.name for one in fields(OptimizerConfig) if one.name.startswith("muon_"))),
+    Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.kind == "muon",
+         "[optimizer.sharding] divides parameters into ranges of elements, and [optimizer.kind] orthogonalizes whole "
+         "matrices; set the former to replicated or the latter to adam"),
     Rule(lambda c: c.optimizer.sharding == "stacked" and not c.layout.data_parallel == c.row_size == 1,
          "[optimizer.sharding] divides the optimizer state over groups, and [layout.data_parallel] already over the "
          "lanes of each; set the former to replicated or the latter to 1"),

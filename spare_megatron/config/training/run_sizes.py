@@ -25,7 +25,8 @@ class RankMemory:
 
     Attributes:
         reduction_bytes: Buckets staged at a time, at most.
-        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
+        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state;
+            Muon's momentum counts as if it were two moments.
         activations_bytes: Peak of what the forward pass keeps; an estimate.
         communicators_bytes: NCCL's buffers between groups, on GPUs; an estimate. During a rebuild there are two.
     """
@@ -54,22 +55,23 @@ def rank_memory(config: RunConfig) -> RankMemory:
     optimizer = config.optimizer
     held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     # With experts another stage may hold most optimizer state than most parameters.
-    parameters, own = max(
+    parameters, own, updated = max(
         _parameters_of_stages(config),
-        key=lambda stage: stage[0] * (weights_bytes + sums) + stage[1] * optimizer_bytes * held,
+        key=lambda stage: stage[0] * (weights_bytes + sums) + stage[2] * optimizer_bytes * held,
     )
     return RankMemory(
         weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
         reduction_bytes=min(own * number_bytes, round(MAX_STAGED * config.bucket_mib * 2**20)),
-        optimizer_bytes=round(own * optimizer_bytes * held),
+        optimizer_bytes=round(updated * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
         communicators_bytes=2 * MOST_CHANNELS * _CHANNEL_BYTES if has_nccl else 0,
     )
 
 
-def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int]]:
-    """Per stage the parameters of a rank, and those that it sums over groups and updates: its part among the lanes.
+def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int, int]]:
+    """Per stage the parameters of a rank, those that it sums over groups, its part among the lanes, and those that it
+    updates: the same, or with Muon all.
 
     The lanes of a row hold different experts.
     """
@@ -78,7 +80,7 @@ def _parameters_of_stages(config: RunConfig) -> Iterator[tuple[int, int]]:
         held = -(-(all_of_stage - experts) // layout.tensor_parallel)
         own_experts = -(-experts // (layout.tensor_parallel * config.row_size))
         own = -(-held // layout.data_parallel) + -(-own_experts * config.row_size // layout.data_parallel)
-        yield held + own_experts, own
+        yield held + own_experts, own, own if config.optimizer.kind == "adam" else held + own_experts
 
 
 def state_bytes_per_parameter(config: RunConfig) -> tuple[int, int]:

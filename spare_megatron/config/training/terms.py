@@ -45,7 +45,7 @@ _ROTATION: Mapping[str, object] = {
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """What fixes the model and the order of its data, by key; layout, batch, optimizer and length may change."""
+    """What fixes the model and the order of its data, by key; layout, batch, rates and length may change."""
     model, train = config.model, config.train
     return {
         "model.num_layers": model.num_layers,
@@ -69,11 +69,17 @@ def terms_of(config: RunConfig) -> Terms:
         **(
             {"sites.num_sites": config.sites.num_sites, "sites.site": config.sites.site} if config.sites.is_used else {}
         ),
+        **({_KIND: config.optimizer.kind} if config.optimizer.kind != _ADAM[_KIND] else {}),
     }
 
 
 _ONE_SITE: Terms = {"sites.num_sites": 1, "sites.site": 0}
 """Terms of a training without sites, which leaves them out."""
+
+_KIND = "optimizer.kind"
+
+_ADAM: Terms = {_KIND: "adam"}
+"""A term that is left out where it has this value."""
 
 _UNMASKED: Terms = {
     "data.eod_mask_loss": False,
@@ -172,9 +178,9 @@ def changes_of(theirs: Terms, config: RunConfig) -> dict[str, tuple[object, obje
     """What differs from a checkpoint with these terms, as `checkpoint.allow_changes` names it where it can: the
     checkpoint's value, and the run's.
     """
-    ours = {**_UNMASKED, **_ONE_SITE, **terms_of(config)}
+    ours = {**_UNMASKED, **_ONE_SITE, **_ADAM, **terms_of(config)}
     # Checkpoints of earlier versions lack some of these terms.
-    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **_ONE_SITE, **theirs}
+    theirs = {_MEGATRON: ours[_MEGATRON], _WEIGHTS: "", _PROGRAM: "", **_UNMASKED, **_ONE_SITE, **_ADAM, **theirs}
     apart = (_CORPUS, _ORDER, _SKIP, _PHASES, _MEGATRON)
     keys = [key for key, value in ours.items() if key not in apart and (key, value) != _ANY]
     found = dict(_function_changes(str(theirs[_MEGATRON]), str(ours[_MEGATRON])))

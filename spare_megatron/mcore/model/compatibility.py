@@ -13,20 +13,45 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spare_megatron.config.supported_versions import installed_version, release
+from spare_megatron.config.supported_versions import SUPPORTED, installed_version, release, version_problem
 
-_TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
-_KERNEL_NAMES = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+_TRITON_KERNELS = {
+    "megatron.core.transformer.moe.ops.paged_stash": (
+        "GLOBAL_BLOCK_SIZE",
+        "paged_stash_copy_kernel",
+        "paged_stash_pop_kernel",
+    ),
+    "emerging_optimizers.triton_kernels": (),
+}
+"""Modules that need triton, and what others import from them."""
 
 
 def without_triton() -> None:
     """Lets megatron-core be imported without triton, which builds of torch for CPUs lack: from 0.18 on its schedules
-    import the kernels of `moe_paged_stash`, which is refused. To be called before the import.
+    import the kernels of `moe_paged_stash`, which is refused, and Muon those of `use_syrk`, which Megatron does not
+    set. To be called before the import.
     """
-    if find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
-        module = ModuleType(_TRITON_KERNELS)
-        module.__dict__.update(dict.fromkeys(_KERNEL_NAMES))
-        sys.modules[_TRITON_KERNELS] = module
+    for name, members in _TRITON_KERNELS.items() if find_spec("triton") is None else ():
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__dict__.update(dict.fromkeys(members))
+
+
+def require_muon() -> None:
+    """Raises ValueError if megatron-core's Muon cannot be used.
+
+    Until 0.19 is the oldest: 0.16 fits no release of emerging-optimizers on PyPI, and 0.17 names settings otherwise.
+    """
+    package, installed = "emerging-optimizers", installed_version("megatron-core") or ""
+    problem = version_problem(package, installed_version(package))
+    if release(installed) < (0, 19):
+        newest = f"megatron-core>=0.19,<{SUPPORTED['megatron-core'].before}"
+        problem = f"megatron-core {installed} is installed: pip install '{newest}' with Python 3.12 or later"
+    if problem:
+        raise ValueError(
+            f"optimizer.kind=muon needs megatron-core from 0.19 on and {package}, and {problem}; or set "
+            f"optimizer.kind=adam"
+        )
 
 
 def part_of_context_rank(batch: dict[str, Tensor], context_parallel: ProcessGroup) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ them. Every group has all of the state, unlike stacked state, which has the same
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +12,13 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.digests import TensorsDigest
-from spare_megatron.mcore.gradients.flat_gradients import (
-    FlatSpace,
-    ScatterRange,
-    counts_for_norm,
-    is_divided_expert,
-    shared_by_stages,
-)
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, counts_for_norm, shared_by_stages
 from spare_megatron.mcore.gradients.partitions import OWN, StatePartitions
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.optimizer.fragment_adam import FragmentAdam
 from spare_megatron.mcore.optimizer.lane_buffers import LaneBuffers
-from spare_megatron.mcore.optimizer.parameters import GradientsForNorm
+from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, whole_for_norm
 
 
 class DividedOptimizer(FragmentAdam):
@@ -41,16 +34,14 @@ class DividedOptimizer(FragmentAdam):
         spaces: Sequence[tuple[Sequence[Chunk], FlatSpace]],
     ) -> None:
         chunks = [chunk for of_slab, _ in spaces for chunk in of_slab]
-        ranges: list[ScatterRange] = []
         self._slabs: dict[int, _SlabState] = {}  # by the first chunk
-        start = first = 0
+        first = 0
         for (of_first, *_), space in reversed(spaces):  # as the flat space of all chunks
-            ranges += [replace(one, start=start + one.start, stop=start + one.stop) for one in space.ranges]
             own = [[one.own.start, one.own.stop] for one in space.ranges]
             last = first + sum(len(one.own) for one in space.ranges)
             self._slabs[of_first.stage] = _SlabState(own, slice(first, last))
-            start, first = start + space.ranges[-1].stop, last
-        self._shared = LaneBuffers(chunks, ranges, [lanes for _, space in reversed(spaces) for lanes in space.lanes])
+            first = last
+        self._shared = LaneBuffers(spaces)
         partitions = StatePartitions(self._shared.own_spans(), 1, piece_elements=None)
         super().__init__(config, chunks, groups, partitions=partitions, hosted=[OWN])
         self.has_all_gradients = config.reduce.mode == "reproducible"
@@ -84,10 +75,7 @@ class DividedOptimizer(FragmentAdam):
             own = [one for one in self.fragments() if counts_for_norm(one.parameter, self._groups)]
             yield [(one.parameter, one.gradient) for one in own], self._lanes_and_mp
             return
-        counted = [(one, one.main_grad) for one in self.parameters if counts_for_norm(one, self._groups)]
-        yield [one for one in counted if not is_divided_expert(one[0])], self._groups.mp
-        if self._groups.ep.size() > 1:
-            yield [one for one in counted if is_divided_expert(one[0])], self._groups.tp_ep_pp
+        yield from whole_for_norm(self.parameters, self._groups)
 
     def strips(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The own strips of the slabs of some chunks, each in the flat space of its slab."""

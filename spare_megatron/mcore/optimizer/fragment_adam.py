@@ -17,7 +17,7 @@ from spare_megatron.devices import gpu
 from spare_megatron.mcore.gradients.host_copies import issued_on
 from spare_megatron.mcore.gradients.partitions import Fragment, StatePartitions
 from spare_megatron.mcore.model.model import Chunk
-from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.optimizer.optimizer import build_optimizer, make_schedule, optimizer_config, parts_of
 from spare_megatron.stacking.layout import PartitionId
 
 NUM_MOMENTS = 2
@@ -202,8 +202,7 @@ def _build_adam(
     """
     settings = config.optimizer
     as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
-    whole = build_adam(adam_config(as_fp32), chunks, groups, settings.rules)
-    of_experts_too = getattr(whole, "chained_optimizers", [whole])
+    of_experts_too = parts_of(build_optimizer(optimizer_config(as_fp32), chunks, groups, settings.rules))
     all_groups = [group for one in of_experts_too for group in one.param_groups]
     defaults = of_experts_too[0].optimizer.defaults
     own = [{key: value for key, value in group.items() if key not in defaults} | {"params": []} for group in all_groups]

@@ -1,13 +1,20 @@
 """Parameters and gradients that the lanes of a group exchange around an update: each lane updates its own strips."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, buffers, flat_parameters, segments
+from spare_megatron.mcore.gradients.flat_gradients import (
+    FlatSpace,
+    ScatterRange,
+    buffers,
+    flat_parameters,
+    segments,
+)
 from spare_megatron.mcore.gradients.partitions import ParameterRange
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import all_gather
@@ -15,12 +22,18 @@ from spare_megatron.mcore.model.process_groups import all_gather
 
 class LaneBuffers:
     """Flat parameters of a rank, laid out as Megatron's gradient buffers: they are moved, and stay the same objects.
-    `lanes` are the process groups of the `ranges`; no shared range crosses buffers.
+    No range that the lanes of one of the flat `spaces` share crosses buffers.
     """
 
-    def __init__(
-        self, chunks: Sequence[Chunk], ranges: Sequence[ScatterRange], lanes: Sequence[dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, spaces: Sequence[tuple[Sequence[Chunk], FlatSpace]]) -> None:
+        """The spaces of a rank's slabs, in layer order, with their chunks."""
+        chunks = [chunk for of_slab, _ in spaces for chunk in of_slab]
+        ranges: list[ScatterRange] = []
+        start = 0
+        for _, space in reversed(spaces):  # as the flat space of all chunks
+            ranges += [replace(one, start=start + one.start, stop=start + one.stop) for one in space.ranges]
+            start += space.ranges[-1].stop
+        lanes = [of_range for _, space in reversed(spaces) for of_range in space.lanes]
         self._flat = sorted(flat_parameters(chunks), key=lambda flat: flat.start)
         self._ranges = ranges
         homes = list(zip(segments(chunks), _moved_parameters(chunks), strict=True))

@@ -7,9 +7,11 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 from spare_megatron.mcore.gradients.digests import TensorsDigest
+from spare_megatron.mcore.gradients.flat_gradients import counts_for_norm, is_divided_expert
 from spare_megatron.mcore.model.compatibility import name_of_future_layer
 from spare_megatron.mcore.model.model import Chunk
 
@@ -19,6 +21,16 @@ _HASHED_BYTES = 32 * 2**20
 
 GradientsForNorm = tuple[Sequence[tuple[torch.nn.Parameter, torch.Tensor]], dist.ProcessGroup]
 """Gradients that count for the norm on this rank, and the ranks whose squares add up to its square."""
+
+
+def whole_for_norm(
+    parameters: Sequence[torch.nn.Parameter], groups: ProcessGroupCollection
+) -> Iterator[GradientsForNorm]:
+    """Where a rank has whole gradients: of parameters that every lane has, and of experts if lanes divide them."""
+    counted = [(one, one.main_grad) for one in parameters if counts_for_norm(one, groups)]
+    yield [one for one in counted if not is_divided_expert(one[0])], groups.mp
+    if groups.ep.size() > 1:
+        yield [one for one in counted if is_divided_expert(one[0])], groups.tp_ep_pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

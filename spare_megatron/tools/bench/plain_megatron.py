@@ -37,7 +37,7 @@ from spare_megatron.mcore.model.model import Chunk, build_chunks, choose_determi
 from spare_megatron.mcore.model.pipeline import summed_loss
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.mcore.model.transformer import transformer_config
-from spare_megatron.mcore.optimizer.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.optimizer.optimizer import build_optimizer, make_schedule, optimizer_config
 from spare_megatron.process import processes
 from spare_megatron.store import keys
 from spare_megatron.store.open_store import open_store
@@ -84,7 +84,8 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         gpu.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous(keys.PLAIN_WORLD, rank, TIMEOUT.total_seconds()), device)
     ends = []
-    is_sharded = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type != "cpu"
+    is_divided = config.optimizer.sharding == "stacked" or config.layout.data_parallel > 1 or device.type != "cpu"
+    is_sharded = is_divided and config.optimizer.kind == "adam"
     for _ in train_steps(config, device, is_sharded=is_sharded):
         if device.type != "cpu":
             gpu.synchronize(device)
@@ -160,9 +161,10 @@ def build_rank(
     transformer.finalize_model_grads_func = finalize_model_grads
     chunk = _build(config, transformer, device, is_sharded)
     gathers_later = chunk.module.ddp_config.overlap_param_gather
-    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
+    settings = optimizer_config(config)
+    settings = replace(settings, use_distributed_optimizer=is_sharded, overlap_param_gather=gathers_later)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    optimizer = build_adam(adam, [chunk], groups, config.optimizer.rules)
+    optimizer = build_optimizer(settings, [chunk], groups, config.optimizer.rules)
     return chunk, optimizer, make_schedule(config, optimizer)
 
 

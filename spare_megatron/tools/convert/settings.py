@@ -114,7 +114,8 @@ def preset_of(args: Arguments) -> Preset:
     preset = Preset()
     for name in args.given:
         preset.classes[name] = _as_here(name, args) or class_of(name, args)
-    for part in (_copies, _layout, _model, _experts, _steps, _schedule, _reduction, _data, _evaluation, _saves):
+    of_training = (_steps, _optimizer, _schedule, _reduction)
+    for part in (_copies, _layout, _model, _experts, *of_training, _data, _evaluation, _saves):
         try:
             part(args, preset)
         except ValueError as error:
@@ -200,7 +201,8 @@ def _layout(args: Arguments, preset: Preset) -> None:
             f"in stages of equally many steps, {spare.ramp_steps} together; those of Megatron have equally many "
             f"samples, and take about {theirs:.0f} steps"
         )
-    is_stacked = args["use_distributed_optimizer"] and num_groups > 1 and lanes == 1
+    is_divisible = args["optimizer"] == "adam" and num_groups > 1 and lanes == 1
+    is_stacked = args["use_distributed_optimizer"] and is_divisible
     preset.put("optimizer.sharding", "stacked" if is_stacked else "replicated", "use_distributed_optimizer")
     copies = min(num_groups, max(2, args["num_distributed_optimizer_instances"])) if is_stacked else None
     preset.put("optimizer.redundancy", copies, "num_distributed_optimizer_instances")
@@ -306,6 +308,16 @@ def _steps(args: Arguments, preset: Preset) -> None:
     preset.put("train.steps", end, "train_iters", "train_samples", "exit_interval")
     preset.put("optimizer.decay_steps", _in_steps(args, preset, "lr_decay_iters", "lr_decay_samples") or steps)
     preset.sources["optimizer.decay_steps"] = ("lr_decay_iters", "lr_decay_samples")
+
+
+def _optimizer(args: Arguments, preset: Preset) -> None:
+    kind = args["optimizer"]
+    if kind not in ("adam", "muon"):
+        raise ValueError(f"optimizer: {kind} is not had here; choose adam or muon")
+    preset.put("optimizer.kind", kind, "optimizer")
+    for name in (name for name in TAKEN if name.startswith("muon_") and kind == "muon"):
+        value = args[name]
+        preset.put(TAKEN[name].setting, not value if name == "muon_no_split_qkv" else value, name)
 
 
 def _schedule(args: Arguments, preset: Preset) -> None:

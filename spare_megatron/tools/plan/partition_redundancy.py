@@ -88,10 +88,11 @@ def plan_partitions(facts: ClusterFacts, plan: Plan, copy_s: float) -> Partition
 
 
 def update_share(config: RunConfig, step_s: float) -> float | None:
-    """Share of a step in which Adam updates all parameters in every group, by the bytes that it moves. None on CPUs and
-    where partitions or lanes divide that.
+    """Share of a step in which Adam updates all parameters in every group, by the bytes that it moves. None on CPUs,
+    where partitions or lanes divide that, and with Muon.
     """
-    is_whole = config.optimizer.sharding == "replicated" and config.layout.data_parallel == 1
+    optimizer = config.optimizer
+    is_whole = optimizer.sharding == "replicated" and optimizer.kind == "adam" and config.layout.data_parallel == 1
     if config.cluster.device != "gpu" or config.model.precision != "bf16" or not is_whole:
         return None
     _, state_bytes = state_bytes_per_parameter(config)

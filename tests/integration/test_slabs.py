@@ -53,7 +53,7 @@ def config_of(
     corpus: Path, length: int, mode: str, *, lanes: int = 1, optimizer: OptimizerConfig = CLIPPED, **model: Any
 ) -> RunConfig:
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
-    windows = {name: model.pop(name) for name in ("window_attn_skip_freq",) if name in model}
+    fields = {name: model.pop(name) for name in ("window_attn_skip_freq", "mtp_num_layers") if name in model}
     config = RunConfig(
         model=ModelConfig(hidden_size=32, seq_length=16, **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **model}),
         layout=LayoutConfig(num_groups=2, pipeline_parallel=length, data_parallel=lanes),
@@ -62,7 +62,7 @@ def config_of(
         train=TrainConfig(steps=4),
         optimizer=optimizer,
         reduce=ReduceConfig(mode=mode, bucket_mib=0.01),
-        megatron={**(balancing if "num_experts" in model else {}), **windows},
+        megatron={**(balancing if "num_experts" in model else {}), **fields},
     )
     prepare_index(config)
     return config
@@ -102,16 +102,25 @@ def test_gradients_have_the_same_bits_in_pipelines_of_all_lengths(
     assert set(others.values()).isdisjoint(named), "digests see what differs"
 
 
-def test_stages_of_unequal_length_compute_the_gradients_of_the_full_model(random_corpus: Path) -> None:
-    """In three stages of four layers, the last of two slabs, as in four stages; with tied embeddings."""
+FUTURE = {"mtp_num_layers": 2, "position_embedding": "rope", "tie_embeddings": False, **EXPERTS}
+
+
+@pytest.mark.parametrize("model", [{}, FUTURE], ids=["tied", "several tokens"])
+def test_stages_of_unequal_length_compute_the_gradients_of_the_full_model(
+    random_corpus: Path, model: dict[str, Any]
+) -> None:
+    """In three stages of four layers, the last of two slabs, as in four stages; both ends have the embedding table.
+    That of a model of several tokens stands in `test_future_tokens`.
+    """
     slabs, found = Slabs(4, (4, 3)), []
     for length, numbers in ((4, [[0], [1], [2], [3]]), (3, [[0], [1], [2, 3]])):
-        config = config_of(random_corpus, length, "fast", num_layers=4)
+        config = config_of(random_corpus, length, "fast", num_layers=4, **model)
         ranks = run_group(slab_groups.compute_in_slabs, config, slabs, WORK)
         assert [of_rank for of_rank, _ in ranks] == numbers
         values, gradients = whole_model([sums for _, sums in ranks], config)
-        _, expected = run_group(reference_sums, only_rank(config), values, WORK)[0]
-        assert relative_distance(gradients, expected) < 1e-6
+        if not model:
+            _, expected = run_group(reference_sums, only_rank(config), values, WORK)[0]
+            assert relative_distance(gradients, expected) < 1e-6
         found.append((values, gradients))
     for of_four, of_three in zip(*found, strict=True):
         assert of_four.keys() == of_three.keys()

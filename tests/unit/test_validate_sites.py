@@ -27,6 +27,7 @@ REFUSED = {
     "two embedded stores": (with_sites(endpoints=("tcp://a:1", "tcp://b:1")), "are neither client URLs"),
     "two kinds": (with_sites(endpoints=(*EMBEDDED, *ETCD)), "are neither client URLs"),
     "partitioned state": (replace(GOOD, optimizer=OptimizerConfig(sharding="stacked")), "optimizer.sharding=stacked"),
+    "lanes": (replace(GOOD, layout=replace(GOOD.layout, data_parallel=2)), "layout.data_parallel=2"),
     "undone steps": (replace(GOOD, snapshot=SnapshotConfig(every_steps=10)), "snapshot.every_steps=10"),
     "phases": (replace(GOOD, data=replace(GOOD.data, phases=("32:64",))), "data.phases"),
     "waits": (with_sites(wait_s=200.0), "4 x sites.wait_s=200.0 exceeds control.decision_timeout_s=600.0"),

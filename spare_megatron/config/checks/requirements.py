@@ -425,6 +425,9 @@ SITES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.sites.is_used and c.layout.least_pipeline_parallel is not None,
          "[layout.least_pipeline_parallel] gives groups ranks that hold different parameters, and ranks of one "
          "position exchange theirs between sites; remove it, or sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.layout.data_parallel > 1,
+         "[layout.data_parallel] divides what the optimizer keeps over lanes, and sites exchange all of it; set it to "
+         "1, or remove sites.endpoints"),
     Rule(lambda c: c.sites.is_used and c.data.phases,
          "sites read one order of samples, and [data.phases] has several; begin a new training, or remove "
          "sites.endpoints"),

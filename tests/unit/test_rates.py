@@ -135,6 +135,7 @@ def test_norms_that_transformer_engine_fuses_have_the_names_that_they_have_elsew
     )
     model = GPTModel.__new__(GPTModel)  # without its constructor, which needs process groups
     torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(mtp_num_layers=None)
     model.decoder = module(layers=torch.nn.ModuleList([layer]))
     model.pre_process = model.share_embeddings_and_output_weights = False
     chunk: Any = SimpleNamespace(module=model, is_first=False, is_last=True)

@@ -10,13 +10,9 @@ import pytest
 from spare_megatron.config.model.model_tensors import flops_per_token, model_shape, model_tensors, parameter_names
 from spare_megatron.config.schema import LayoutConfig
 from tests.integration import expert_group, future_group
-from tests.integration import mcore_group as group
 from tests.integration.latent_group import LATENT, MIXTURE, MODEL, ROUTER
-from tests.integration.mcore_group import run_group, work_of
-from tests.integration.reference import relative_distance
-from tests.integration.test_experts import with_all_experts
-from tests.integration.test_latent_attention import config_of
-from tests.integration.test_mcore_gradients import only_rank, whole_model
+from tests.integration.mcore_group import run_group
+from tests.integration.test_latent_attention import assert_sums_of, config_of
 from tests.integration.test_model_shape import count_flops, parameters_of
 from tests.integration.test_run_rejoin import AWAITED, STEPS, WATCH, rejoined
 from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
@@ -37,19 +33,10 @@ def test_local_sums_are_those_of_layers_of_transformers(
     text_corpus: Path, layout: dict[str, int], model: dict[str, Any], megatron: dict[str, Any]
 ) -> None:
     config = config_of(text_corpus, layout, model, megatron)
-    units = [(0, 1), (1, 0), (1, 1)]
-    ranks = run_group(group.compute_sums, config, work_of(*units[:1]), work_of(*units[1:]))
-    if config.model.num_experts is not None:
-        ranks = with_all_experts(ranks, config)
-    values, gradients = whole_model(ranks, config)
-    size = config.row_size
-    numbers = [shard * 4 + index * size + lane for shard, index in units for lane in range(size)]
-    [(totals, expected)] = run_group(future_group.sums, only_rank(config), values, numbers)
-    assert relative_distance(gradients, expected) < 1e-5
-    assert all(np.any(gradient) for gradient in gradients.values())
-    [found] = {(one.loss, *one.terms) for one, _ in ranks if one.loss.total}
+    ranks, totals, number = assert_sums_of(future_group.sums, config)
+    [found] = {(one.loss, *one.terms) for one in ranks}
     assert [one.total for one in found] == pytest.approx(totals, rel=1e-6)
-    assert [one.num_tokens for one in found] == [len(numbers) * 2 * (16 - depth) for depth in range(3)]
+    assert [one.num_tokens for one in found] == [number * 2 * (16 - depth) for depth in range(3)]
 
 
 @pytest.mark.parametrize("mixture", [{}, MIXTURE], ids=["dense", "mixture"])

@@ -1,5 +1,6 @@
 """Latent attention: local sums of one group against DeepSeek-V3 as `transformers` computes it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from spare_megatron.config.model.model_tensors import flops_per_token, model_sha
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_sections import DataConfig
 from spare_megatron.config.training.run_sizes import rank_memory
+from spare_megatron.mcore.gradients.gradients import Totals
 from spare_megatron.mcore.model.training_samples import prepare_index
 from tests.integration import expert_group, latent_group
 from tests.integration import mcore_group as group
@@ -50,11 +52,10 @@ def config_of(corpus: Path, layout: dict[str, int], model: dict[str, Any], megat
     return config
 
 
-@pytest.mark.parametrize(("layout", "model", "megatron"), CASES.values(), ids=CASES)
-def test_local_sums_are_those_of_transformers(
-    text_corpus: Path, layout: dict[str, int], model: dict[str, Any], megatron: dict[str, Any]
-) -> None:
-    config = config_of(text_corpus, layout, model, megatron)
+def assert_sums_of(task: Callable[..., Any], config: RunConfig) -> tuple[list[Totals], Any, int]:
+    """Compares the gradients of three units in two calls with those of a task. Returns the totals of the ranks that
+    have some, what the task computes beside gradients, and the number of microbatches.
+    """
     units = [(0, 1), (1, 0), (1, 1)]
     ranks = run_group(group.compute_sums, config, work_of(*units[:1]), work_of(*units[1:]))
     if config.model.num_experts is not None:
@@ -62,10 +63,19 @@ def test_local_sums_are_those_of_transformers(
     values, gradients = whole_model(ranks, config)
     size = config.row_size
     numbers = [shard * 4 + index * size + lane for shard, index in units for lane in range(size)]
-    [(loss_sum, expected)] = run_group(latent_group.deepseek_sums, only_rank(config), values, numbers)
+    [(beside, expected)] = run_group(task, only_rank(config), values, numbers)
     assert relative_distance(gradients, expected) < 1e-5
     assert all(np.any(gradient) for gradient in gradients.values())
-    losses = [totals.loss.total for totals, _ in ranks if totals.loss.total]
+    return [totals for totals, _ in ranks if totals.loss.total], beside, len(numbers)
+
+
+@pytest.mark.parametrize(("layout", "model", "megatron"), CASES.values(), ids=CASES)
+def test_local_sums_are_those_of_transformers(
+    text_corpus: Path, layout: dict[str, int], model: dict[str, Any], megatron: dict[str, Any]
+) -> None:
+    config = config_of(text_corpus, layout, model, megatron)
+    found, loss_sum, _ = assert_sums_of(latent_group.deepseek_sums, config)
+    losses = [totals.loss.total for totals in found]
     assert losses == pytest.approx([loss_sum] * len(losses), rel=1e-6)
 
 

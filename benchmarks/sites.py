@@ -8,7 +8,6 @@ sums in each of `--every-model` steps. The last site is cut off until the others
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import model_shape
 from spare_megatron.config.schema import RunConfig
-from tests.integration.relayed_site import Relay, Site, all_ended, until
+from tests.integration.relayed_site import Relay, Site, all_ended, later_port, until
 
 LONGEST_S = 900.0
 """Until a number of rounds."""
@@ -51,8 +50,7 @@ def joint(site: Site, num_sites: int) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = later_port()
     relays = [Relay(options.delay) for _ in range(options.sites - 1)]
     with ExitStack() as stack:
         stack.enter_context(all_ended(*relays))

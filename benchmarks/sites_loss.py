@@ -9,7 +9,6 @@ many rounds had all sites is printed.
 
 import argparse
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.mcore.model.training_samples import prepare_index
-from tests.integration.relayed_site import Site, all_ended, until
+from tests.integration.relayed_site import Site, all_ended, later_port, until
 
 WAIT_S = 120.0
 LONGEST_S = 3600.0
@@ -94,8 +93,7 @@ def summing(options: argparse.Namespace, seed: int, folder: Path) -> float:
 
 def joined(options: argparse.Namespace, seed: int, every: int, folder: Path) -> float:
     """The mean over sites, each at its own end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = later_port()
     config = config_of(options, seed, 1)
     folder.mkdir()
     sites = [Site(with_sites(config, options, every, site, port), folder) for site in range(options.sites)]

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -43,6 +44,17 @@ Script = Literal["", "exchange", "vote", "alike", "flip"]
 what it applies is written down.
 `flip`: likewise, and a bit of its momentum is flipped after its second round.
 """
+
+
+def later_port() -> int:
+    """For a server that begins later, as all sites name it in their settings: none that the kernel would give to others
+    meanwhile.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 17_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no such port is free")
 
 
 def ask(relay: int, line: str) -> int:

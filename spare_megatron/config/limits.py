@@ -33,8 +33,8 @@ ChangeableTerm = Literal[
     "megatron.moe_router_group_topk", "megatron.moe_router_num_groups", "megatron.moe_router_pre_softmax",
     "megatron.moe_router_score_function", "megatron.moe_router_topk_scaling_factor", "megatron.no_rope_freq",
     "megatron.softmax_scale", "megatron.window_attn_skip_freq", "megatron.beta_fast", "megatron.beta_slow",
-    "megatron.mscale", "megatron.mscale_all_dim", "megatron.original_max_position_embeddings", "megatron.rope_type",
-    "megatron.rotary_scaling_factor", "sites.site",
+    "megatron.correction_range_round_to_int", "megatron.mscale", "megatron.mscale_all_dim",
+    "megatron.original_max_position_embeddings", "megatron.rope_type", "megatron.rotary_scaling_factor", "sites.site",
 ]
 """Terms of a training that shape none of its state, nor what the parameters mean."""
 # fmt: on

@@ -130,8 +130,9 @@ def _is_window_pattern(config: RunConfig) -> bool:
 
 # fmt: off
 _NOT_LATENT = (
-    "apply_rope_fusion", "attention_output_gate", "fused_single_qkv_rope", "kv_channels", "no_rope_freq",
-    "rotary_interleaved", "rotary_percent", "sequence_parallel", "softmax_scale", "softmax_type",
+    "apply_rope_fusion", "attention_output_gate", "correction_range_round_to_int", "fused_single_qkv_rope",
+    "kv_channels", "no_rope_freq", "rotary_interleaved", "rotary_percent", "sequence_parallel", "softmax_scale",
+    "softmax_type",
 )
 """Fields that latent attention ignores or refuses, or that were not checked with it."""
 

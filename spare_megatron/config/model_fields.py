@@ -13,6 +13,7 @@ _ACTIVATIONS = {
     "gelu_tanh": ("gelu_tanh", False),
     "swiglu": ("silu", True),
     "geglu": ("gelu", True),
+    "quick_geglu": ("quick_gelu", True),
     "squared_relu": ("squared_relu", False),
 }
 """Activation -> Megatron's function, and whether the first layer has a gate."""
@@ -53,6 +54,7 @@ YARN = (
     "beta_slow",
     "mscale",
     "mscale_all_dim",
+    "correction_range_round_to_int",
 )
 """Constants of YaRN (arXiv 2309.00071), which stretches the wavelengths of rotary position encoding."""
 

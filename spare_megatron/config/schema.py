@@ -46,7 +46,7 @@ class ModelConfig:
     """Width of the expert that computes every token, or of several together; none if absent."""
     num_dense_layers: NonNegativeInt = 0
     """First layers that have no experts."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "quick_geglu", "squared_relu"] = "gelu"
     """Activation function of the feed-forward layers; swiglu and geglu are gated, which takes a third matrix."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of all normalization layers."""

@@ -53,6 +53,13 @@ YARN = (
     "megatron.rotary_scaling_factor=4",
     "megatron.beta_fast=4",
 )
+YARN_OF_GPT = (
+    *ROPE,
+    "model.rope_base=10",
+    "megatron.rope_type=yarn",
+    "megatron.original_max_position_embeddings=64",
+    "megatron.beta_fast=4",
+)
 STAGES = ("layout.pipeline_parallel=2",)
 CHUNKS = (*STAGES, "layout.virtual_pipeline=2", "model.num_layers=4")
 
@@ -82,6 +89,7 @@ ON_CPUS: Mapping[str, Case] = {
     "beta_slow": Case(YARN, (0.5, 2), GRADIENTS),
     "bias_activation_fusion": Case((), (True,), FUNCTIONS),
     "bias_dropout_fusion": Case((), (True,), FUNCTIONS),
+    "correction_range_round_to_int": Case(YARN_OF_GPT, (False,), GRADIENTS),
     "cross_entropy_loss_fusion": Case((), (True,), FUNCTIONS),
     "deallocate_pipeline_outputs": Case(STAGES, (True,), FUNCTIONS),
     "embedding_init_method_std": Case((), (0.1, 0.3), PARAMETERS),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.model.training_samples import Corpus
@@ -57,17 +57,22 @@ ROUTER = {
 
 def deepseek_sums(config: RunConfig, parameters: Arrays, numbers: Sequence[int]) -> tuple[float, Arrays]:
     """Loss and gradients that `transformers` sums over microbatches of step 0."""
-    model, corpus = deepseek(config), Corpus(config)
+    model = deepseek(config)
     theirs = dict(model.named_parameters())
     fill(theirs, parameters)
-    loss_sum = 0.0
+    return backward(model, config, numbers), gradients_of(theirs, parameters)
+
+
+def backward(model: PreTrainedModel, config: RunConfig, numbers: Sequence[int]) -> float:
+    """The loss summed over microbatches of step 0; adds up its gradients."""
+    corpus, loss_sum = Corpus(config), 0.0
     for number in numbers:
         batch = corpus.microbatch(0, number)
         logits = model(batch["tokens"]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
         loss.backward()
         loss_sum += loss.item()
-    return loss_sum, gradients_of(theirs, parameters)
+    return loss_sum
 
 
 def fill(theirs: Mapping[str, Tensor], parameters: Arrays) -> None:

@@ -44,6 +44,15 @@ LLAMA = {
     "tie_embeddings": False,
 }
 
+GPT_OSS_MODEL = {
+    "activation": "quick_geglu",
+    "linear_bias": True,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "sliding_window": 5,
+    "rope_base": 20.0,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_base": 5e5, "rope_scaling_factor": 8.0},
     "llama_tied_with_biases": {"tie_embeddings": True, "linear_bias": True},
@@ -55,6 +64,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe_over_all": {"qk_norm": True, "num_experts": 4, "experts_per_token": 2, "tie_embeddings": True},
     "deepseek_v3": {**MODEL, **MIXTURE, "num_query_groups": None},
     "deepseek_v3_ahead": {**MODEL, **MIXTURE, "num_query_groups": None},
+    "qwen2_with_windows": {"qkv_bias": True, "sliding_window": 5},
+    "gpt_oss": GPT_OSS_MODEL,
+    "gpt_oss_unstretched": GPT_OSS_MODEL,
     "gpt2": {
         "num_query_groups": None,
         "position_embedding": "learned_absolute",
@@ -74,14 +86,26 @@ LAYOUTS = {
     **dict.fromkeys(("mixtral", "qwen3_moe"), LayoutConfig(num_groups=2, pipeline_parallel=2)),
     "qwen3_moe_over_all": LayoutConfig(num_groups=2, data_parallel=2),
     **dict.fromkeys(("deepseek_v3", "deepseek_v3_ahead"), LayoutConfig(num_groups=2, pipeline_parallel=2)),
+    "qwen2_with_windows": LayoutConfig(num_groups=2, pipeline_parallel=2),
+    "gpt_oss": LayoutConfig(num_groups=2, pipeline_parallel=2),
+    "gpt_oss_unstretched": LayoutConfig(num_groups=2, data_parallel=2),
     "gpt2": LayoutConfig(num_groups=2, tensor_parallel=2),
 }
 
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0}
+GPT_OSS = {
+    "kv_channels": 16,
+    "softmax_type": "learnable",
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.5,
+}
 MEGATRON: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **ROUTER},
     "deepseek_v3_ahead": {**LATENT, **ROUTER, "mtp_num_layers": 2},
     "qwen2_with_yarn": YARN,
+    "qwen2_with_windows": {"window_attn_skip_freq": [1, 0, 0, 1]},
+    "gpt_oss": {**GPT_OSS, **YARN, "correction_range_round_to_int": False, "window_attn_skip_freq": 2},
+    "gpt_oss_unstretched": GPT_OSS,
     "qwen3_moe_over_all": {"moe_router_pre_softmax": True},
 }
 

@@ -294,8 +294,8 @@ def test_a_damaged_manifest_cannot_be_shown(tmp_path: Path) -> None:
 
 def test_the_help_of_exports_names_every_family() -> None:
     output = " ".join(invoke("export", "--help")[1].replace("│", " ").split())
-    assert "Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3 and GPT-2 models" in output
-    assert list(FAMILIES) == ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2"]
+    assert "Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3, gpt-oss and GPT-2 models" in output
+    assert list(FAMILIES) == ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gpt2"]
 
 
 NODE = str(Path(__file__).parents[2] / "configs/run/gpt_1p3b_node.toml")

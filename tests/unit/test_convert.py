@@ -156,6 +156,10 @@ def settings_of(text: str) -> dict[str, Any]:
         ),
         ("--nnodes 2 --use-distributed-optimizer", {"layout.num_groups": 16, "optimizer.sharding": "stacked"}),
         ("--swiglu --disable-bias-linear", {"model.activation": "swiglu", "model.ffn_hidden_size": 128}),
+        (
+            "--quick-geglu --glu-linear-offset 1.0",
+            {"model.activation": "quick_geglu", "megatron.glu_linear_offset": 1.0},
+        ),
         ("--no-bias-gelu-fusion", {"model.activation": "gelu"}),
         ("--disable-bias-linear", {"model.activation": "gelu"}),
         ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}),

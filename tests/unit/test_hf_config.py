@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import GptOssConfig
 
 from spare_megatron.config.building import build_run_config
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.tools.weights.hf_config import architecture_in, architecture_of, config_json
+from spare_megatron.tools.weights.hf_fields import YARN
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -47,6 +49,13 @@ DEEPSEEK = {
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 
+GPT_OSS_MODEL = {"activation": "quick_geglu", "linear_bias": True, "num_experts": 8, "sliding_window": 16}
+GPT_OSS = {"softmax_type": "learnable", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+
+
+GPT_OSS_JSON = {"model_type": "gpt_oss", "attention_bias": True}
+
+
 def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:
     return RunConfig(model=replace(LLAMA, **model), megatron=megatron or {})
 
@@ -64,6 +73,16 @@ def config_of(megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig
         ("qwen3_moe", config_of({"moe_router_pre_softmax": True}, qk_norm=True, num_experts=8, tie_embeddings=True)),
         ("deepseek_v3", config_of(DEEPSEEK, **DEEPSEEK_MODEL)),
         ("deepseek_v3", config_of({**DEEPSEEK, **GROUPS, "rope_type": "yarn"}, **DEEPSEEK_MODEL)),
+        ("qwen3", config_of({"window_attn_skip_freq": 3}, qk_norm=True, sliding_window=7)),
+        ("gpt_oss", config_of({**GPT_OSS, "window_attn_skip_freq": 2, "kv_channels": 32}, **GPT_OSS_MODEL)),
+        ("gpt_oss", config_of({**GPT_OSS, "window_attn_skip_freq": [0, 1, 1, 0]}, **GPT_OSS_MODEL)),
+        (
+            "gpt_oss",
+            config_of(
+                {**GPT_OSS, "rope_type": "yarn", "correction_range_round_to_int": False},
+                **{**GPT_OSS_MODEL, "sliding_window": None},
+            ),
+        ),
         ("gpt2", RunConfig(model=ModelConfig(activation="gelu_tanh"))),
         ("gpt2", RunConfig(model=ModelConfig(tie_embeddings=False, norm_eps=1e-6, ffn_hidden_size=96))),
         ("gpt2", RunConfig(model=ModelConfig(), megatron={"bias_activation_fusion": True})),
@@ -120,6 +139,13 @@ def test_settings_come_back_from_the_config_json_that_they_become(family: str, c
         ),
         (config_of({**DEEPSEEK, **GROUPS, "moe_router_group_topk": 1}, **DEEPSEEK_MODEL), "model.experts_per_token=4"),
         (config_of({**DEEPSEEK, "rope_type": "yarn", "mscale": 0.7}, **DEEPSEEK_MODEL), "megatron.mscale=0.7"),
+        (config_of(GPT_OSS, **{**GPT_OSS_MODEL, "linear_bias": False}), "model.linear_bias=False"),
+        (config_of(GPT_OSS, **{**GPT_OSS_MODEL, "activation": "swiglu"}), "model.activation=swiglu"),
+        (config_of({**GPT_OSS, "glu_linear_offset": 0.5}, **GPT_OSS_MODEL), "megatron.glu_linear_offset=0.5"),
+        (
+            config_of({**GPT_OSS, "activation_func_clamp_value": None}, **GPT_OSS_MODEL),
+            "megatron.activation_func_clamp_value is absent",
+        ),
         (config_of({"rotary_interleaved": True}), "megatron.rotary_interleaved=True"),
         (config_of({"softmax_scale": 0.5}), "megatron.softmax_scale=0.5"),
         (config_of({"layernorm_zero_centered_gamma": True}), "megatron.layernorm_zero_centered_gamma=True"),
@@ -136,8 +162,9 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
     [
         (
             {"model_type": "mistral"},
-            "model_type='mistral' cannot be imported; only llama, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gpt2",
+            "only llama, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3, gpt_oss, gpt2 can",
         ),
+        ({"model_type": "qwen3_next"}, "model_type='qwen3_next' cannot be imported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear' is not supported"),
@@ -159,7 +186,10 @@ def test_what_no_family_has_is_refused_with_the_setting(config: RunConfig, reaso
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_local_experts=8"),
         ({"hidden_size": None}, "hidden_size=None must be a whole number"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, "some lay"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias=False is not supported"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        (GPT_OSS_JSON | {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        (GPT_OSS_JSON | {"num_experts": 3}, "num_experts_per_tok=4 is more than num_local_experts=3"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, "sliding_window=None must be at least 1"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not supported"),
     ],
@@ -191,6 +221,22 @@ def test_a_deepseek_without_an_equal_is_refused_with_its_field(changes: dict[str
     content = config_json(architecture_of(config_of(DEEPSEEK, **DEEPSEEK_MODEL)), "float32")
     with pytest.raises(ValueError, match=reason):
         architecture_in({**content, **changes})
+
+
+def test_windows_of_some_layers_and_the_rotations_of_a_gpt_oss_are_those_that_transformers_gives_them() -> None:
+    content = config_json(architecture_of(config_of(qkv_bias=True)), "float32")
+    some = architecture_in({**content, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3})
+    assert some.model["sliding_window"] == 9
+    assert some.megatron["window_attn_skip_freq"] == [0, 0, 0, 1]
+    bare = {"model_type": "gpt_oss", "hidden_size": 64, "num_attention_heads": 8}
+    found, theirs = architecture_in(bare), GptOssConfig(hidden_size=64, num_attention_heads=8)
+    rope = theirs.rope_parameters
+    assert {name: found.megatron[field] for name, field in YARN.items() if name in rope} == {
+        name: rope[name] for name in YARN if name in rope
+    }
+    assert found.model["rope_base"] == rope["rope_theta"]
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == [number % 2 == 1 for number in range(1, 37)]
+    assert (found.megatron["window_attn_skip_freq"], found.model["sliding_window"]) == (2, theirs.sliding_window)
 
 
 def test_a_bias_of_the_attention_alone_is_refused_also_where_the_other_is_not_mentioned() -> None:

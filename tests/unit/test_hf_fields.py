@@ -15,6 +15,7 @@ import transformers
 from transformers import (
     DeepseekV3Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -42,6 +43,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
     "deepseek_v3": DeepseekV3Config,
+    "gpt_oss": GptOssConfig,
     "gpt2": GPT2Config,
 }
 
@@ -82,6 +84,7 @@ def test_every_field_of_the_configuration_is_in_one_table_with_its_default(famil
         "qwen3_moe": {"head_dim", "layer_types", "num_local_experts", "rope_scaling"},
         "mixtral": {"layer_types", "rope_scaling"},
         "deepseek_v3": {"head_dim", "layer_types", "num_nextn_predict_layers", "rope_scaling"},
+        "gpt_oss": {"rope_scaling"},
         "gpt2": {"sliding_window"},
     }
     assert ours.keys() - theirs.keys() == more[family]
@@ -230,15 +233,18 @@ def assert_same(ours: Architecture, theirs: PreTrainedConfig) -> None:
     assert (model["ffn_hidden_size"], ours.num_query_groups) == (theirs.intermediate_size, theirs.num_key_value_heads)
     assert (model["norm_eps"], theirs.hidden_act) == (theirs.rms_norm_eps, "silu")
     assert_same_positions(ours, theirs)
-    assert model["linear_bias"] == (family == "llama" and theirs.attention_bias and theirs.mlp_bias)
+    has_bias = family == "gpt_oss" or (family == "llama" and theirs.mlp_bias)
+    assert model["linear_bias"] == (has_bias and theirs.attention_bias)
+    if family == "gpt_oss":
+        assert (theirs.swiglu_alpha, theirs.swiglu_limit) == (1.702, ours.megatron["activation_func_clamp_value"])
     if family == "qwen3_moe":
         assert model["expert_ffn_hidden_size"] == theirs.moe_intermediate_size
         assert ours.megatron.get("moe_router_pre_softmax", False) is not theirs.norm_topk_prob
         assert (theirs.mlp_only_layers, theirs.decoder_sparse_step, theirs.attention_bias) == ([], 1, False)
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = (model["num_experts"], model["experts_per_token"])
         assert experts == (theirs.num_local_experts, theirs.num_experts_per_tok)
-        assert theirs.sliding_window is None
+        assert family == "gpt_oss" or theirs.sliding_window is None
 
 
 def assert_same_deepseek(ours: Architecture, theirs: PreTrainedConfig) -> None:
@@ -259,7 +265,7 @@ def assert_same_deepseek(ours: Architecture, theirs: PreTrainedConfig) -> None:
 
 
 def assert_same_yarn(ours: Architecture, theirs: dict[str, Any]) -> None:
-    rope = {"beta_fast": 32, "beta_slow": 1, **theirs}
+    rope = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **theirs}
     is_yarn = ours.megatron.get("rope_type") == "yarn"
     assert is_yarn == (rope["rope_type"] == "yarn")
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
@@ -276,10 +282,11 @@ def assert_same_positions(ours: Architecture, theirs: PreTrainedConfig) -> None:
     else:
         assert {name: rope[name] for name in LLAMA3_CONSTANTS} == LLAMA3_CONSTANTS
         assert (rope["rope_type"], float(rope["factor"])) == ("llama3", factor)
-    window = ours.model.get("sliding_window")
-    if theirs.model_type in ("qwen2", "qwen3"):
+    window, every = ours.model.get("sliding_window"), ours.megatron.get("window_attn_skip_freq", ours.num_layers + 1)
+    if theirs.model_type in ("qwen2", "qwen3", "gpt_oss"):
         windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-        assert windows == [window] * ours.num_layers
+        layers = every if isinstance(every, list) else [number % every for number in range(1, ours.num_layers + 1)]
+        assert windows == [window if has_window else None for has_window in layers]
     else:
         assert window is None
 

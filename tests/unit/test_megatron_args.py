@@ -33,6 +33,7 @@ LLAMA = {
         (config_of(), ["--no-bias-gelu-fusion"]),
         (config_of(activation="gelu_tanh", norm_eps=1e-6), ["--norm-epsilon=1e-06"]),
         (config_of(activation="squared_relu", linear_bias=False, vocab_size=50257), []),
+        (config_of(activation="quick_geglu", linear_bias=False), []),
         (config_of(**LLAMA, rope_base=5e5, rope_scaling_factor=8.0), ["--use-rope-scaling"]),
         (config_of(**LLAMA, qkv_bias=True, sliding_window=9), ["--window-size=(8,0)"]),
         (config_of({"kv_channels": 32}, **LLAMA, qk_norm=True), ["--qk-layernorm"]),

@@ -109,9 +109,12 @@ def test_lanes_divide_nothing_without_experts() -> None:
     [
         (["model.experts_per_token=9"], "exceeds model.num_experts=8"),
         (["model.num_dense_layers=4"], "leaves none of model.num_layers=4"),
-        (["model.linear_bias=true"], "set model.linear_bias=false"),
+        (["model.linear_bias=true", "model.shared_expert_ffn_hidden_size=8"], "set model.linear_bias=false"),
         (["layout.tensor_parallel=2"], "megatron.sequence_parallel=true"),
-        (["layout.tensor_parallel=0", "model.linear_bias=true"], "set model.linear_bias=false"),
+        (
+            ["layout.tensor_parallel=0", "model.linear_bias=true", "model.shared_expert_ffn_hidden_size=8"],
+            "set model.linear_bias=false",
+        ),
         (["layout.tensor_parallel=2", "model.expert_ffn_hidden_size=33"], "model.expert_ffn_hidden_size=33 is not a"),
         (["megatron.moe_expert_capacity_factor=1.0"], "whether a token is dropped would depend on"),
         (["megatron.moe_router_load_balancing_type=global_aux_loss"], "global_aux_loss depends on other microbatches"),
@@ -402,6 +405,21 @@ def test_deepseek_v3_has_as_many_parameters_as_it_has_published() -> None:
     assert shape.num_parameters - further == 671_026_419_200 - 58 * 256
     idle = sum(module.idle for module in shape.future)
     assert shape.num_active_parameters - (further - idle) == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "published", "active"),
+    [((), 20_914_757_184, 3.61e9), (("model.num_layers=36", "model.num_experts=128"), 116_829_156_672, 5.13e9)],
+)
+def test_gpt_oss_has_as_many_parameters_as_it_has_published(
+    sizes: tuple[str, ...], published: int, active: float
+) -> None:
+    """Of the 20b and the 120b: those of the published weights, and table 1 of arXiv 2508.10925, which counts one of
+    the two tables as active.
+    """
+    shape = model_shape(load_run_config(Path("gpt_oss_20b"), list(sizes)).config)
+    assert shape.num_parameters == published
+    assert shape.num_active_parameters - shape.embedding == pytest.approx(active, rel=0.002)
 
 
 @pytest.mark.parametrize(

@@ -359,8 +359,9 @@ EXPERTS: tuple[Rule[RunConfig], ...] = (
      and not c.megatron.get("sequence_parallel"),
          "[layout.tensor_parallel] with [model.num_experts] needs megatron.sequence_parallel=true, which works on GPUs "
          "alone: without it every tensor-parallel rank would route all tokens; set it, or layout.tensor_parallel=1"),
-    Rule(lambda c: c.model.num_experts is not None and model_fields(c)["add_bias_linear"],
-         "<linear_bias> with [model.num_experts]: experts have no biases here; set model.linear_bias=false"),
+    Rule(lambda c: c.model.shared_expert_ffn_hidden_size is not None and model_fields(c)["add_bias_linear"],
+         "<linear_bias> with [model.shared_expert_ffn_hidden_size]: megatron-core's shared experts have no biases; set "
+         "model.linear_bias=false, or remove the second"),
     Rule(lambda c: c.model.num_experts is not None and c.model.expert_width % (c.layout.tensor_parallel or 1),
          "model.expert_ffn_hidden_size=<model.expert_width> is not a multiple of [layout.tensor_parallel]; change one "
          "of them"),

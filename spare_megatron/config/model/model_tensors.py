@@ -63,7 +63,7 @@ def with_local_norms(name: str) -> str:
     return name
 
 
-_ONE_EXPERT = re.compile(r"\.experts\.(?:local_experts\.\d+\.(.+)|(linear_fc\d\.weight)\d+)")
+_ONE_EXPERT = re.compile(r"\.experts\.(?:local_experts\.\d+\.(.+)|(linear_fc\d\.(?:weight|bias))\d+)")
 
 
 def of_all_experts(name: str) -> str:
@@ -183,9 +183,15 @@ def _expert_tensors(config: RunConfig, per_width: int) -> Iterator[tuple[str, tu
     model, fields = config.model, model_fields(config)
     hidden, num_experts = model.hidden_size, fields["num_moe_experts"]
     ffn, shared = fields["moe_ffn_hidden_size"], model.shared_expert_ffn_hidden_size
-    yield "mlp.router.weight", (num_experts, hidden)
-    yield "mlp.experts.experts.linear_fc1.weight", (num_experts, ffn * per_width, hidden)
-    yield "mlp.experts.experts.linear_fc2.weight", (num_experts, hidden, ffn)
+    of_experts = {
+        "router": (num_experts, hidden),
+        "experts.experts.linear_fc1": (num_experts, ffn * per_width, hidden),
+        "experts.experts.linear_fc2": (num_experts, hidden, ffn),
+    }
+    for name, shape in of_experts.items():
+        yield f"mlp.{name}.weight", shape
+        if fields["add_bias_linear"]:
+            yield f"mlp.{name}.bias", shape[:-1]
     if shared is not None:
         yield "mlp.shared_experts.linear_fc1.weight", (shared * per_width, hidden)
         yield "mlp.shared_experts.linear_fc2.weight", (hidden, shared)
@@ -329,14 +335,16 @@ def _layer_shape(config: RunConfig, *, has_experts: bool) -> LayerShape:
 
 def _shape_of(config: RunConfig, named: Iterable[tuple[str, tuple[int, ...]]]) -> LayerShape:
     tensors = [(name, shape) for name, shape in named if not name.endswith(".expert_bias")]
-    experts = sum(prod(shape) for name, shape in tensors if ".experts." in name)
+    experts = {name: prod(shape) for name, shape in tensors if ".experts." in name}
     num_experts = config.model.num_experts or 1
-    idle = experts // num_experts * (num_experts - config.model.experts_per_token)
+    num_idle = num_experts - config.model.experts_per_token
+    idle = {name: size // num_experts * num_idle for name, size in experts.items()}
+    matrices = [(name, shape) for name, shape in tensors if len(shape) > 1 and not name.endswith("bias")]
     return LayerShape(
         num_parameters=sum(prod(shape) for _, shape in tensors),
-        experts=experts,
-        idle=idle,
-        matrices=sum(prod(shape) for _, shape in tensors if len(shape) > 1) - idle,
+        experts=sum(experts.values()),
+        idle=sum(idle.values()),
+        matrices=sum(prod(shape) - idle.get(name, 0) for name, shape in matrices),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -124,10 +125,22 @@ def initialize_experts(model: torch.nn.Module, transformer: TransformerConfig, d
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers if transformer.perform_initialization else ():
         for name, parameter in layer.experts.named_parameters():
+            if "bias" in name:  # begins as 0
+                continue
             is_first = "linear_fc1" in name
             [local] = _LOCAL_EXPERT.findall(name)
             draw(number_of_layer(layer), layer.local_expert_indices[int(local)], int(is_first))
             (transformer.init_method if is_first else transformer.output_layer_init_method)(parameter)
+
+
+def return_no_views(model: torch.nn.Module, transformer: TransformerConfig) -> None:
+    """Lets Megatron add the biases of its own local experts in place, as it does: their last layers return the views of
+    a sum over one rank, which torch cannot train, unless experts communicate by themselves.
+    """
+    for layer in model.modules() if transformer.add_bias_linear else ():
+        for part in layer.experts.modules() if isinstance(layer, MoELayer) else ():
+            if isinstance(part, RowParallelLinear):
+                part.explicit_expert_comm = True
 
 
 _LOCAL_EXPERT = re.compile(r"(?:^local_experts\.|weight)(\d+)")

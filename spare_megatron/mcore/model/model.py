@@ -32,7 +32,7 @@ from spare_megatron.config.supported_versions import check_version, supported
 from spare_megatron.mcore.model import rng
 from spare_megatron.mcore.model.attention import TorchCoreAttention, within_documents
 from spare_megatron.mcore.model.compatibility import know_absent_transformer_engine
-from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts
+from spare_megatron.mcore.model.experts import initialize_experts, prepare_experts, return_no_views
 from spare_megatron.mcore.model.future_tokens import FutureLosses, as_stage, future_block
 from spare_megatron.mcore.model.process_groups import GroupCollection
 from spare_megatron.mcore.model.transformer import transformer_config
@@ -174,6 +174,7 @@ def build_chunks(
         rng.seed_parameters(config.train.seed, number, groups.tp.rank(), device)
         # Megatron leaves position embeddings and the norms of torch on the CPU.
         model = checked((provider or gpt_model)(context), context).to(device)
+        return_no_views(model, transformer)
         initialize_experts(model, transformer, partial(rng.seed_expert, config.train.seed, groups.tp.rank(), device))
         module = DistributedDataParallel(
             transformer,

@@ -21,9 +21,17 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.supported_versions import installed_version
 from spare_megatron.mcore.model.compatibility import frees_what_is_sent
 
+
+@dataclasses.dataclass
+class _OfYarn:
+    """What Megatron's encoding with YaRN takes, and no configuration of it declares."""
+
+    correction_range_round_to_int: bool = True
+
+
 FIELDS = {
     field.name: field
-    for built in (MLATransformerConfig, TransformerConfig)  # the latter is stricter
+    for built in (MLATransformerConfig, TransformerConfig, _OfYarn)  # the second is stricter than the first
     for field in dataclasses.fields(built)
     if field.init
 }
@@ -87,7 +95,8 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     """Megatron's configuration of a run's model and schedule. ValueError: a `[megatron]` field cannot be used."""
     _refuse(config)
     fields = _fields(config, device)
-    apart = {} if is_latent(config) else {name: fields.pop(name) for name in (*_OF_GPT, *YARN) if name in fields}
+    others = [field.name for field in dataclasses.fields(_OfYarn)] if is_latent(config) else (*_OF_GPT, *YARN)
+    apart = {name: fields.pop(name) for name in others if name in fields}
     with warnings.catch_warnings(action="ignore"):  # Megatron's own
         try:
             built = (MLATransformerConfig if is_latent(config) else TransformerConfig)(**fields)
@@ -96,7 +105,6 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     if uses_yarn(config) and not is_latent(config):  # Megatron reads what its class does not declare
         for name in YARN:
             setattr(built, f"yarn_{name}", apart.get(name, FIELDS[name].default))
-        built.yarn_correction_range_round_to_int = True  # type: ignore[attr-defined]
     return built
 
 
@@ -203,6 +211,7 @@ def _squared_relu(values: torch.Tensor) -> torch.Tensor:
 
 _OUR_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
     "squared_relu": _squared_relu,
 }
 """Activation functions that torch has under no name of its own."""

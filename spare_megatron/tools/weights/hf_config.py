@@ -29,6 +29,7 @@ FAMILIES: Mapping[Family, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 _NAMES: Mapping[Family, str] = {
@@ -38,6 +39,7 @@ _NAMES: Mapping[Family, str] = {
     "qwen3_moe": "Qwen3-MoE, the family with mixtures of experts and norms of queries and keys",
     "mixtral": "Mixtral, the family with mixtures of experts",
     "deepseek_v3": "DeepSeek-V3, the family with latent attention",
+    "gpt_oss": "gpt-oss, the family with mixtures of experts and sinks of attention",
     "gpt2": "GPT-2, the family with learned positions",
 }
 
@@ -58,7 +60,7 @@ _OF_MODEL: Mapping[Family, Mapping[str, str]] = {
     "qwen2": _GROUPED,
     "qwen3": _GROUPED,
     "qwen3_moe": {**_MIXTURE, "moe_intermediate_size": "expert_ffn_hidden_size"},
-    "mixtral": _MIXTURE,
+    **dict.fromkeys(("mixtral", "gpt_oss"), _MIXTURE),
     "deepseek_v3": {
         **_DENSE,
         "moe_intermediate_size": "expert_ffn_hidden_size",
@@ -96,9 +98,13 @@ _ROTATED = {"position_embedding": "rope", "normalization": "rmsnorm", "activatio
 _FIXED: Mapping[Family, Mapping[str, Any]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"), _ROTATED),
     "deepseek_v3": {**_ROTATED, "linear_bias": False, "qk_norm": True},
+    "gpt_oss": {**_ROTATED, "activation": "quick_geglu"},
     "gpt2": {"position_embedding": "learned_absolute", "normalization": "layernorm", "linear_bias": True},
 }
 """Settings of `[model]` that are the same in all models of a family."""
+
+_OF_GPT_OSS = {"softmax_type": "learnable", "glu_linear_offset": 1.0}
+"""Settings of `[megatron]` that are the same in all its models."""
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """GPT-2's, and the setting; the first name of a function is the one that is written."""
@@ -112,23 +118,26 @@ _EXPECTED: Mapping[Family, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2", "qwen3", "mixtral"), _WITHOUT_BIAS),
     "qwen3_moe": {**_WITHOUT_BIAS, "qk_layernorm": True},
     "deepseek_v3": {**_WITHOUT_BIAS, **_ROUTER, "qk_layernorm": True, "layernorm_epsilon": _EPS},
+    "gpt_oss": {"normalization": "RMSNorm", **_OF_GPT_OSS},
     "gpt2": {},
 }
 """Megatron's fields that have another value in all models of a family than Megatron's default."""
 
 _SIZES = {"layernorm_epsilon", "kv_channels", "num_query_groups"}
 _ROTATION = {"rope_type", *YARN.values()}
+_WINDOW = {"window_size", "window_attn_skip_freq"}
 _EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"}
 _CHOSEN: Mapping[Family, Collection[str]] = {
     "llama": {*_SIZES, *_ROTATION, "add_bias_linear", "add_qkv_bias"},
-    "qwen2": {*_SIZES, *_ROTATION, "add_qkv_bias", "window_size"},
-    "qwen3": {*_SIZES, *_ROTATION, "qk_layernorm", "window_size"},
+    "qwen2": {*_SIZES, *_ROTATION, *_WINDOW, "add_qkv_bias"},
+    "qwen3": {*_SIZES, *_ROTATION, *_WINDOW, "qk_layernorm"},
     "qwen3_moe": {*_SIZES, *_ROTATION, *_EXPERTS, "moe_router_pre_softmax"},
     "mixtral": {*_SIZES, *_ROTATION, *_EXPERTS},
     "deepseek_v3": {
         *(*OF_LATENT_ATTENTION, "multi_latent_attention", *_OF_LATENT.values()),
         *(*_EXPERTS, "moe_layer_freq", "moe_shared_expert_intermediate_size", "mtp_num_layers"),
     },
+    "gpt_oss": {*_SIZES, *_ROTATION, *_WINDOW, *_EXPERTS, "add_qkv_bias", "activation_func_clamp_value"},
     "gpt2": {"layernorm_epsilon", "add_qkv_bias"},
 }
 """Megatron's fields in which models of a family differ. Of all of them the activation is checked apart."""
@@ -186,7 +195,7 @@ def architecture_of(config: RunConfig) -> Architecture:
         found["shared_expert_ffn_hidden_size"] = model.shared_expert_ffn_hidden_size
         of_latent = {field: 1 if fields[field] is None else fields[field] for field in _OF_LATENT.values()}
         return Architecture(family=family, model=found, megatron=_latent(of_latent, yarn, num_future_tokens(config)))
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         found["ffn_hidden_size"] = fields["moe_ffn_hidden_size"]
     if family == "qwen3_moe":
         found["expert_ffn_hidden_size"] = model.expert_width
@@ -199,7 +208,9 @@ def architecture_of(config: RunConfig) -> Architecture:
     }
     window = fields["window_size"]
     window = None if window is None or window[0] < 0 else window[0] + 1
-    return _rotated(family, found, fields["kv_channels"], window, yarn, _router(fields["moe_router_pre_softmax"]))
+    windows = _windows_of(window, _layers_with_windows(model.num_layers, fields["window_attn_skip_freq"]))
+    others = {**_router(fields["moe_router_pre_softmax"]), **_gpt_oss(family, fields["activation_func_clamp_value"])}
+    return _rotated(family, found, fields["kv_channels"], windows, yarn, others)
 
 
 def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
@@ -207,6 +218,8 @@ def _family_of(config: RunConfig, fields: Mapping[str, Any]) -> Family:
         return "gpt2"
     if is_latent(config):
         return "deepseek_v3"
+    if config.model.num_experts is not None and fields["softmax_type"] == "learnable":
+        return "gpt_oss"
     if config.model.num_experts is not None:
         return "qwen3_moe" if fields["qk_layernorm"] else "mixtral"
     if fields["qk_layernorm"]:
@@ -227,23 +240,41 @@ def _router(is_over_all: bool) -> Mapping[str, Any]:
     return {"moe_router_pre_softmax": True} if is_over_all else {}
 
 
+def _gpt_oss(family: Family, limit: float) -> Mapping[str, Any]:
+    return {**_OF_GPT_OSS, "activation_func_clamp_value": limit} if family == "gpt_oss" else {}
+
+
+_Windows = tuple[int | None, int | list[int] | None]
+"""Tokens that a window has, if a layer has one, and `megatron.window_attn_skip_freq`, None where all layers do."""
+
+
+def _windows_of(window: int | None, layers: list[int]) -> _Windows:
+    """By whether each layer has a window, as 0 or 1."""
+    if window is None or not any(layers):
+        return None, None
+    alternates = layers == [number % 2 for number in range(1, len(layers) + 1)]
+    return window, None if all(layers) else 2 if alternates else layers
+
+
 def _rotated(
     family: Family,
     model: dict[str, Any],
     head_dim: int | None,
-    window: int | None,
+    windows: _Windows,
     yarn: Mapping[str, Any],
-    router: Mapping[str, Any],
+    others: Mapping[str, Any],
 ) -> Architecture:
-    """Llama, Qwen or Mixtral, with the width of heads and the window where they are not the usual ones."""
+    """Llama, Qwen, Mixtral or gpt-oss, with the width of heads and the window where they are not the usual ones."""
     is_usual = head_dim is None or head_dim * model["num_attention_heads"] == model["hidden_size"]
+    window, every = windows
     return Architecture(
         family=family,
         model=model if window is None else {**model, "sliding_window": window},
         megatron={
             **({} if is_usual else {"kv_channels": head_dim}),
+            **({} if every is None else {"window_attn_skip_freq": every}),
             **({"rope_type": "yarn", **yarn} if yarn else {}),
-            **router,
+            **others,
         },
     )
 
@@ -251,7 +282,8 @@ def _rotated(
 def _not_of(family: Family, config: RunConfig, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why no model of the family equals these settings."""
     model = config.model
-    activations = dict.fromkeys(_ACTIVATIONS.values()) if family == "gpt2" else ("swiglu",)
+    of_family = {"gpt2": tuple(dict.fromkeys(_ACTIVATIONS.values())), "gpt_oss": ("quick_geglu",)}
+    activations = of_family.get(family, ("swiglu",))
     if computed_activation(config) not in activations:
         yield f"{as_written(config, 'activation_func')}: it has {' and '.join(activations)} alone"
     usual = {
@@ -266,6 +298,8 @@ def _not_of(family: Family, config: RunConfig, fields: Mapping[str, Any]) -> Ite
             yield f"{written}: it has {'none' if expected is None else f'{expected} alone'}"
     if family == "deepseek_v3":
         yield from _not_of_deepseek(config, fields)
+    if family == "gpt_oss" and fields["activation_func_clamp_value"] is None:
+        yield "megatron.activation_func_clamp_value is absent: it has a limit"
     is_scaled = fields["mscale"] != 0 if fields["mscale_all_dim"] else fields["mscale"] == 1
     if uses_yarn(config) and not is_scaled:
         yield f"megatron.mscale={fields['mscale']}: it has 1 if megatron.mscale_all_dim is 0, and never 0"
@@ -311,13 +345,34 @@ def config_json(found: Architecture, dtype: str) -> dict[str, Any]:
         # Older versions of `transformers` know only the first name of the number of experts.
         layers = {"num_experts": found.model["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": []}
         return {**content, **layers, "norm_topk_prob": not is_over_all, "attention_bias": False}
-    window = model.get("sliding_window")
+    content |= _windows_json(found)
+    if family == "gpt_oss":
+        limit = {"swiglu_limit": found.megatron["activation_func_clamp_value"]}
+        # Without a table its rotations are those of YaRN.
+        return {**content, **limit, "attention_bias": True, "rope_scaling": scaling or {"rope_type": "default"}}
+    return {**content, **({"attention_bias": False} if family == "qwen3" else {})}
+
+
+def _layers_with_windows(num_layers: int, every: int | list[int] | None) -> list[int]:
+    """For each layer whether it has a window, as 0 or 1, by `megatron.window_attn_skip_freq`."""
+    if isinstance(every, list):
+        return every
+    return [int(every is None or number % every > 0) for number in range(1, num_layers + 1)]
+
+
+def _windows_json(found: Architecture) -> dict[str, Any]:
+    window = found.model.get("sliding_window")
+    kinds = ("full_attention", "sliding_attention")
+    layers = _layers_with_windows(found.num_layers, found.megatron.get("window_attn_skip_freq"))
+    layer_types = {"layer_types": [kinds[has if window else 0] for has in layers]}
+    if found.family == "gpt_oss":
+        return {"sliding_window": window, **layer_types}
     windows = {
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": found.num_layers if window is None else 0,
     }
-    return {**content, **windows, **({"attention_bias": False} if family == "qwen3" else {})}
+    return windows if all(layers) else {**windows, **layer_types}
 
 
 def _yarn_json(found: Architecture) -> dict[str, Any] | None:
@@ -369,12 +424,14 @@ def architecture_in(content: Mapping[str, Any]) -> Architecture:
         "num_query_groups": fields.num_key_value_heads or fields.num_attention_heads,
         "rope_base": rope.base,
         "rope_scaling_factor": rope.factor,
-        "linear_bias": has_bias,
+        "linear_bias": has_bias or family == "gpt_oss",
         "qkv_bias": family == "qwen2",
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
-    router = _router(isinstance(fields, hf_fields.Qwen3MoeFields) and not fields.norm_topk_prob)
-    found = _rotated(family, model, fields.head_dim, _window(fields), rope.yarn, router)
+    others = _router(isinstance(fields, hf_fields.Qwen3MoeFields) and not fields.norm_topk_prob)
+    if isinstance(fields, hf_fields.GptOssFields):
+        others = _gpt_oss(family, fields.swiglu_limit)
+    found = _rotated(family, model, fields.head_dim, _windows(fields), rope.yarn, others)
     _require_sizes(found, fields)
     return found
 
@@ -401,33 +458,39 @@ def _require_deepseek(fields: hf_fields.DeepSeekFields) -> None:
             raise ValueError(f"config.json: {name}={shown(getattr(fields, name))} must {text}")
 
 
-def _window(fields: hf_fields.RopeFields) -> int | None:
-    """The window of all layers; the same condition as in `transformers` decides which layers have one."""
-    num_layers, layers = fields.num_hidden_layers, fields.layer_types
-    if layers is not None and len(layers) != num_layers:
-        raise ValueError(f"config.json: layer_types has {len(layers)} layers, and num_hidden_layers={num_layers}")
-    window, first = None, num_layers
-    if isinstance(fields, hf_fields.Qwen2Fields) and fields.use_sliding_window and fields.sliding_window is not None:
+_MOST_LISTED = 10_000
+"""Layers of which windows are listed: what a file says may be any number."""
+
+
+def _windows(fields: hf_fields.RopeFields) -> _Windows:
+    """The same condition as in `transformers` decides which layers have a window."""
+    num_layers, kinds, name = fields.num_hidden_layers, fields.layer_types, "layer_types"
+    if kinds is not None and len(kinds) != num_layers:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} layers, and num_hidden_layers={num_layers}")
+    window, first, alternates = None, num_layers, isinstance(fields, hf_fields.GptOssFields)
+    if isinstance(fields, hf_fields.GptOssFields):
+        window = fields.sliding_window
+    elif isinstance(fields, hf_fields.Qwen2Fields) and fields.use_sliding_window and fields.sliding_window is not None:
+        name = "max_window_layers" if kinds is None else name
         window, first = fields.sliding_window, max(0, fields.max_window_layers)
-    num_windows = max(0, num_layers - first) if layers is None else layers.count("sliding_attention")
-    if num_windows == 0:
-        return None
-    name = "max_window_layers" if layers is None else "layer_types"
-    if num_windows < num_layers:
-        raise ValueError(
-            f"config.json: {name}={shown(getattr(fields, name))} is a sliding window for some layers only; here all "
-            f"layers have model.sliding_window, or none"
-        )
-    if window is None or window < 1:
-        raise ValueError(f"config.json: sliding_window={window} must be at least 1, as all layers have one by {name}")
-    return window
+    if kinds is not None:
+        layers = [int(kind == "sliding_attention") for kind in kinds]
+    elif alternates or first < num_layers:
+        if num_layers > _MOST_LISTED:
+            raise ValueError(f"config.json: num_hidden_layers={shown(num_layers)} are too many to list their windows")
+        layers = [number % 2 if alternates else int(number > first) for number in range(1, num_layers + 1)]
+    else:
+        return None, None
+    if any(layers) and (window is None or window < 1):
+        raise ValueError(f"config.json: sliding_window={window} must be at least 1, as layers have one by {name}")
+    return _windows_of(window, layers)
 
 
 def _require_sizes(found: Architecture, fields: hf_fields.RopeFields) -> None:
     """Raises ValueError for sizes that do not divide each other, and more experts per token than there are."""
     num_heads, hidden_size = fields.num_attention_heads, fields.hidden_size
     heads = f"num_attention_heads={num_heads}"
-    if isinstance(fields, hf_fields.MixtralFields | hf_fields.Qwen3MoeFields) and (
+    if isinstance(fields, hf_fields.MixtralFields | hf_fields.Qwen3MoeFields | hf_fields.GptOssFields) and (
         fields.num_experts_per_tok > fields.num_local_experts
     ):
         raise ValueError(

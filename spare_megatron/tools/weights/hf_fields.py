@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 from spare_megatron.config.foreign_fields import NumberFromOne, read_fields, require_kinds, require_values, shown
 from spare_megatron.config.limits import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gpt2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +118,24 @@ class DeepSeekFields(RopeFields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GptOssFields(RopeFields):
+    vocab_size: PositiveInt = 201088
+    hidden_size: PositiveInt = 2880
+    intermediate_size: PositiveInt = 2880
+    num_hidden_layers: PositiveInt = 36
+    num_attention_heads: PositiveInt = 64
+    num_key_value_heads: PositiveInt = 8
+    head_dim: PositiveInt = 64
+    max_position_embeddings: PositiveInt = 131072
+    rms_norm_eps: PositiveFloat = 1e-5
+    num_local_experts: PositiveInt = 128
+    num_experts_per_tok: PositiveInt = 4
+    sliding_window: int | None = 128
+    swiglu_limit: PositiveFloat = 7.0
+    attention_bias: Literal[True] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Fields:
     vocab_size: PositiveInt = 50257
     n_positions: PositiveInt = 1024
@@ -141,6 +159,7 @@ FIELDS: Mapping[str, type[RopeFields | Gpt2Fields]] = {
     "qwen3_moe": Qwen3MoeFields,
     "mixtral": MixtralFields,
     "deepseek_v3": DeepSeekFields,
+    "gpt_oss": GptOssFields,
     "gpt2": Gpt2Fields,
 }
 
@@ -153,11 +172,16 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 """Second names of fields (`attribute_map` of the configurations)."""
 
-DEFAULT_ROPE_BASE = {**dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), 1e4), "mixtral": 1e6}
+DEFAULT_ROPE_BASE = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"), 1e4),
+    "mixtral": 1e6,
+    "gpt_oss": 1.5e5,
+}
 
 TOKEN_IDS: Mapping[str, Any] = {
     "bos_token_id": int | None,
@@ -174,6 +198,7 @@ ONLY: Mapping[str, Collection[Any]] = {
     "partial_rotary_factor": (None, 1.0),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "swiglu_alpha": (1.702,),
     # Fields of other families, and of code that comes with the weights: `transformers` passes over them here.
     "auto_map": (None, {}),
     **dict.fromkeys(("no_rope_layers", "mlp_only_layers"), (None, [])),
@@ -224,22 +249,24 @@ _ROPE_VALUES: Mapping[str, Collection[Any]] = {
     "partial_rotary_factor": (1.0,),
 }
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-YARN: Mapping[str, str] = {"factor": "rotary_scaling_factor"} | {
+YARN: Mapping[str, str] = {"factor": "rotary_scaling_factor", "truncate": "correction_range_round_to_int"} | {
     name: name for name in (_ORIGINAL_LENGTH, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 }
 """Constants of YaRN, and Megatron's names."""
-_YARN_USUAL = dict(zip(YARN, (1.0, 4096, 32.0, 1.0, 1.0, 0.0), strict=True))
+_YARN_USUAL = dict(zip(YARN, (1.0, True, 4096, 32.0, 1.0, 1.0, 0.0), strict=True))
 _YARN_KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("rope_theta", "factor", "beta_fast", "beta_slow"), NumberFromOne),
     **dict.fromkeys(("mscale", "mscale_all_dim"), _FromZero),
     _ORIGINAL_LENGTH: PositiveInt,
+    "truncate": bool,
 }
 _YARN_VALUES: Mapping[str, Collection[Any]] = {
     "rope_type": ("default", "yarn"),
     "partial_rotary_factor": (1.0,),
     "attention_factor": (None,),
-    "truncate": (True,),
 }
+_OF_GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "truncate": False, _ORIGINAL_LENGTH: 4096}
+"""Its rotations where a file has none."""
 LLAMA3_CONSTANTS: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL_LENGTH: 8192}
 """Of the scaling of Llama 3.1: what megatron-core fixes; only the factor can be chosen."""
 
@@ -254,7 +281,11 @@ class Rope(NamedTuple):
 
 def rope_in(content: Mapping[str, Any], family: str, seq_length: int) -> Rope:
     """Raises ValueError for other scalings than the family has here, and as `_rope_of` does."""
+    if family == "gpt_oss" and not (content.get("rope_scaling") or content.get("rope_parameters")):
+        content = {**content, "rope_parameters": _OF_GPT_OSS}
     table, where = _rope_of(content, family, seq_length)
+    if family == "deepseek_v3":
+        require_values({"truncate": (True,)}, table, where)
     if table["rope_type"] == "yarn" or (table["rope_type"] != "default" and family == "deepseek_v3"):
         return _yarn_in(table, where)
     return Rope(*_checked(table, where), {})

@@ -188,7 +188,8 @@ def _beside_constants(
 def _require_enough(names: Collection[str], model: Architecture, folder: Path) -> None:
     """Raises ValueError for a config.json with so many layers or experts that listing their tensors would take long."""
     further = model.megatron.get("mtp_num_layers", 0)
-    for what, number in (("layers", model.num_layers + further), ("experts", model.model.get("num_experts", 0))):
+    experts = 0 if model.family == "gpt_oss" else model.model.get("num_experts", 0)  # its experts share tensors
+    for what, number in (("layers", model.num_layers + further), ("experts", experts)):
         if number > len(names):
             raise ValueError(f"{folder}: {CONFIG_JSON} has {shown(number)} {what}, and there are {len(names)} tensors")
 

@@ -31,7 +31,9 @@ _MODULES: Mapping[str, Sequence[str]] = {
     "decoder.final_layernorm": ["model.norm"],
     "output_layer": ["lm_head"],
 }
-"""Megatron's modules, and those that have their rows in Llama and Qwen; of layers without the layer's prefix."""
+"""Megatron's modules, and those that have their rows in Llama and Qwen; of layers without the layer's prefix. Below
+also single tensors, with the whole names of both.
+"""
 
 _MODULES_OF_MIXTRAL: Mapping[str, Sequence[str]] = {
     **_MODULES,
@@ -66,7 +68,7 @@ _MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
     "decoder.layers.self_attention.linear_kv_down_proj": ["self_attn.kv_a_proj_with_mqa"],
     "decoder.layers.self_attention.linear_kv_up_proj": ["self_attn.kv_b_proj"],
     "decoder.layers.self_attention.linear_kv_up_proj.layer_norm": ["self_attn.kv_a_layernorm"],
-    "decoder.layers.mlp.router.expert": ["mlp.gate.e_score_correction"],
+    "decoder.layers.mlp.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
     "decoder.layers.mlp.shared_experts.linear_fc1": ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
     "decoder.layers.mlp.shared_experts.linear_fc2": ["mlp.shared_experts.down_proj"],
     "mtp.layers.enorm": ["enorm"],
@@ -75,6 +77,18 @@ _MODULES_OF_DEEPSEEK: Mapping[str, Sequence[str]] = {
     "mtp.layers.final_layernorm": ["shared_head.norm"],
 }
 """The same of DeepSeek-V3, whose modules of multi-token prediction are further layers."""
+
+_MODULES_OF_GPT_OSS: Mapping[str, Sequence[str]] = {
+    **_MODULES,
+    "decoder.layers.self_attention.core_attention.softmax_offset": ["self_attn.sinks"],
+    "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
+    "decoder.layers.mlp.router": ["mlp.router"],
+    "decoder.layers.mlp.experts.experts.linear_fc1.weight": ["mlp.experts.gate_up_proj"],
+    "decoder.layers.mlp.experts.experts.linear_fc1.bias": ["mlp.experts.gate_up_proj_bias"],
+    "decoder.layers.mlp.experts.experts.linear_fc2.weight": ["mlp.experts.down_proj"],
+    "decoder.layers.mlp.experts.experts.linear_fc2.bias": ["mlp.experts.down_proj_bias"],
+}
+"""The same of gpt-oss, whose experts share transposed tensors, in which rows of gate and other input alternate."""
 
 _MODULES_OF_GPT2: Mapping[str, Sequence[str]] = {
     "embedding.word_embeddings": ["transformer.wte"],
@@ -95,6 +109,7 @@ _MODULES_OF: Mapping[Family, Mapping[str, Sequence[str]]] = {
     "qwen3_moe": _MODULES_OF_QWEN3_MOE,
     "mixtral": _MODULES_OF_MIXTRAL,
     "deepseek_v3": _MODULES_OF_DEEPSEEK,
+    "gpt_oss": _MODULES_OF_GPT_OSS,
     "gpt2": _MODULES_OF_GPT2,
 }
 
@@ -112,6 +127,10 @@ class TensorPair:
     is_transposed: bool
 
     def split(self, values: Tensor, model: Architecture) -> dict[str, Tensor]:
+        if _shares_experts(self.tensor, model):
+            if _is_gated(self.tensor):
+                values = values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            return dict.fromkeys(self.parts, (values.mT if values.dim() == 3 else values).contiguous())
         blocks = self._blocks_of(values, model)
         if len(self.parts) < len(blocks):
             blocks = [torch.cat(blocks)]
@@ -120,6 +139,9 @@ class TensorPair:
         return {name: block.contiguous() for name, block in zip(self.parts, blocks, strict=True)}
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
+        if _shares_experts(self.tensor, model):
+            values = parts[0].mT if parts[0].dim() == 3 else parts[0]
+            return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if _is_gated(self.tensor) else values
         blocks = [part.T for part in parts] if self.is_transposed else list(parts)
         if not _is_qkv(self.tensor):
             return torch.cat(blocks).view(self.tensor.shape)
@@ -133,6 +155,14 @@ class TensorPair:
             return list((values.flatten(0, 1) if values.dim() == 3 else values).chunk(len(self.parts)))
         rows = values.view(model.num_query_groups, -1, model.head_dim, *values.shape[1:])
         return [part.reshape(-1, *values.shape[1:]) for part in (rows[:, :-2], rows[:, -2], rows[:, -1])]
+
+
+def _shares_experts(tensor: ModelTensor, model: Architecture) -> bool:
+    return model.family == "gpt_oss" and ".experts." in tensor.key
+
+
+def _is_gated(tensor: ModelTensor) -> bool:
+    return ".linear_fc1." in tensor.key
 
 
 def _is_qkv(tensor: ModelTensor) -> bool:
@@ -179,11 +209,14 @@ def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]
     is_gpt2, modules = model.family == "gpt2", _MODULES_OF[model.family]
     layers = "transformer.h" if is_gpt2 else "model.layers"
     for tensor in model_tensors(config):
-        kind = "bias" if tensor.key.endswith("bias") else "weight"
         layer, key = _place_of(tensor, model.num_layers)
-        module = key.removesuffix(kind)[:-1]
-        names = [name if layer is None else f"{layers}.{layer}.{name}" for name in modules[module]]
-        dot = "_" if tensor.is_buffer else "."
+        kind = "bias" if key.endswith("bias") else "weight"
+        names = modules.get(key) or [f"{name}.{kind}" for name in modules[key.removesuffix(kind)[:-1]]]
+        names = [name if layer is None else f"{layers}.{layer}.{name}" for name in names]
+        if _shares_experts(tensor, model):
+            shape = (tensor.shape[0], *tensor.shape[:0:-1])
+            yield TensorPair(tensor=tensor, parts=dict.fromkeys(names, shape), is_transposed=False)
+            continue
         if len(tensor.shape) == 3:
             names = [name.format(expert=expert) for expert in range(tensor.shape[0]) for name in names]
         others = tensor.shape[-1:] if len(tensor.shape) > 1 else ()
@@ -194,7 +227,7 @@ def tensor_pairs(config: RunConfig, model: Architecture) -> Iterator[TensorPair]
         yield TensorPair(
             tensor=tensor,
             parts={
-                f"{name}{dot}{kind}": (*others, part) if is_transposed else (part, *others)
+                name: (*others, part) if is_transposed else (part, *others)
                 for name, part in zip(names, rows, strict=True)
             },
             is_transposed=is_transposed,

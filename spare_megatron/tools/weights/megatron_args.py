@@ -44,7 +44,7 @@ _ONLY: Mapping[str, Collection[object]] = {
     "num_experts": (None,),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
-    **dict.fromkeys(("is_hybrid_model", "use_mup", "quick_geglu", "qk_l2_norm"), (False,)),
+    **dict.fromkeys(("is_hybrid_model", "use_mup", "qk_l2_norm"), (False,)),
     **dict.fromkeys(("hybrid_override_pattern", "hybrid_layer_pattern", "linear_attention_freq"), (None,)),
     **dict.fromkeys(("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), (None,)),
     **dict.fromkeys(("experimental_attention_variant", "rotary_seq_len_interpolation_factor"), (None,)),
@@ -85,7 +85,7 @@ def args_of(config: RunConfig) -> dict[str, Any]:
         "qk_layernorm": fields["qk_layernorm"],
         "swiglu": function == "swiglu",
         "squared_relu": function == "squared_relu",
-        "quick_geglu": False,
+        "quick_geglu": function == "quick_geglu",
         "bias_gelu_fusion": function == "gelu_tanh",
         "window_size": None if fields["window_size"] is None else tuple(fields["window_size"]),
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
@@ -104,8 +104,8 @@ def args_of(config: RunConfig) -> dict[str, Any]:
 
 def _not_of_pretrain_gpt(config: RunConfig, fields: Mapping[str, Any], function: str) -> Iterator[str]:
     written = as_written(config, "activation_func")
-    if function not in ("swiglu", "gelu", "gelu_tanh", "squared_relu"):
-        yield f"{written}: it has gelu, swiglu and squared_relu alone"
+    if function not in ("swiglu", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"):
+        yield f"{written}: it has gelu, swiglu, quick_geglu and squared_relu alone"
     if function == "gelu_tanh" and not fields["add_bias_linear"]:
         yield f"{written}: it has that function only fused with a bias, and here are none"
     if config.model.rope_scaling_factor not in (1.0, _LLAMA3_FACTOR):
@@ -169,6 +169,7 @@ class ModelArgs:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     swiglu: bool = False
+    quick_geglu: bool = False
     squared_relu: bool = False
     bias_gelu_fusion: bool = True
     window_size: tuple[int, ...] | list[int] | None = None
@@ -247,6 +248,8 @@ def _positions(found: ModelArgs) -> dict[str, Any]:
 def _activation(found: ModelArgs, *, has_bias: bool) -> str:
     if found.swiglu:
         return "swiglu"
+    if found.quick_geglu:
+        return "quick_geglu"
     if found.squared_relu:
         return "squared_relu"
     return "gelu_tanh" if has_bias and found.bias_gelu_fusion else "gelu"

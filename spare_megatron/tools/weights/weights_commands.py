@@ -34,9 +34,9 @@ def export_weights(
 ) -> None:
     """Export the weights of a run's newest valid checkpoint.
 
-    Its layout does not matter. hf: Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3 and GPT-2 models; megatron:
-    what pretrain_gpt.py has arguments for. Settings that it does not support are refused by name. --dtype fp32 takes
-    the optimizer's fp32 copies of bf16 parameters.
+    Its layout does not matter. hf: Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3, gpt-oss and GPT-2 models;
+    megatron: what pretrain_gpt.py has arguments for. Settings that it does not support are refused by name. --dtype
+    fp32 takes the optimizer's fp32 copies of bf16 parameters.
     """
     from spare_megatron.state.checkpoint.start_checkpoint import checkpoint_of_run
 

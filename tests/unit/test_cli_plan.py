@@ -170,6 +170,10 @@ def test_slow_groups_are_set_beside_what_they_cost_with_work_dealt_by_pace() -> 
     assert figures(*options, "--slow-factor", "1")["slow"]["even_ratio"] == 1.0
     assert "1.92 x that without, and 1.16 x with work dealt by pace" in spare_plan(*EXAMPLE, *options).stdout
     assert "slow" not in figures()
+    replaced = (*options, "--groups", "40", "--repair", "10m", "--join", "1s", "--spares", "1")
+    assert 1.0 < figures(*replaced)["slow"]["replaced_ratio"] < figures(*replaced)["slow"]["dealt_ratio"]
+    assert "x, one at a time" in spare_plan(*EXAMPLE, *replaced).stdout
+    assert figures(*replaced, "--slow-factor", "1")["slow"]["replaced_ratio"] is None
 
 
 def test_the_table_shows_the_assumptions_of_a_plan() -> None:

@@ -18,7 +18,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.run_sizes import run_sizes
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.pace_evidence import STEPS_TO_ACT
-from spare_megatron.tools.plan.run_costs import ABSENCE_S, SLOW_S, START_S, run_costs
+from spare_megatron.tools.plan.run_costs import ABSENCE_S, FORWARD_SHARE, SLOW_S, START_S, run_costs
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
@@ -65,6 +65,16 @@ def test_the_time_of_the_run_is_that_of_its_steps() -> None:
     ramp = configured("spare.ramp_start=4", "spare.ramp_increment=4", "spare.ramp_steps=500")
     assert costs(ramp)["run"][0] == pytest.approx(STEPS - 250)
     assert costs(configured("train.max_minutes=10"))["run"][0] == 600.0
+
+
+def test_evaluations_cost_what_they_cost_a_simulated_run() -> None:
+    config = configured("eval.every_steps=100", "data.split=9,1")
+    calm_s = simulated_s(config, None)
+    timed = CostModel(compute_s=1.0, evaluate_s=FORWARD_SHARE, restart_s=START_S)
+    simulated = simulated_s(config, None, costs=timed, evaluate_every=100) - calm_s
+    found, basis = costs(config)["evaluations"]
+    assert found == pytest.approx(simulated) == pytest.approx(15 / 3), basis
+    assert "evaluations" not in costs(configured())
 
 
 @pytest.mark.parametrize(

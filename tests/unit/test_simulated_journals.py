@@ -19,6 +19,7 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
+from spare_megatron.tools.plan.slow_group_costs import SlowRate
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec, Loss
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
@@ -58,6 +59,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "partitions": {"redundancy": 5, "partition_redundancy": 2, "partition_copy_s": 30.0, "repair_s": 300.0},
     "partitions without copies": {"redundancy": 5, "partition_redundancy": 3},
     "last_resort": {"redundancy": 1, "last_resort": True, "repair_s": 300.0},
+    "slow machines": {
+        "repair_s": 300.0,
+        "num_spares": 1,
+        "replace_slow": True,
+        "slow": SlowRate(group_interval_s=2000.0, duration_s=5000.0, factor=8.0),
+    },
+    "evaluations": {
+        "repair_s": 300.0,
+        "evaluate_every": 7,
+        "costs": dataclasses.replace(SCENARIO.costs, evaluate_s=50.0),
+    },
 }
 
 

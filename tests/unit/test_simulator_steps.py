@@ -58,6 +58,15 @@ def test_without_losses_a_run_takes_its_compute_and_its_reductions() -> None:
     assert (result.time_to_train_ratio, result.availability, result.losses, result.restarts) == (1.0, 1.0, 0, 0)
 
 
+def test_evaluations_take_their_time_and_what_a_lost_group_had_to_evaluate_is_dealt_again() -> None:
+    evaluated = {"costs": dataclasses.replace(COSTS, evaluate_s=20.0), "evaluate_every": 2}
+    result = check(scenario_of(**evaluated), 166.0, compute=120.0, reduce=6.0, evaluate=40.0)  # after 2 and 3 steps
+    assert result.time_to_train_ratio == 1.0
+    # Lost after 6 of 20 s of the first one: agreed by 109, 2 of its 4 microbatches to 119; a step and evaluation of 6.
+    terms = {"compute": 120.0, "extra_compute": 20.0, "reduce": 6.0, "evaluate": 20.0 + 10.0 + 30.0, **RECOVERY}
+    check(scenario_of((90, 1), **evaluated), 211.0, **terms)
+
+
 RECOVERY = {"agree": 5.0}
 """One undisturbed recovery from a loss during compute: it is detected before the compute ends, and the communicator is
 there before the patch."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.stacking.placement import IntArray
 from spare_megatron.stacking.plans import Work
 from spare_megatron.tools.plan.overhead import StepTimes
-from spare_megatron.tools.plan.slow_group_costs import SlowRate, slow_cost
+from spare_megatron.tools.plan.slow_group_costs import NAMED_AFTER, SlowRate, replaced_ratio, slow_cost
 from spare_megatron.tools.simulate.compute_fit import finish_times, stacks_of, stretch
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import SlowGroups
@@ -59,6 +60,36 @@ def test_the_planner_knows_what_dealing_by_pace_is_worth(factor: float) -> None:
     assert even - 1 == pytest.approx(planned.even_ratio - 1, rel=0.2)
     assert dealt - 1 == pytest.approx(planned.dealt_ratio - 1, rel=0.2)
     assert dealt < even
+
+
+def test_a_spare_takes_the_part_of_a_slow_machine_where_the_rule_of_runs_says_so() -> None:
+    """Alone 15 of 16 groups take longer than work that is dealt by pace, so that none is drained without a spare."""
+    slow = SlowRate(group_interval_s=50_000.0, duration_s=2_000.0, factor=4.0)
+    costs = CostModel(compute_s=10.0, reduce_s=1.0, join_s=30.0)
+    dealt = replace(SCENARIO, num_groups=16, num_steps=3000, costs=costs, slow=slow)
+    times = StepTimes(shard_s=10.0, reduce_s=1.0, loss_interval_s=1e12)
+    without, spared = (replaced_ratio(16, 16, times, slow, join_s=30.0, has_spare=spare) for spare in (False, True))
+    assert without is None
+    assert spared is not None
+    short = replace(dealt, num_steps=500)
+    assert simulate(replace(short, replace_slow=True), 0) == simulate(short, 0)
+    runs = [simulate(replace(dealt, replace_slow=True, num_spares=1), seed) for seed in range(4)]
+    assert sum(run.drains for run in runs) > 10
+    found = mean(run.time_to_train_ratio for run in runs)
+    print(f"planned {spared:.4f}, simulated {found:.4f}")
+    assert found - 1 == pytest.approx(spared - 1, rel=0.25)
+
+
+def test_a_slow_machine_leaves_once_it_has_cost_what_a_change_does_and_the_spare_is_as_fast_as_others() -> None:
+    slow = SlowRate(group_interval_s=2e5, duration_s=1e9, factor=2.0)  # one turns slow, and stays so
+    costs = CostModel(compute_s=10.0, reduce_s=1.0, join_s=20.0)
+    scenario = replace(SCENARIO, num_groups=8, num_steps=1500, costs=costs, slow=slow, replace_slow=True, num_spares=1)
+    run = simulate(scenario, 4)
+    assert (run.drains, run.losses, run.max_down) == (1, 0, 1)
+    assert run.terms["join"] == 20.0
+    # 3 steps with the same work and 12 until it is named; then as many as lose two admissions: each 1.25 s of 12.25 s.
+    lost_s = 3 * 10.0 + (NAMED_AFTER - 3) * 1.25 + 40.0
+    assert run.terms["extra_compute"] == pytest.approx(lost_s, abs=1.25)
 
 
 def test_losses_beside_slow_groups_leave_a_valid_journal_that_repeats() -> None:

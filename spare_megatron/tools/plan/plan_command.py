@@ -1,6 +1,7 @@
 """`spare plan`: which redundancy and cadence to train with on a cluster."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,9 @@ from spare_megatron.formats.quantities import format_duration
 from spare_megatron.tools.plan import plan_options as options
 
 if TYPE_CHECKING:
+    from spare_megatron.tools.plan.facts import ClusterFacts
     from spare_megatron.tools.plan.plan_result import PlanResult
+    from spare_megatron.tools.plan.slow_group_costs import SlowCost
 
 _HOPELESS = 1e6
 """Time to train over that without losses from which on a plan is refused."""
@@ -63,7 +66,6 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     from spare_megatron.tools.plan.partition_redundancy import plan_partitions, update_share
     from spare_megatron.tools.plan.plan import FRUGAL_TOLERANCE, optimize, predict, without_smaller_groups
     from spare_megatron.tools.plan.plan_result import PlanResult
-    from spare_megatron.tools.plan.slow_group_costs import slow_cost
     from spare_megatron.tools.plan.width import plans_by_width
 
     facts = options.facts_of(given)
@@ -90,7 +92,6 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     if given.reform is not None:
         names["steps"] = given.steps
     lanes, over_groups_s = options.widths_of(given, facts.times.reduce_s)
-    rate, units = options.slow_rate_of(given), 1 if chosen == "stack" else facts.num_microbatches
     config = None if given.preset is None or given.step is None else load_run_config(given.preset).config
     return PlanResult(
         facts=facts,
@@ -105,5 +106,19 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         update_share=None if config is None else update_share(config, facts.times.step_s),
         whole=without_smaller_groups(facts, best.redundancy) if chosen == "reform" else (),
         sites=options.sites_of(given, facts.times.step_s),
-        slow=None if rate is None else slow_cost(facts.num_groups, units, facts.times, rate),
+        slow=_slow(given, facts, 1 if chosen == "stack" else facts.num_microbatches),
     )
+
+
+def _slow(given: options.PlanOptions, facts: "ClusterFacts", num_microbatches: int) -> "SlowCost | None":
+    from spare_megatron.tools.plan.slow_group_costs import replaced_ratio, slow_cost
+
+    rate, back = options.slow_rate_of(given), facts.rejoin
+    if rate is None:
+        return None
+    found = slow_cost(facts.num_groups, num_microbatches, facts.times, rate)
+    if facts.num_groups == 1:
+        return found
+    join_s, has_spare = None if given.join is None or back is None else back.join_s, bool(back and back.num_spares)
+    ratio = replaced_ratio(facts.num_groups, num_microbatches, facts.times, rate, join_s=join_s, has_spare=has_spare)
+    return replace(found, replaced_ratio=ratio)

@@ -180,8 +180,10 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
         alone, spared = (f"{one.time_to_train_ratio:.3f} x" for one in result.whole)
         yield "with smaller groups", f"{plan.time_to_train_ratio:.3f} x; whole ones alone {alone}, and a spare {spared}"
     if result.slow is not None:
-        even, dealt = result.slow.even_ratio, result.slow.dealt_ratio
+        even, dealt, replaced = result.slow.even_ratio, result.slow.dealt_ratio, result.slow.replaced_ratio
         yield "slow groups", f"{even:.2f} x that without, and {dealt:.2f} x with work dealt by pace"
+        if replaced is not None:
+            yield "  machines replaced", f"{replaced:.3f} x, one at a time"
     if (sites := result.sites) is not None:
         yield "outer steps", f"every {format_steps(sites.every_steps)} between {sites.num_sites} sites"
         for bits in _BITS:

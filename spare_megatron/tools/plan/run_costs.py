@@ -10,6 +10,8 @@ import numpy as np
 
 from spare_megatron.config.model.model_tensors import flops_per_token
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.audits_and_evaluations import sequences_per_set
+from spare_megatron.config.training.corpus import validation_names
 from spare_megatron.config.training.run_sizes import RunSizes
 from spare_megatron.core.saves.survival import optimal_cadence_s
 from spare_megatron.formats.quantities import format_duration
@@ -22,6 +24,8 @@ from spare_megatron.tools.plan.plan_options import ASSUMED_SLOW_FACTOR
 
 UTILIZATION, GPU_TFLOPS, THREAD_TFLOPS = 0.4, 989.0, 0.1
 """Assumed; the peaks of an H100 in bf16, and of a thread of a CPU."""
+FORWARD_SHARE = 1 / 3
+"""Of the operations that training on a token takes."""
 ABSENCE_S, SLOW_S, SAVE_S, START_S = 600.0, 3600.0, 60.0, 300.0
 
 
@@ -37,6 +41,12 @@ def run_costs(
     step_s, run_s = token_s * sizes.tokens_per_step, token_s * sizes.tokens
     run_s = min(run_s, 60.0 * (config.train.max_minutes or inf))
     yield "run", run_s, f"{speed}; train.steps, without losses, saves and evaluations"
+
+    if config.eval.every_steps:
+        number = ceil(config.train.steps / config.eval.every_steps)  # the last one follows the last step
+        num_sequences = number * len(validation_names(config.data)) * sequences_per_set(config)
+        text = f"{number}, of forward passes alone, a third of training's; eval.every_steps, eval.sequences"
+        yield "evaluations", num_sequences * config.model.seq_length * token_s * FORWARD_SHARE, text
 
     again_s, named = min(_copies(config, step_s, run_s, endured_losses))
     wipe_out = start_s + again_s / 2, f"{start}, and half of {format_duration(again_s)} again: {named}"

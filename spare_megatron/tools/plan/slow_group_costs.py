@@ -6,14 +6,19 @@ of a slow group. Hosts do not limit who computes what, as is nearly so from r = 
 """
 
 from dataclasses import dataclass
-from math import ceil, floor, inf, sqrt
+from math import ceil, exp, floor, inf, sqrt
 
 from scipy import stats
 
+from spare_megatron.core.slow_machines import slow_machine_policy as policy
+from spare_megatron.core.slow_machines.culprit import Cause
+from spare_megatron.stacking.layout import MachineId
 from spare_megatron.stacking.pace_evidence import STEPS_TO_ACT
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.tools.plan.overhead import StepTimes
 
+_MANY = 10**9
+"""Steps, more than any rule asks for."""
 _SPREAD = 8.0
 """Standard deviations of the number of slow groups that are summed."""
 
@@ -53,12 +58,59 @@ class SlowRate:
         return self.duration_s / self.cycle_s
 
 
+NAMED_AFTER = 12
+"""Slow steps until a group is named as what holds the run back: windows of 4 steps, of which 3 have to agree."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowCost:
     """Mean step, in steps without slow groups: with the same work for all, and dealt by pace."""
 
     even_ratio: float
     dealt_ratio: float
+    replaced_ratio: float | None = None
+    """Dealt by pace, and with machines of a group each that are drained and replaced; None: none would be."""
+
+
+def replaced_ratio(
+    num_groups: int, num_microbatches: int, times: StepTimes, rate: SlowRate, *, join_s: float | None, has_spare: bool
+) -> float | None:
+    """The mean step, in steps without slow groups, if the rule of runs drains them, one at a time; None if it never
+    does. `join_s`: of an admission; None: not measured.
+
+    A group that turns slow while another machine is in quarantine, a share b = a D / (1 + a D) of all with a = N / (I +
+    D), waits for half of D. Others are dealt work until they have cost as much as the change, by then n steps.
+    """
+    stacks, away_s = dealt_stacks(num_groups, num_microbatches, 1, rate.factor), rate.duration_s
+    dealt_s, slow_s = (times.reduce_s + times.shard_s * one for one in (stacks, rate.factor))
+    decision = policy.decide(
+        policy.Situation(
+            machine=MachineId(0),
+            cause=Cause.COMPUTE,
+            excess_s=slow_s - times.step_s,
+            mended_ratio=stacks,
+            step_s=dealt_s,
+            lost_steps=_MANY,
+            steps_left=_MANY,
+            num_members=num_groups,
+            num_leaving=1,
+            least_hosts=None,
+            replacement="machine" if has_spare else "none",
+            admission_s=policy.ADMISSION_STEPS * dealt_s if join_s is None else join_s,
+        )
+    )
+    if decision.rule != "drain":
+        return None
+    until_s = (NAMED_AFTER + ceil(decision.cost_s / decision.gain_s)) * dealt_s
+    lost, drained = 1 - times.step_s / dealt_s, exp(-until_s / away_s)
+    fewer_s = times.reduce_s + times.shard_s * ceil(num_groups * num_microbatches / (num_groups - 1)) / num_microbatches
+    change_s = decision.cost_s + (0.0 if has_spare else away_s * (1 - times.step_s / fewer_s))
+    at_once_s = away_s * (1 - drained) * lost + drained * change_s
+    onsets_per_s = num_groups / rate.cycle_s
+    busy = onsets_per_s * away_s / (1 + onsets_per_s * away_s)
+    late_s = away_s / 2 * lost + change_s / 2
+    share = onsets_per_s * (STEPS_TO_ACT * (slow_s - dealt_s) + (1 - busy) * at_once_s + busy * late_s)
+    return 1 / (1 - share) if share < 1 else inf
 
 
 def slow_cost(num_groups: int, num_microbatches: int, times: StepTimes, rate: SlowRate) -> SlowCost:

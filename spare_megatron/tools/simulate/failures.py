@@ -381,3 +381,11 @@ class SlowGroups:
             assert mean_s is not None, "only groups that may turn slow change"
             self._changes_at_s[group] += self._rng.exponential(mean_s)
         return np.where(self._is_slow, self._rate.factor, 1.0)
+
+    def replace(self, group: GroupId, now_s: float) -> float:
+        """Another machine takes the place of a slow one. Returns when that is as fast as before."""
+        assert self._rate.group_interval_s is not None, "only groups that may turn slow are replaced"
+        until_s = float(self._changes_at_s[group])
+        self._is_slow[group] = False
+        self._changes_at_s[group] = now_s + self._rng.exponential(self._rate.group_interval_s)
+        return until_s

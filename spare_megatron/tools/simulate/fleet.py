@@ -133,7 +133,7 @@ class Fleet:
             self.cause_of[group] = loss.cause
         if self._machines is None:
             for group in loss.groups:
-                self._reserve(group, loss.at_s, loss.at_s + self._repair_time(loss))
+                self.reserve(group, loss.at_s, loss.at_s + self._repair_time(loss))
         else:
             for group in loss.groups:
                 self._ready_s.pop(group, None)
@@ -194,7 +194,10 @@ class Fleet:
         self._count(now_s, self._num_down)
         return self._down_s / (now_s - restarting_s) if now_s > restarting_s else 0.0
 
-    def _reserve(self, group: GroupId, lost_at_s: float, repaired_at_s: float) -> None:
+    def has_spare(self, now_s: float) -> bool:
+        return bool(self._hardware_s) and self._hardware_s[0] <= now_s
+
+    def reserve(self, group: GroupId, lost_at_s: float, repaired_at_s: float) -> None:
         """Hardware that fails joins the pool once it is repaired; the group takes what is free first."""
         if repaired_at_s < inf:
             heapq.heappush(self._hardware_s, repaired_at_s)

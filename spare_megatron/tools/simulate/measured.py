@@ -23,11 +23,11 @@ Disturbance = Literal["", "start", "join", "loss", "fault"]
 
 
 def refuse_unlike(run: RunRecord) -> None:
-    """Raises ValueError for a run with what the simulator does not have: a batch that grows, or evaluations."""
+    """Raises ValueError for a run with what is not measured, evaluations, or not simulated, a batch that grows."""
     if run.eval_every_steps:
         raise ValueError(
-            f"it evaluated every {run.eval_every_steps} steps, and the simulator knows no evaluations; measure a run "
-            f"with eval.every_steps=0"
+            f"it evaluated every {run.eval_every_steps} steps, which is not measured; name a run with "
+            f"eval.every_steps=0"
         )
     if run.ramp:
         raise ValueError(

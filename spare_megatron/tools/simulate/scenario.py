@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from spare_megatron.core.log.loss_sums import EvaluationPolicy
 from spare_megatron.core.saves.survival import coverage_probabilities, optimal_cadence_s, wiped_probabilities
 from spare_megatron.stacking.layout import Layout, Slabs
 from spare_megatron.stacking.order import Granularity
@@ -30,6 +31,8 @@ class CostModel:
     """One cross-group reduction up to the commit; includes the optimizer step unless update_s is set."""
     update_s: float = 0.0
     """The optimizer step, after the commit."""
+    evaluate_s: float = 0.0
+    """One group computes its shard of an evaluation, which has as many microbatches as a step."""
     jitter: float = 0.0
     """Standard deviation of the factor N(1, jitter^2) on the compute of a step; a share, not seconds."""
     pipeline_fill: float = 0.0
@@ -85,6 +88,8 @@ class Scenario:
     microbatches_per_shard: int = 16
     """Microbatches of a shard (m)."""
     num_steps: int = 10_000
+    evaluate_every: int = 0
+    """Steps between evaluations; one more follows the last step. 0: none."""
     policy: SimulatedPolicy = "spare"
     """checkpoint_only restarts at any loss; replication at the loss of a whole set; spare at a wipe-out."""
     granularity: Granularity = "microbatch"
@@ -100,6 +105,9 @@ class Scenario:
     """
     deal_by_pace: bool = True
     """Whether slow groups get less work; where none turns slow, nothing is measured."""
+    replace_slow: bool = False
+    """Whether slow groups, of a machine each, are drained and replaced as by `spare.replace_slow` in runs: the machines
+    are back when they are as fast as before."""
     repair_s: float | None = None
     """Seconds from a loss until the hardware works again, for causes without their own; None: only at a restart."""
     repair_is_random: bool = False
@@ -136,6 +144,12 @@ class Scenario:
         found = list(_problems(self))
         if found:
             raise ValueError("; ".join(found))
+
+    @property
+    def evaluations(self) -> EvaluationPolicy | None:
+        if not self.evaluate_every:
+            return None
+        return EvaluationPolicy(every_steps=self.evaluate_every, microbatches_per_shard=self.microbatches_per_shard)
 
     @property
     def hosts_per_shard(self) -> int:
@@ -317,6 +331,7 @@ def _problems(scenario: Scenario) -> list[str]:
             ("redundancy", 1),
             ("microbatches_per_shard", 1),
             ("num_steps", 1),
+            ("evaluate_every", 0),
             ("num_spares", 0),
             ("further_groups", 0),
             ("machines_per_group", 1),
@@ -346,6 +361,10 @@ def _problems(scenario: Scenario) -> list[str]:
         )
     if scenario.repair_is_random and scenario.repair_s is None and all(cause.repair_s is None for cause in mix):
         found.append("repair_is_random has no mean: set repair_s, or repair_s of the causes in failures.mix")
+    if bool(scenario.evaluate_every) != bool(scenario.costs.evaluate_s):
+        found.append("evaluate_every and costs.evaluate_s have an effect together alone; set both or neither")
+    if scenario.evaluate_every and scenario.policy == "replication":
+        found.append("evaluate_every is simulated for the policies spare and checkpoint_only; set it to 0")
     if scenario.num_spares and scenario.policy == "checkpoint_only":
         found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
     found += _problems_of_membership(scenario)
@@ -363,8 +382,10 @@ def _problems(scenario: Scenario) -> list[str]:
 
 def _problems_of_slow_groups(scenario: Scenario) -> list[str]:
     if scenario.slow.group_interval_s is None:
-        return []
+        return ["replace_slow has no effect: set slow.group_interval_s"] if scenario.replace_slow else []
     found = []
+    if scenario.replace_slow and (scenario.policy != "spare" or scenario.reform_s is not None or scenario.notice_s):
+        found.append("replace_slow is simulated for the policy spare, without reform_s and notice_s; unset one of them")
     if scenario.policy == "replication":
         found.append("slow.group_interval_s is simulated for the policies spare and checkpoint_only; unset it")
     if scenario.costs.full_speed_groups < inf:

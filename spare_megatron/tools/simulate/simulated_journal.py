@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.core.log.actions import AttemptEvaluation, AttemptReduce
 from spare_megatron.core.log.entries import Entry, Restart, entry_fields
 from spare_megatron.journal import records
 from spare_megatron.journal.files import FORMAT, Line
@@ -61,6 +61,8 @@ class SimulatedJournal:
             num_processors=0 if scenario.costs.full_speed_groups == inf else round(scenario.costs.full_speed_groups),
             pipeline_fill=scenario.costs.pipeline_fill,
             groups_per_domain=scenario.placed_groups_per_domain,
+            eval_every_steps=scenario.evaluate_every,
+            eval_microbatches_per_shard=scenario.microbatches_per_shard if scenario.evaluate_every else 0,
             least_stages=scenario.least_machines or 0,
             num_layers=0 if scenario.slabs is None else scenario.slabs.num_layers,
         )
@@ -89,31 +91,49 @@ class SimulatedJournal:
         """Writes the contributions of the voters to an attempt, and their votes."""
         incarnations = dict(action.voters)
         for group in voters:
-            work = self._computed(group)
-            microbatches: dict[str, list[int]] = defaultdict(list)
-            for item in work:
-                microbatches[str(item.shard)].append(item.index)
             contribution = records.ContributionRecord(
                 group=group,
                 step=action.step,
                 attempt=action.attempt,
                 epoch=action.epoch,
                 members=list(action.members),
-                microbatches=dict(microbatches),
+                microbatches=self._by_shard(group),
                 incarnation=incarnations[group],
             )
             self._write(contribution, self._computed_at_s.get(group))
-            vote = records.VoteRecord(
+            self._write_vote(action, group, incarnations[group], is_complete=is_complete)
+        if is_complete:
+            self._recovered(action.step, voters)
+
+    def on_evaluation(self, action: AttemptEvaluation, voters: Sequence[GroupId]) -> None:
+        """Writes what the voters found in an evaluation, and their votes; losses are not simulated."""
+        incarnations = dict(action.voters)
+        for group in voters:
+            found = records.EvaluationRecord(
                 group=group,
                 step=action.step,
                 attempt=action.attempt,
-                is_complete=is_complete,
-                work_digest=records.digest_of_work(work),
+                microbatches=self._by_shard(group),
+                sums=[],
                 incarnation=incarnations[group],
             )
-            self._write(vote)
-        if is_complete:
-            self._recovered(action, voters)
+            self._write(found)
+            self._write_vote(action, group, incarnations[group], is_complete=True)
+        if len(voters) == len(action.voters):
+            self._recovered(action.step, voters)
+
+    def _write_vote(
+        self, action: AttemptReduce | AttemptEvaluation, group: GroupId, incarnation: int, *, is_complete: bool
+    ) -> None:
+        vote = records.VoteRecord(
+            group=group,
+            step=action.step,
+            attempt=action.attempt,
+            is_complete=is_complete,
+            work_digest=records.digest_of_work(self._computed(group)),
+            incarnation=incarnation,
+        )
+        self._write(vote)
 
     def on_fence(self, member: Member, entry_index: int) -> None:
         """The survivors have agreed that a group is lost."""
@@ -131,14 +151,14 @@ class SimulatedJournal:
         self._recovery.times.end_stage("agree", world.now_s)
         self._recovery.times.lost.append(group)
 
-    def _recovered(self, action: AttemptReduce, survivors: Sequence[GroupId]) -> None:
+    def _recovered(self, step: int, survivors: Sequence[GroupId]) -> None:
         recovery, self._recovery = self._recovery, None
         if recovery is None:
             return
         recovery.times.end_stage("reduce", self._world.now_s)
         for group in survivors:
             num_patched = sum(len(plan.work.of(group)) for plan in recovery.patches)
-            self._write(recovery.times.record(group, action.step, num_patched))
+            self._write(recovery.times.record(group, step, num_patched))
 
     def on_entry(self, index: int, entry: Entry) -> None:
         """An entry is folded; recorded by the lowest group that is up."""
@@ -172,6 +192,12 @@ class SimulatedJournal:
         for group in members:
             record = records.ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._num_restarts)
             self._write(record)
+
+    def _by_shard(self, group: GroupId) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for item in self._computed(group):
+            found[str(item.shard)].append(item.index)
+        return dict(found)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:
         return [item for plan in self._plans for item in plan.work.of(group)]

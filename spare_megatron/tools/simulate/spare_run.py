@@ -19,6 +19,7 @@ from spare_megatron.stacking.plans import NO_OWNER, StepPlan, Work
 from spare_megatron.stacking.state_partitions import PartitionSetup, Repair
 from spare_megatron.tools.simulate.compute_fit import FloatArray, stacks_of
 from spare_megatron.tools.simulate.simulated_journal import SimulatedJournal
+from spare_megatron.tools.simulate.slow_drains import SlowDrains
 from spare_megatron.tools.simulate.world import World
 
 
@@ -73,6 +74,7 @@ class SpareRun:
             num_steps=scenario.num_steps,
             granularity=scenario.granularity,
             saves=self._save_policy(),
+            evaluation=scenario.evaluations,
             last_resort=scenario.last_resort,
             fetch=scenario.fetch,
             partitions=self._partition_setup(),
@@ -94,6 +96,7 @@ class SpareRun:
         self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
         self._copies = Copies(scenario.partition_copy_s)
+        self._drains = SlowDrains(world, self._placement.hosts) if scenario.replace_slow else None
 
     def _save_policy(self) -> SavePolicy:
         scenario = self._world.scenario
@@ -145,6 +148,8 @@ class SpareRun:
                 self._compute_step(plan)
             case actions.AttemptReduce():
                 return self._attempt(action)
+            case actions.AttemptEvaluation():
+                return self._attempt_evaluation(action)
             case actions.ReadEntry(index=index):
                 return (self._read(index),)
             case actions.AppendEntry(index=index, entry=entry):
@@ -170,8 +175,10 @@ class SpareRun:
             case actions.DrainGroups(members=members):
                 self._incarnations.update(member.group for member in members)
                 self._world.drain(tuple(member.group for member in members))
-            case actions.ChangePaces():
-                pass  # the next plan says it
+                if self._drains:
+                    self._drains.on_drained(members)
+            case actions.ChangePaces() | actions.ReportEvaluation():
+                pass  # the next plan says the first
             case actions.AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case actions.AttemptFinish(attempt=attempt, plan_digest=plan_digest):
@@ -196,14 +203,19 @@ class SpareRun:
         began_s = self._world.now_s
         factors = self._world.slow.factors(began_s) * self._world.fleet.paces
         self._factors = factors if (factors != 1.0).any() else None
-        self._world.compute(plan.step, self._stacks_of(plan.work))
+        if plan.is_evaluation:
+            self._world.ledger.spend("evaluate", self._stacks_of(plan.work) * self._world.scenario.costs.evaluate_s)
+        else:
+            self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
         if self._simulated_journal:
             self._simulated_journal.on_step_computed(plan, began_s)
 
     def _compute_patch(self, plan: StepPlan) -> None:
-        self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
+        costs = self._world.scenario.costs
+        cause, whole_s = ("evaluate", costs.evaluate_s) if plan.is_evaluation else ("patch", costs.compute_s)
+        self._world.ledger.spend(cause, self._stacks_of(plan.work) * whole_s)
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         if self._simulated_journal:
             self._simulated_journal.on_patch(plan)
@@ -218,7 +230,10 @@ class SpareRun:
         for group, copies in self._copies.whole(self._world.now_s).items():
             if group in self._votes:
                 self._votes[group] = replace(vote, restored=tuple(copy.partition for copy in copies))
-        for group in self._world.fleet.noticed(self._world.now_s):
+        leaving = self._world.fleet.noticed(self._world.now_s)
+        if self._drains and (slow := self._drains.leaving(action.step, action.members, self._factors)) is not None:
+            leaving.add(slow)
+        for group in leaving:
             if group in self._votes:
                 self._votes[group] = replace(self._votes[group], leaves=True)
         self._measure_paces()
@@ -228,6 +243,18 @@ class SpareRun:
             waiting = self._present(self._world.fleet.ready(self._world.now_s))
             fewer = self._world.fleet.smaller
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting, stages=fewer),)
+        self._fence(lost)
+        return ()
+
+    def _attempt_evaluation(self, action: actions.AttemptEvaluation) -> tuple[Event, ...]:
+        lost: Sequence[GroupId] = self._world.lost_meanwhile()
+        lost = self._world.notice(lost) if lost else ()
+        vote = Vote(is_complete=True, plan_digest=action.plan_digest)
+        self._votes = {member.group: vote for member in action.voters if member.group not in lost}
+        if self._simulated_journal:
+            self._simulated_journal.on_evaluation(action, tuple(self._votes))
+        if not lost:
+            return (VotesRead(attempt=action.attempt, votes=self._votes),)
         self._fence(lost)
         return ()
 

@@ -16,6 +16,7 @@ CAUSES = (
     "compute",
     "extra_compute",
     "jitter",
+    "evaluate",
     "reduce",
     "detect",
     "agree",
@@ -29,8 +30,8 @@ CAUSES = (
     "join",
 )
 """compute and jitter are the steps' compute without losses, extra_compute its excess for losses and slow groups, which
-is below 0 where lost groups free processors; rebuild is what reducing again takes beyond reduce_s; pause is the wait
-for a host of each shard.
+is below 0 where lost groups free processors; evaluate is all of evaluations; rebuild is what reducing again takes
+beyond reduce_s; pause is the wait for a host of each shard.
 """
 
 
@@ -89,6 +90,8 @@ class Result:
     """Virtual time at the last commit."""
     failure_free_s: float
     """T_0: the same steps with the same jitter, one shard per group, without failures or saves."""
+    evaluations_s: float
+    """The part of that in evaluations."""
     num_steps: int
     restarts: int
     state_wipe_outs: int
@@ -125,7 +128,7 @@ class Result:
 
     def excess(self) -> dict[str, float]:
         """What each cause adds to the ratio; the sum is time_to_train_ratio - 1. Of reduce only the excess counts."""
-        needed = {"compute": self.terms["compute"], "jitter": self.terms["jitter"]}
+        needed = {"compute": self.terms["compute"], "jitter": self.terms["jitter"], "evaluate": self.evaluations_s}
         needed["reduce"] = self.failure_free_s - sum(needed.values())
         return {
             cause: (seconds - needed.get(cause, 0.0)) / self.failure_free_s for cause, seconds in self.terms.items()
@@ -155,8 +158,11 @@ class World:
         costs, n, m = scenario.costs, scenario.num_groups, scenario.microbatches_per_shard
         # Of a step without losses, in units of compute_s: above 1 where groups share processors.
         self._first_stacks = float(finish_times(np.full(n, m), m, costs).max())
+        policy, num_steps = scenario.evaluations, scenario.num_steps
+        due = [policy.is_due(step, is_last=step == num_steps) for step in range(1, num_steps + 1)] if policy else []
+        self._evaluations_s = sum(due) * costs.evaluate_s * self._first_stacks
         self.failure_free_s = float(factors.sum() * costs.compute_s) * self._first_stacks + (
-            scenario.num_steps * ((costs.reduce_s + costs.update_s) * stretch(n, costs))
+            num_steps * ((costs.reduce_s + costs.update_s) * stretch(n, costs)) + self._evaluations_s
         )
         self._unnoticed: list[GroupId] = []
         self.lost_at_s: dict[GroupId, float] = {}
@@ -268,6 +274,7 @@ class World:
         return Result(
             end_s=self.now_s,
             failure_free_s=self.failure_free_s,
+            evaluations_s=self._evaluations_s,
             num_steps=self.scenario.num_steps,
             restarts=self.num_restarts,
             state_wipe_outs=self.num_state_wipe_outs,

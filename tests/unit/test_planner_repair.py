@@ -282,6 +282,7 @@ def simulated_stretch(facts: ClusterFacts, redundancy: int) -> float:
         repair_s=rejoin.repair_s,
         num_spares=rejoin.num_spares,
         last_resort=facts.last_resort,
+        notice_s=facts.notice_s,
         save_interval_s=3000.0,
     )
     runs = [simulate(scenario, seed) for seed in (0, 1)]
@@ -302,8 +303,10 @@ DOMAINS_ALONE = {"groups_per_domain": 4, "domain_interval_s": 600.0}
         (300.0, 6, RejoinTimes(repair_s=1800.0, join_s=30.0, num_spares=4), {}),
         (NEVER_S, 6, RejoinTimes(repair_s=600.0, join_s=30.0), DOMAINS_ALONE),
         (300.0, 1, RejoinTimes(repair_s=600.0, join_s=30.0), {"last_resort": True, "fetch_s": 10.0}),
+        (300.0, 6, RejoinTimes(repair_s=600.0), {"notice_s": 120.0}),
+        (300.0, 6, RejoinTimes(repair_s=600.0), {"notice_s": 35.0}),
     ],
-    ids=["repair", "join", "transfer", "spares", "domains", "last resort"],
+    ids=["repair", "join", "transfer", "spares", "domains", "last resort", "notice", "short notice"],
 )
 def test_the_stretch_is_that_of_simulated_runs_or_up_to_5_percent_higher(
     interval_s: float, redundancy: int, rejoin: RejoinTimes, others: dict[str, Any]

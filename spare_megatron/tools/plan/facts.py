@@ -47,12 +47,16 @@ class ClusterFacts:
     """Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the policy "stack"."""
     fetch_s: float = 0.0
     """Seconds from the start of a step or patch until a group has data of shards that it does not host."""
+    notice_s: float = 0.0
+    """Notice of each loss: a group that learns of its own leaves at the next commit, and owes nothing."""
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_microbatches < 1:
             raise ValueError(
                 f"num_groups={self.num_groups} and num_microbatches={self.num_microbatches} have to be 1 or more"
             )
+        if not self.notice_s >= 0:
+            raise ValueError(f"notice_s={self.notice_s} has to be 0 or more")
         if not (1 <= self.groups_per_domain <= self.num_groups and self.domain_interval_s > 0 and self.fetch_s >= 0):
             raise ValueError(
                 f"groups_per_domain={self.groups_per_domain} has to be from 1 to num_groups={self.num_groups}, "
@@ -73,6 +77,11 @@ class ClusterFacts:
     @property
     def has_domains(self) -> bool:
         return self.domain_interval_s < inf
+
+    @property
+    def sudden_share(self) -> float:
+        """The share of losses of which no group knows at the commit before, which lies up to a step back."""
+        return max(1 - self.notice_s / self.times.step_s, 0.0)
 
     @property
     def num_domains(self) -> int:

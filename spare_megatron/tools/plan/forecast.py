@@ -164,7 +164,7 @@ class _StepCosts:
             makespans = makespans + wait_for_data(n, redundancy, num_microbatches, fetch, k)
         return cls(
             makespans=makespans,
-            patch=patch,
+            patch=patch * facts.sudden_share,
             times=replace(facts.times, loss_interval_s=facts.event_interval_s),
         )
 

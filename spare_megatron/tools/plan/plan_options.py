@@ -79,6 +79,10 @@ class PlanOptions:
         default=False,
     )
     fetch: str | None = option("Time until a group has data of shards outside its stack.", shown="0s")
+    notice: str | None = option(
+        "Notice of each loss, as spot machines have it: a group that learns of its own leaves at the next commit.",
+        shown="0s",
+    )
     policy: str | None = option(
         "stack moves whole shards, as in the SPARe paper; microbatch is the default of `spare train`; rejoin "
         "is microbatch with lost groups that come back, reform with groups made of the machines of broken ones.",
@@ -163,6 +167,7 @@ def facts_of(given: PlanOptions) -> "ClusterFacts":
         domain_interval_s=math.inf if domain_mtbf is None else parse_duration_s("--domain-mtbf", domain_mtbf),
         last_resort=given.last_resort,
         fetch_s=_duration_or_0("--fetch", given.fetch),
+        notice_s=_duration_or_0("--notice", given.notice),
     )
 
 

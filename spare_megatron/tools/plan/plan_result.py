@@ -262,6 +262,8 @@ def _fact_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     if facts.has_domains:
         yield "groups in a domain", str(facts.groups_per_domain)
         yield "a domain is lost every", format_duration(facts.domain_interval_s)
+    if facts.notice_s:
+        yield "notice of a loss", format_duration(facts.notice_s)
     if facts.last_resort:
         yield "last resort", f"any group, data there after {format_duration(facts.fetch_s)}"
 

@@ -158,6 +158,9 @@ _FIELD_CONDITIONS: tuple[tuple[str, Condition], ...] = (
          "leaves transformer-engine no attention; set model.transformer_impl=local instead")),
     ("bias_activation_fusion", Condition(_is_fused,
          "fuses swiglu and, without experts, gelu and geglu alone; remove it, or choose of these")),
+    ("bias_dropout_fusion", Condition(
+         lambda c: not (c.model.num_experts and c.may_use_transformer_engine and model_fields(c)["add_bias_linear"]),
+         "does not go with biases of experts in megatron-core's layers of transformer-engine; remove it")),
     ("cp_comm_type", Condition(lambda c: {*map(str, _listed(c, "cp_comm_type"))} <= {"p2p", "all_gather", "a2a"},
          "cannot be had: process groups for it are not made here; choose p2p, all_gather or a2a")),
     ("cp_comm_type", Condition(lambda c: not c.data.reset_attention_mask,

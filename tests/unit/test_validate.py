@@ -122,6 +122,7 @@ def test_lanes_divide_nothing_without_experts() -> None:
         (["megatron.moe_router_enable_expert_bias=true"], "moe_router_score_function=softmax: biases are added to"),
         (["megatron.moe_token_dispatcher_type=flex"], "choose alltoall or allgather"),
         (["megatron.moe_input_jitter_eps=0.1"], "its noise would not be that of the microbatch"),
+        (["model.linear_bias=true", "megatron.bias_dropout_fusion=true"], "does not go with biases of experts"),
     ],
 )
 def test_what_no_mixture_can_have_is_refused_with_the_reason(overrides: list[str], message: str) -> None:

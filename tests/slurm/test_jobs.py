@@ -131,7 +131,9 @@ def test_a_job_that_is_preempted_three_times_ends_bitwise_as_one_that_is_not(
         slurm("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
         job.wait_until(lambda attempt=attempt: (job.run(attempt) / "summary.json").exists())
         summary = job.summary(attempt)
-        assert (summary["outcome"], summary["verdict"]) == ("stopped", "valid"), summary
+        # Without GraceTime the same signal ends the store's step: what it ends too early is saved without it.
+        assert summary["outcome"] == "stopped"
+        assert summary["verdict"] in ({"valid"} if grace_s else {"valid", "unknown"}), summary
         assert "SIGTERM" in summary["outcome_reason"]
         assert first_step_of(job, attempt) == first
         first += summary["steps_committed"]

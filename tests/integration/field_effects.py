@@ -78,7 +78,7 @@ SHAPES, PARAMETERS, GRADIENTS, UPDATE, ORDER, FUNCTIONS = (
 )  # fmt: skip
 
 ON_CPUS: Mapping[str, Case] = {
-    "activation_func": Case((), ("silu", "relu", "tanh", "squared_relu"), GRADIENTS),
+    "activation_func": Case((), ("silu", "relu", "tanh", "squared_relu", "quick_gelu"), GRADIENTS),
     "activation_func_clamp_value": Case(GATED, (0.001, 0.002), GRADIENTS),
     "activation_func_fp8_input_store": Case((*GATED, "megatron.bias_activation_fusion=true"), (True,), GRADIENTS),
     "add_bias_linear": Case((), (False,), SHAPES),

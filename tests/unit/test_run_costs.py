@@ -75,6 +75,8 @@ def test_evaluations_cost_what_they_cost_a_simulated_run() -> None:
     found, basis = costs(config)["evaluations"]
     assert found == pytest.approx(simulated) == pytest.approx(15 / 3), basis
     assert "evaluations" not in costs(configured())
+    ended = configured("eval.every_steps=100", "data.split=9,1", "train.max_minutes=10")
+    assert costs(ended)["evaluations"][0] == pytest.approx(6 / 3), "600 of the steps"
 
 
 @pytest.mark.parametrize(

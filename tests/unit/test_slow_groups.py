@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import inf
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from spare_megatron.tools.plan.overhead import StepTimes
 from spare_megatron.tools.plan.slow_group_costs import NAMED_AFTER, SlowRate, replaced_ratio, slow_cost
 from spare_megatron.tools.simulate.compute_fit import finish_times, stacks_of, stretch
 from spare_megatron.tools.simulate.engine import simulate
-from spare_megatron.tools.simulate.failures import SlowGroups
+from spare_megatron.tools.simulate.failures import FailureSpec, SlowGroups
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario, SimulatedPolicy
 from spare_megatron.tools.simulate.world import World
 
@@ -90,6 +91,26 @@ def test_a_slow_machine_leaves_once_it_has_cost_what_a_change_does_and_the_spare
     # 3 steps with the same work and 12 until it is named; then as many as lose two admissions: each 1.25 s of 12.25 s.
     lost_s = 3 * 10.0 + (NAMED_AFTER - 3) * 1.25 + 40.0
     assert run.terms["extra_compute"] == pytest.approx(lost_s, abs=1.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"replace_slow": True, "slow": SlowRate()}, "replace_slow has no effect: set slow.group_interval_s"),
+        ({"replace_slow": True, "policy": "checkpoint_only"}, "replace_slow is simulated for the policy spare"),
+        ({"replace_slow": True, "notice_s": 9.0}, "without reform_s and notice_s"),
+        ({"replace_slow": True, "failures": FailureSpec(kind="group")}, "failures.kind system or trace, not group"),
+        ({"evaluate_every": 5}, r"evaluate_every=5 and costs.evaluate_s=0.0 have an effect together alone"),
+        ({"evaluate_every": -1}, "evaluate_every=-1 has to be 0 or more"),
+        (
+            {"evaluate_every": 5, "costs": CostModel(compute_s=1.0, evaluate_s=1.0), "policy": "replication"},
+            "evaluate_every is simulated for the policies spare and checkpoint_only",
+        ),
+    ],
+)
+def test_what_is_not_simulated_or_has_no_effect_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(SCENARIO, **changes)
 
 
 def test_losses_beside_slow_groups_leave_a_valid_journal_that_repeats() -> None:

@@ -209,9 +209,13 @@ def _squared_relu(values: torch.Tensor) -> torch.Tensor:
     return F.relu(values).square()  # Megatron's own compiles itself at its first call
 
 
+def _quick_gelu(values: torch.Tensor) -> torch.Tensor:
+    return values * torch.sigmoid(1.702 * values)  # likewise
+
+
 _OUR_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
+    "quick_gelu": _quick_gelu,
     "squared_relu": _squared_relu,
 }
 """Activation functions that torch has under no name of its own."""

@@ -43,7 +43,8 @@ def run_costs(
     yield "run", run_s, f"{speed}; train.steps, without losses, saves and evaluations"
 
     if config.eval.every_steps:
-        number = ceil(config.train.steps / config.eval.every_steps)  # the last one follows the last step
+        steps = config.train.steps * run_s / (token_s * sizes.tokens)
+        number = ceil(steps / config.eval.every_steps)  # the last one follows the last step
         num_sequences = number * len(validation_names(config.data)) * sequences_per_set(config)
         text = f"{number}, of forward passes alone, a third of training's; eval.every_steps, eval.sequences"
         yield "evaluations", num_sequences * config.model.seq_length * token_s * FORWARD_SHARE, text

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from spare_megatron.core.log.actions import AttemptReduce
+from spare_megatron.core.log.actions import AttemptEvaluation, AttemptReduce
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, Resume
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
@@ -136,6 +136,9 @@ class _Recorder(SimulatedJournal):
         self.moments.append(Moment(at_s=self._world.now_s, what=what, num_alive=alive, num_steps=self._num_steps))
 
     def on_attempt(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+        pass
+
+    def on_evaluation(self, action: AttemptEvaluation, voters: Sequence[GroupId]) -> None:
         pass
 
     def on_update(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:

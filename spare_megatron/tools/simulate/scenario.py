@@ -361,14 +361,11 @@ def _problems(scenario: Scenario) -> list[str]:
         )
     if scenario.repair_is_random and scenario.repair_s is None and all(cause.repair_s is None for cause in mix):
         found.append("repair_is_random has no mean: set repair_s, or repair_s of the causes in failures.mix")
-    if bool(scenario.evaluate_every) != bool(scenario.costs.evaluate_s):
-        found.append("evaluate_every and costs.evaluate_s have an effect together alone; set both or neither")
-    if scenario.evaluate_every and scenario.policy == "replication":
-        found.append("evaluate_every is simulated for the policies spare and checkpoint_only; set it to 0")
     if scenario.num_spares and scenario.policy == "checkpoint_only":
         found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
     found += _problems_of_membership(scenario)
     found += _problems_of_slow_groups(scenario)
+    found += _problems_of_evaluations(scenario)
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
     if scenario.last_resort and scenario.granularity == "stack":
@@ -380,12 +377,29 @@ def _problems(scenario: Scenario) -> list[str]:
     return found
 
 
+def _problems_of_evaluations(scenario: Scenario) -> list[str]:
+    found = []
+    if bool(scenario.evaluate_every) != bool(scenario.costs.evaluate_s):
+        found.append(
+            f"evaluate_every={scenario.evaluate_every} and costs.evaluate_s={scenario.costs.evaluate_s} have an effect "
+            "together alone; set both or neither"
+        )
+    if scenario.evaluate_every and scenario.policy == "replication":
+        found.append("evaluate_every is simulated for the policies spare and checkpoint_only; set it to 0")
+    return found
+
+
 def _problems_of_slow_groups(scenario: Scenario) -> list[str]:
     if scenario.slow.group_interval_s is None:
         return ["replace_slow has no effect: set slow.group_interval_s"] if scenario.replace_slow else []
     found = []
     if scenario.replace_slow and (scenario.policy != "spare" or scenario.reform_s is not None or scenario.notice_s):
         found.append("replace_slow is simulated for the policy spare, without reform_s and notice_s; unset one of them")
+    if scenario.replace_slow and scenario.failures.kind not in ("system", "trace"):
+        found.append(
+            f"replace_slow is simulated for failures.kind system or trace, not {scenario.failures.kind}, whose clocks "
+            "would strike groups that are drained; unset one of them"
+        )
     if scenario.policy == "replication":
         found.append("slow.group_interval_s is simulated for the policies spare and checkpoint_only; unset it")
     if scenario.costs.full_speed_groups < inf:

@@ -173,19 +173,14 @@ class SpareRun:
                 if self._simulated_journal:
                     self._simulated_journal.on_comparison(step, self._members)
             case actions.DrainGroups(members=members):
-                self._incarnations.update(member.group for member in members)
-                self._world.drain(tuple(member.group for member in members))
-                if self._drains:
-                    self._drains.on_drained(members)
-            case actions.ChangePaces() | actions.ReportEvaluation():
-                pass  # the next plan says the first
+                self._drain(members)
             case actions.AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
             case actions.AttemptFinish(attempt=attempt, plan_digest=plan_digest):
                 vote = Vote(is_complete=True, plan_digest=plan_digest)
                 return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
-            case actions.GatherParams() | actions.LoadCheckpoint():
-                pass  # included in the costs of update and restart
+            case actions.GatherParams() | actions.LoadCheckpoint() | actions.ChangePaces() | actions.ReportEvaluation():
+                pass  # the first two are included in the costs of update and restart; the next plan says the paces
             case actions.StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
             case actions.AwaitHosts():
@@ -196,6 +191,12 @@ class SpareRun:
             case _:
                 raise AssertionError(f"nothing in a simulated run asks for {action}")
         return ()
+
+    def _drain(self, members: Sequence[Member]) -> None:
+        self._incarnations.update(member.group for member in members)
+        self._world.drain(tuple(member.group for member in members))
+        if self._drains:
+            self._drains.on_drained(members)
 
     # ------------------------------------------------------------------------------------------------ one attempt
 

@@ -47,7 +47,7 @@ class ModelConfig:
     num_dense_layers: NonNegativeInt = 0
     """First layers that have no experts."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "quick_geglu", "squared_relu"] = "gelu"
-    """Activation function of the feed-forward layers; those in glu are gated, which takes a third matrix."""
+    """Activation function of the feed-forward layers; swiglu, geglu and quick_geglu are gated (a third matrix)."""
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of all normalization layers."""
     norm_eps: PositiveFloat = 1e-5

@@ -92,7 +92,8 @@ def test_nodes_that_are_away_as_in_a_trace_change_no_bit(text_corpus: Path, tmp_
         text_corpus, LayoutConfig(num_groups=3), steps=120, rejoins=100, max_restarts=10, mode="reproducible",
         cluster=ClusterConfig(device="cpu", num_nodes=3),
     )  # fmt: skip
-    code, figures = campaign(config, tmp_path, "--trace", str(trace), "--days", "1", "2", "--day", "25s")
+    replayed = ("--trace", str(trace), "--days", "1", "2", "--day", "25s", "--minutes", "10")
+    code, figures = campaign(config, tmp_path, *replayed)
     assert figures["problems"] == []
     assert (code, figures["verdict"], figures["steps_committed"]) == (0, "valid", 120)
     absences = figures["faults"]["absence"]

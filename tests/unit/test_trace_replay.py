@@ -13,6 +13,7 @@ import pytest
 
 from spare_megatron.process.reports import RanksStarted
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.tools.campaign.campaign_command import with_time_limit
 from spare_megatron.tools.campaign.campaign_figures import FaultCount
 from spare_megatron.tools.campaign.trace_replay import NodeAbsence, ReplayedAbsences, TraceReplay, replay_of
 from spare_megatron.tools.simulate.failures import Loss
@@ -102,3 +103,23 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "days", "limits"),
+    [
+        (None, None, []),
+        (None, (1.0, 5.0), [3.0]),
+        (2.5, (1.0, 5.0), [2.5]),
+        (None, (5.0, 1.0), [1.0]),  # refused later, by its name
+    ],
+)
+def test_a_run_ends_a_minute_after_the_days_that_it_replays(
+    minutes: float | None, days: tuple[float, float] | None, limits: list[float]
+) -> None:
+    settings = with_time_limit(["train.steps=9"], minutes, days, "30s")
+    assert sorted(settings) == sorted(["train.steps=9", *(f"train.max_minutes={limit}" for limit in limits)])
+
+
+def test_a_time_limit_of_the_settings_stands() -> None:
+    assert with_time_limit(["train.max_minutes=9"], None, (0.0, 1.0), "60s")[-1] == "train.max_minutes=9"

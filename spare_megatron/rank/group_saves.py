@@ -102,6 +102,7 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
     spec, trainer = ctx.spec, ctx.trainer
     path = emergency_checkpoint_path(spec.config.checkpoint, spec.run_dir, action.step)
     num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
+    rest = ctx.optimizer_state.digest_of_rest() or {}
     saved = SavedRank(
         run_dir=real_paths(str(spec.run_dir.absolute())),
         group=spec.group,
@@ -112,5 +113,6 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
         params_sha256=trainer.params_sha256(),
         slices=ctx.optimizer_state.digests_by_name(),
         manifest=asdict(manifest_of(spec.config, action, ctx.controller.head, {})),
+        rest=" ".join(digest.hexdigest() for _, digest in sorted(rest.items())),
     )
     describe(path, saved)

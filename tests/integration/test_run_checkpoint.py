@@ -42,6 +42,7 @@ from spare_megatron.state.checkpoint.start_checkpoint import resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, refusal_of, verify
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.voting.agreement import Fenced
+from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     REPLICATED,
     Run,
@@ -301,7 +302,7 @@ def finished_with(config: RunConfig, run_dir: Path, main: RankMain) -> Run:
     return run
 
 
-STEPS, LOST_IN = 4, 2
+STEPS, LOST_IN = 4, 3
 LAYOUT = LayoutConfig(num_groups=2)
 TERMS = {"steps": STEPS, "mode": "reproducible", "hidden_dropout": 0.1}
 
@@ -311,21 +312,27 @@ def whole(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return complete_run(tiny_config(text_corpus, LAYOUT, **TERMS), tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.parametrize("came_back", [False, True], ids=["all there from the start", "one came back"])
 @pytest.mark.parametrize(
     ("lanes", "optimizer"),
     [(1, REPLICATED), (1, OptimizerConfig(sharding="stacked", redundancy=2)), (2, REPLICATED)],
     ids=["replicated", "stacked", "divided over lanes"],
 )
 def test_a_run_goes_on_bitwise_from_what_its_ranks_have_saved(
-    text_corpus: Path, tmp_path: Path, whole: Run, lanes: int, optimizer: OptimizerConfig
+    text_corpus: Path, tmp_path: Path, whole: Run, lanes: int, optimizer: OptimizerConfig, came_back: bool
 ) -> None:
-    """The checkpoint after one step, which was taken before, is older."""
+    """Checkpoints of fewer steps, which were saved before, are older."""
     fault = FaultConfig(phase=FaultPoint.BEFORE_REDUCE, step=LOST_IN, group=1, rank=0, kind="kill_store")
-    config = tiny_config(text_corpus, replace(LAYOUT, data_parallel=lanes), **TERMS, optimizer=optimizer)
+    layout = replace(LAYOUT, data_parallel=lanes)
+    config = tiny_config(text_corpus, layout, **TERMS, optimizer=optimizer, rejoins=int(came_back))
     saving = replace(config.checkpoint, interval_steps=1, asynchronous=False, folder=str(tmp_path / "shared"))
     config = replace(config, checkpoint=saving)
-    lost = complete_run(replace(config, faults=replace(config.faults, trace=(fault,))), tmp_path / "lost")
-    assert lost.summary.outcome == "failed"
+    trace, watch = (fault,), None
+    if came_back:
+        trace = (kill(FaultPoint.FORWARD, 0, 1), fault)
+        watch = Watch(awaited=frozenset({(LOST_IN - 2, Member(GroupId(1), 1))}))
+    lost = complete_run(replace(config, faults=replace(config.faults, trace=trace)), tmp_path / "lost", watch)
+    assert (lost.summary.outcome, lost.summary.groups_rejoined) == ("failed", int(came_back))
     path = tmp_path / "shared" / f"step-{LOST_IN:08d}.state"
     assert f"the state is in {path}" in lost.summary.outcome_reason
 

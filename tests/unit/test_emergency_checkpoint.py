@@ -51,6 +51,7 @@ def save_rank(
     rank: int,
     *,
     content: bytes = b"state",
+    rest: str = "",
     partitions: Mapping[str, str] | None = None,
     config: RunConfig = CONFIG,
 ) -> None:
@@ -70,7 +71,8 @@ def save_rank(
             num_ranks=NUM_RANKS,
             num_bytes=len(content),
             sha256=sha256,
-            params_sha256=sha256,
+            params_sha256=hashlib.sha256(rest.encode()).hexdigest() if rest else sha256,
+            rest=rest,
             slices=partitions or {},
             manifest=asdict(manifest_of(config, action, STEP, {})),
         ),
@@ -135,6 +137,17 @@ def test_ranks_that_were_ended_while_they_saved_leave_what_is_no_damage(tmp_path
     assert "no group has saved the state of all of its ranks: an unfinished save, which nothing uses" in unfinished
     assert unfinished.endswith(f"to remove it: rm -r {path}")
     assert invoke("verify", path)[0] == 2, "it is no checkpoint"
+
+
+def test_files_may_differ_where_the_state_does_not(tmp_path: Path) -> None:
+    """A group that came back lists its optimizer's state in another order."""
+    path = saved(tmp_path, 0, 1, rest="of all")
+    save_rank(path, tmp_path, 1, 1, content=b"other", rest="of all")
+    search = newest_valid(path.parent)
+    assert search.found is not None
+    assert (search.found.path, search.rejected) == (path, ())
+    save_rank(path, tmp_path, 1, 1, rest="of one")
+    assert refused(path).startswith("step-00000007.state: groups [0, 1] have saved different")
 
 
 def test_groups_that_have_saved_different_state_leave_none(tmp_path: Path) -> None:

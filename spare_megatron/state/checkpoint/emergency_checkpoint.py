@@ -36,8 +36,9 @@ class NotFinished(NotACheckpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
-    """What one rank of `num_ranks` has saved. `sha256`: of the file; `params_sha256`: of the parameters in it;
-    `slices`: digests of its state partitions, none if it holds all. `manifest`: of the checkpoint that it is a part of.
+    """What one rank of `num_ranks` has saved. `sha256`: of the file; `params_sha256`: of the parameters in it; `rest`:
+    of all other state, unless groups differ in it. `slices`: digests of its state partitions, none if it holds all.
+    `manifest`: of the checkpoint that it is a part of.
     """
 
     run_dir: str
@@ -49,6 +50,7 @@ class SavedRank:
     params_sha256: str
     slices: Mapping[str, str]
     manifest: Mapping[str, Any]
+    rest: str = ""
 
     @property
     def file(self) -> str:
@@ -174,8 +176,8 @@ def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> Non
     for ranks in groups:
         for rank, saved in ranks.items():
             found.setdefault((rank, "parameters"), set()).add(saved.params_sha256)
-            if not saved.slices:
-                found.setdefault((rank, "optimizer state"), set()).add(saved.sha256)
+            if not saved.slices:  # equal state makes other files in groups that came back; older versions had no rest
+                found.setdefault((rank, "optimizer state"), set()).add(saved.rest or saved.sha256)
             for number, digest in saved.slices.items():
                 found.setdefault((rank, f"state of partition {number}"), set()).add(digest)
     for (rank, what), digests in sorted(found.items()):

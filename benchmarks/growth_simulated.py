@@ -37,7 +37,7 @@ from benchmarks.reorder import NUM_MICROBATCHES, loss_order, survivors_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
-from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import even_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.scenario import Scenario
@@ -83,7 +83,7 @@ def decision_figures(num_groups: int, num_samples: int, seed: int) -> dict[str, 
     """Medians and 99th percentiles over random states."""
     placement = make_placement("golomb", num_groups, REDUNDANCY)
     rng = np.random.default_rng([seed, num_groups])
-    owners, stacks = initial_owners(placement, NUM_MICROBATCHES), initial_order(placement)
+    owners, stacks = even_owners(placement, NUM_MICROBATCHES), initial_order(placement)
     found: dict[str, list[float]] = {name: [] for name in ("loss_s", "patch_s", "jump_s", "stack_loss_s")}
     for _ in range(num_samples):
         order, endured = loss_order(placement, rng)

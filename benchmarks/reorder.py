@@ -24,7 +24,7 @@ from spare_megatron.stacking.golomb import difference_counts
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import IntArray, Placement, PlacementKind, make_placement
 from spare_megatron.stacking.plans import Owners
-from spare_megatron.stacking.reorder import Reorder, initial_owners, reorder_microbatches
+from spare_megatron.stacking.reorder import Reorder, even_owners, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackReorder, initial_order, reorder_stacks
 
 NUM_MICROBATCHES = 16
@@ -63,7 +63,7 @@ def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: 
     """Share of random states whose makespan (and whose depth in stack granularity) is the least possible."""
     placement = make_placement(kind, num_groups, redundancy)
     rng = np.random.default_rng([seed, num_groups, redundancy])
-    owners, stacks = initial_owners(placement, NUM_MICROBATCHES), initial_order(placement)
+    owners, stacks = even_owners(placement, NUM_MICROBATCHES), initial_order(placement)
     num_least = num_explained = num_least_depth = 0
     excess = 0.0
     for _ in range(num_states):
@@ -97,7 +97,7 @@ def timed(placement: Placement, alive: frozenset[GroupId], owners: Owners) -> tu
 def sequence_times(placement: Placement, rng: np.random.Generator) -> tuple[list[float], list[str]]:
     """Milliseconds and paths of one reorder per loss, until wipe-out."""
     order, endured = loss_order(placement, rng)
-    owners = initial_owners(placement, NUM_MICROBATCHES)
+    owners = even_owners(placement, NUM_MICROBATCHES)
     times_ms: list[float] = []
     paths: list[str] = []
     for num_lost in range(1, endured + 1):
@@ -110,7 +110,7 @@ def sequence_times(placement: Placement, rng: np.random.Generator) -> tuple[list
 
 def jump_times(placement: Placement, num_jumps: int, rng: np.random.Generator) -> tuple[list[float], list[str]]:
     """Milliseconds and paths of reorders from the initial state straight to random states."""
-    owners = initial_owners(placement, NUM_MICROBATCHES)
+    owners = even_owners(placement, NUM_MICROBATCHES)
     times_ms: list[float] = []
     paths: list[str] = []
     for _ in range(num_jumps):
@@ -155,7 +155,7 @@ def time_row(case: str, placement: Placement, measured: tuple[list[float], list[
 def time_rows(num_groups: int, redundancy: int, limit_ms: float, num_sequences: int, seed: int) -> list[Row]:
     placement = make_placement("golomb", num_groups, redundancy)
     rng = np.random.default_rng([seed, num_groups, redundancy])
-    timed(placement, survivors_of(np.arange(num_groups), 1), initial_owners(placement, NUM_MICROBATCHES))  # warm up
+    timed(placement, survivors_of(np.arange(num_groups), 1), even_owners(placement, NUM_MICROBATCHES))  # warm up
     sequences = [sequence_times(placement, rng) for _ in range(num_sequences)]
     together = [t for times, _ in sequences for t in times], [p for _, paths in sequences for p in paths]
     return [

@@ -10,7 +10,7 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import EVEN, Paces
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch, Owners, Work, work_of
-from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import even_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackOrder, reorder_stacks
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 
@@ -28,7 +28,7 @@ class Order(ABC):
 
     @abstractmethod
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "Order":
-        """The order for exactly these groups at these paces, with the fewest moves. Raises WipeOut."""
+        """The order for exactly these groups at these paces. Raises WipeOut."""
 
     @abstractmethod
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:
@@ -45,7 +45,8 @@ class Order(ABC):
 def initial_order(
     placement: Placement, num_microbatches: int, granularity: Granularity, *, fetch: int | None = None
 ) -> Order:
-    """The order before any loss: every group owns its home shard.
+    """The order before any loss: every group has equal parts of all shards that it hosts, and of whole shards its home
+    shard.
 
     With `fetch`, as in `stacking.reorder`, any group may compute any microbatch, also groups beyond those of the
     placement, which host nothing; ValueError at stack granularity.
@@ -53,9 +54,9 @@ def initial_order(
     if granularity == "stack" and fetch is not None:
         raise ValueError("groups that can read all data take single microbatches: set the granularity to microbatch")
     if granularity == "stack":
-        home = initial_owners(placement, 1)[:, 0]
+        home = even_owners(placement, 1)[:, 0]
         return WholeShards(placement, initial_stacks(placement), home, num_microbatches)
-    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), fetch)
+    return SingleMicrobatches(placement, even_owners(placement, num_microbatches), fetch)
 
 
 class Dealing:
@@ -71,7 +72,7 @@ class Dealing:
         self._order, self._dealt_to = self._first, (self._all_groups, EVEN)
 
     def work(self, members: tuple[GroupId, ...], paces: Paces = EVEN, probe: GroupId | None = None) -> Work:
-        """The work of exactly these groups at these paces, with the fewest moves since the last time. Raises WipeOut.
+        """The work of exactly these groups at these paces. Raises WipeOut.
 
         If `probe` would compute nothing, it takes the least part of the work that it can.
         """
@@ -86,12 +87,15 @@ class Dealing:
 
 
 class SingleMicrobatches(Order):
+    """Owners follow from the groups and their paces alone: the least makespan, by the fewest moves from even ones."""
+
     def __init__(self, placement: Placement, owners: Owners, fetch: int | None) -> None:
         super().__init__(placement, owners, unit=1)
         self._fetch = fetch
 
     def for_groups(self, alive: frozenset[GroupId], paces: Paces = EVEN) -> "SingleMicrobatches":
-        reorder = reorder_microbatches(self._placement, alive, self.work.owners, fetch=self._fetch, paces=paces)
+        even = even_owners(self._placement, self.work.owners.shape[1], alive)
+        reorder = reorder_microbatches(self._placement, alive, even, fetch=self._fetch, paces=paces)
         return SingleMicrobatches(self._placement, reorder.owners, self._fetch)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch], paces: Paces = EVEN) -> Work:

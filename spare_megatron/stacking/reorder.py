@@ -38,11 +38,32 @@ class Reorder:
     """`orphans` if only microbatches without a surviving owner moved, else `chains`."""
 
 
-def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
-    """Owners before any loss: each group owns its home shard. Read-only, shape (num_shards, m)."""
+def even_owners(placement: Placement, num_microbatches: int, alive: frozenset[GroupId] | None = None) -> Owners:
+    """Microbatch i of a shard for its host i mod r, and those of hosts that are not alive (all are, if None) for the
+    others in turn. Read-only, shape (num_shards, m).
+
+    Each group has the same number, of as many shards as it hosts: those of one that is lost go to the hosts of all of
+    them, r (r - 1) groups in a Golomb placement, so that a patch takes a fraction of what m microbatches of one shard
+    would. A shard without a host keeps its owners.
+
+    >>> from spare_megatron.stacking.placement import make_placement
+    >>> placement = make_placement("golomb", 4, 2, 1)
+    >>> even_owners(placement, 4).tolist()[1], even_owners(placement, 4, frozenset({0, 2, 3})).tolist()[1]
+    ([1, 2, 1, 2], [2, 2, 2, 2])
+    """
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches per shard; a shard needs at least 1")
-    return read_only(np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32))
+    hosts, turns = placement.host_array, np.arange(num_microbatches) % placement.redundancy
+    owners = hosts[:, turns].astype(np.int32)
+    if alive is None:
+        return read_only(owners)
+    is_alive = placement.alive_mask(alive)[hosts]
+    num_alive = is_alive.sum(axis=1, keepdims=True)
+    first = np.take_along_axis(hosts, np.argsort(~is_alive, axis=1, kind="stable"), axis=1)
+    is_orphan = ~is_alive[:, turns] & (num_alive > 0)
+    number = is_orphan.cumsum(axis=1) - 1 + np.arange(len(hosts))[:, None]  # begins with another host in each shard
+    others = np.take_along_axis(first, number % np.maximum(num_alive, 1), axis=1)
+    return read_only(np.where(is_orphan, others, owners).astype(np.int32))
 
 
 def reorder_microbatches(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from spare_megatron.core.saves.survival import FloatArray
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement
-from spare_megatron.stacking.reorder import initial_owners, reorder_microbatches
+from spare_megatron.stacking.reorder import even_owners, reorder_microbatches
 
 MAX_GROUPS = 22
 """More groups or domains raise ValueError: the 2^N sets take too long."""
@@ -42,7 +42,7 @@ def mean_makespans(placement: Placement, num_microbatches: int) -> FloatArray:
 
 def _makespans(placement: Placement, num_lost: int, num_microbatches: int) -> Iterator[int]:
     everyone = frozenset(map(GroupId, range(placement.num_groups)))
-    owners = initial_owners(placement, num_microbatches)
+    owners = even_owners(placement, num_microbatches)
     for lost in combinations(sorted(everyone), num_lost):
         alive = everyone.difference(lost)
         if not placement.uncovered(alive):

@@ -11,10 +11,11 @@ import numpy as np
 
 from spare_megatron.core.saves.survival import FloatArray
 from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
-from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
+from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
+from spare_megatron.stacking.stack_reorder import reorder_stacks
 from spare_megatron.tools.plan.domains import IntArray, LossIntervals
 from spare_megatron.tools.plan.facts import CheckpointTimes
 from spare_megatron.tools.plan.overhead import StepTimes
@@ -45,7 +46,7 @@ def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> l
     """Depth of `stacking.stack_reorder` with 0, 1, 2, ... groups lost until wipe-out, for random orders of losses."""
 
     def depth_of() -> Callable[[frozenset[GroupId]], int]:
-        order = initial_order(placement)
+        order = initial_stacks(placement)
 
         def after(alive: frozenset[GroupId]) -> int:
             nonlocal order
@@ -68,19 +69,16 @@ def makespan_samples(
 
     def one() -> tuple[FloatArray, FloatArray]:
         patches: list[int] = []
-        owners = initial_owners(placement, num_microbatches)
+        order = initial_order(placement, num_microbatches, "microbatch")
 
         def after(alive: frozenset[GroupId]) -> int:
-            nonlocal owners
-            orphans = [
-                Microbatch(ShardId(s), k)
-                for s, k in np.argwhere(~np.isin(owners, np.fromiter(alive, dtype=np.int32))).tolist()
-            ]
+            nonlocal order
+            is_lost = ~np.isin(order.work.owners, np.fromiter(alive, dtype=np.int32))
+            orphans = [Microbatch(ShardId(s), k) for s, k in np.argwhere(is_lost).tolist()]
             if orphans:
-                patches.append(max(map(len, patch_work(placement, alive, orphans).values())))
-            result = reorder_microbatches(placement, alive, owners)
-            owners = result.owners
-            return result.makespan
+                patches.append(order.patch(alive, orphans).makespan)
+            order = order.for_groups(alive)
+            return order.work.makespan
 
         makespans = _until_wipe_out(placement, after, rng)
         return np.array(makespans) / num_microbatches, np.array(patches) / num_microbatches

@@ -148,11 +148,12 @@ def test_slack_is_used_first_and_costs_no_time() -> None:
 @pytest.mark.parametrize("num_lanes", [2, 3])
 def test_every_lane_audits_and_is_audited(num_lanes: int) -> None:
     placement = make_placement("golomb", 7, 3)
+    m = 9  # each host of a shard has as many as there are lanes, or more
     groups = tuple(map(GroupId, range(7)))
     policy = AuditPolicy(every_steps=1, seed=5, rounds=Rounds(lanes=num_lanes))
     for lost in range(8):
         left = tuple(group for group in groups if group != lost)
-        work = Dealing(initial_order(placement, 7, "microbatch"), groups).work(left)
+        work = Dealing(initial_order(placement, m, "microbatch"), groups).work(left)
         for step in range(5):
             audits = draw_audits(policy, step, work, placement.hosts, left, {})
             for group in left:
@@ -162,7 +163,7 @@ def test_every_lane_audits_and_is_audited(num_lanes: int) -> None:
                 here = [audit.microbatch for audit in audits if audit.auditor == group]
                 assert len(set(here)) == len(here) == num_lanes
                 shares = [
-                    share_of([*mine, *here], lane=lane, num_lanes=num_lanes, row_size=1, units_per_shard=7)
+                    share_of([*mine, *here], lane=lane, num_lanes=num_lanes, row_size=1, units_per_shard=m)
                     for lane in range(num_lanes)
                 ]
                 assert all(sum(one.unit in here for one in share) == 1 for share in shares), "in one round"

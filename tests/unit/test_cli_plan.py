@@ -71,7 +71,7 @@ def test_re_forming_is_planned_and_set_beside_what_training_takes_without() -> N
     flags = ("--reform", "60s", "--machines-per-group", "125", "--microbatches", "64", "--join", "1s", "--save", "1.5s")
     found = figures(*flags)
     assert (found["policy"], set(found["alternatives"])) == ("reform", {"stack", "microbatch", "reform"})
-    assert found["time_to_train_ratio"] < 1.05 < 1.3 < found["alternatives"]["microbatch"]["time_to_train_ratio"]
+    assert found["time_to_train_ratio"] < 1.05 < 1.25 < found["alternatives"]["microbatch"]["time_to_train_ratio"]
     assert found["facts"]["reform"]["run_s"] == 10_000 * (64.0 + 6.0)
     assert "steps" in found["assumed"]
     ratios = [
@@ -152,7 +152,7 @@ def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
         )
     ]
     assert ratios[0] < ratios[1] < ratios[2] > ratios[3]
-    assert ratios[1] == pytest.approx(1.186, abs=0.005)
+    assert ratios[1] == pytest.approx(1.156, abs=0.005)
     racks = ("--groups-per-domain", "4", "--domain-mtbf", "1h", "--groups", "100")
     with_racks, without = figures(*racks, "--redundancy", "8"), figures("--groups", "100", "--redundancy", "8")
     assert with_racks["time_to_wipe_out_s"] < without["time_to_wipe_out_s"]

@@ -36,9 +36,14 @@ from spare_megatron.core.log.entries import (
 from spare_megatron.core.log.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.log.votes import Vote
 from spare_megatron.core.saves.checkpoint_policy import SavePolicy
-from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.plans import Microbatch
 from tests.unit.controllers import begun, decided, fence, fold, members, setup_with
+
+
+def microbatches(*pairs: tuple[int, int]) -> tuple[Microbatch, ...]:
+    """By shard and index."""
+    return tuple(Microbatch(ShardId(shard), k) for shard, k in pairs)
 
 
 def votes(controller: Controller, **outcomes: bool) -> VotesRead:
@@ -52,11 +57,11 @@ def votes(controller: Controller, **outcomes: bool) -> VotesRead:
     return VotesRead(attempt=controller.attempt, votes=cast)
 
 
-def test_a_run_starts_with_a_communicator_over_all_groups_and_every_group_on_its_own_shard() -> None:
+def test_a_run_starts_with_a_communicator_over_all_groups_and_every_group_on_parts_of_its_shards() -> None:
     build, compute, reduce, read = Controller(setup_with()).handle(RunStarted(), now_s=0.0)
     assert build == BuildCommunicator(key=-1, epoch=0, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
-    assert compute.plan.work.of(GroupId(2)) == tuple(Microbatch(2, k) for k in range(4))
+    assert compute.plan.work.of(GroupId(2)) == microbatches((0, 2), (2, 0), (2, 3), (3, 1))
     assert isinstance(reduce, AttemptReduce)
     assert (reduce.step, reduce.attempt, reduce.members) == (0, 0, (0, 1, 2, 3))
     assert read == ReadEntry(index=0)
@@ -176,12 +181,12 @@ def test_nothing_is_decided_before_every_survivor_has_voted() -> None:
     assert controller.handle(VotesRead(attempt=0, votes=cast), now_s=0.0) == ()
 
 
-def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_with_at_most_half_a_shard_each() -> None:
+def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_of_its_shards_with_at_most_two_each() -> None:
     controller = begun()
     compute, reduce, read = fold(controller, fence(1), Retry(step=0, attempt=0))
     assert isinstance(compute, ComputePatch)
     patched = [item for group in range(4) for item in compute.plan.work.of(GroupId(group))]
-    assert sorted(patched) == [Microbatch(1, k) for k in range(4)]
+    assert sorted(patched) == [*microbatches((1, 0), (1, 3), (2, 1), (3, 2))]
     assert compute.plan.work.makespan == 2
     assert isinstance(reduce, AttemptReduce)
     assert (reduce.attempt, reduce.members) == (1, (0, 2, 3))
@@ -207,7 +212,7 @@ def test_a_group_lost_while_patching_leaves_its_own_and_its_patch_work_to_the_ne
     controller = begun(num_groups=4, redundancy=4)
     first, *_ = fold(controller, fence(1), Retry(step=0, attempt=0))
     assert isinstance(first, ComputePatch)
-    owed = {*first.plan.work.of(GroupId(2)), *(Microbatch(2, k) for k in range(4))}
+    owed = {*first.plan.work.of(GroupId(2)), *microbatches((0, 2), (1, 3), (2, 0), (3, 1))}
     second, *_ = fold(controller, fence(2), Retry(step=0, attempt=1))
     assert isinstance(second, ComputePatch)
     assert {item for group in (0, 3) for item in second.plan.work.of(GroupId(group))} == owed

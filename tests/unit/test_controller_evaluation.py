@@ -80,7 +80,7 @@ def test_an_evaluation_follows_the_commit_and_precedes_the_next_step() -> None:
     assert kinds(actions) == [ComputeStep, AttemptEvaluation]
     [compute] = [action for action in actions if isinstance(action, ComputeStep)]
     assert (compute.plan.step, compute.plan.is_evaluation, compute.into) == (2, True, None)
-    assert compute.plan.work.of(GroupId(1)) == tuple(Microbatch(1, k) for k in range(3))
+    assert compute.plan.work.of(GroupId(1)) == (Microbatch(1, 0), Microbatch(2, 1), Microbatch(3, 2))
     entry = decided(controller)
     assert entry == Evaluated(step=2, attempt=2, sums=(SetSum("a", 4 * LARGE + 6, 40),))
     report, compute, attempt, _ = fold(controller, entry)
@@ -113,7 +113,7 @@ def test_a_loss_takes_a_vote_with_it_and_costs_a_patch() -> None:
     assert kinds(actions) == [ComputePatch, AttemptEvaluation]
     patch, attempt, _ = actions
     patched = [item for group in range(3) for item in patch.plan.work.of(GroupId(group))]
-    assert sorted(patched) == [Microbatch(3, k) for k in range(3)]
+    assert sorted(patched) == [Microbatch(0, 1), Microbatch(1, 2), Microbatch(3, 0)]
     assert patch.plan.is_evaluation
     assert attempt.attempt == 3
     assert decided(controller, g3=None) == Evaluated(step=2, attempt=3, sums=(SetSum("a", 3 * LARGE + 3, 30),))

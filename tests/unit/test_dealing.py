@@ -16,7 +16,7 @@ from spare_megatron.stacking.order import Dealing, initial_order
 from spare_megatron.stacking.paces import EVEN, Paces, Rounds, slack_of
 from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
 from spare_megatron.stacking.plans import NO_OWNER, Microbatch, Owners, work_of
-from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import even_owners, patch_work, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
 from spare_megatron.stacking.stack_reorder import reorder_stacks
 
@@ -88,16 +88,14 @@ def test_whole_shards_take_the_least_time(seed: int) -> None:
     if len(alive) == 1:
         paces = EVEN
     result = reorder_stacks(placement, alive, initial_stacks(placement), paces=paces)
-    best, _ = brute_force(placement, alive, initial_owners(placement, 1), paces)
+    best, _ = brute_force(placement, alive, even_owners(placement, 1), paces)
     assert time_of(loads_of(result.owners), paces) == best
     again = reorder_stacks(placement, alive, result.order, paces=paces)
     assert again.num_moves == 0, "what is dealt by these paces stays as it is"
 
 
 def test_a_group_at_half_speed_gets_about_half_the_work() -> None:
-    result = reorder_microbatches(
-        EVERYWHERE, frozenset(range(8)), initial_owners(EVERYWHERE, 16), paces=slow({2: 2000})
-    )
+    result = reorder_microbatches(EVERYWHERE, frozenset(range(8)), even_owners(EVERYWHERE, 16), paces=slow({2: 2000}))
     loads = loads_of(result.owners)
     assert (loads[2], time_of(loads, slow({2: 2000}))) == (9, 18_000)
     assert result.num_moves == 7, "only what the slow group gives away moves"
@@ -141,7 +139,7 @@ def test_groups_with_fewer_stages_are_dealt_what_ends_first_of_all_loads(
             lacking={group: stages - length for group, length in fewer.items()},
         )
         result = reorder_microbatches(
-            placement, frozenset(range(3)), initial_owners(placement, num_microbatches), paces=paces
+            placement, frozenset(range(3)), even_owners(placement, num_microbatches), paces=paces
         )
         loads = loads_of(result.owners)
         assert time_of_loads(tuple(loads.get(group, 0) for group in range(3))) == least
@@ -278,7 +276,7 @@ def test_cold_microbatches_go_in_ascending_order_to_groups_in_ascending_order() 
     work = patch_work(alone, groups(1, 2), [Microbatch(0, index) for index in (3, 1, 2, 0)], fetch=0)
     assert work == {1: (Microbatch(0, 0), Microbatch(0, 1)), 2: (Microbatch(0, 2), Microbatch(0, 3))}
     # Two shards without a host, three microbatches each, and one group that hosts shard 2 and nothing else.
-    owners = reorder_microbatches(alone, groups(2), initial_owners(alone, 3), fetch=0).owners
+    owners = reorder_microbatches(alone, groups(2), even_owners(alone, 3), fetch=0).owners
     assert owners.tolist() == [[2] * 3] * 3
 
 
@@ -310,7 +308,8 @@ def test_after_any_losses_the_makespan_is_the_least_load_and_work_is_cold_only_f
     order = initial_order(placement, 3, "microbatch", fetch=0)
     for num_alive in range(12, 0, -1):
         alive = groups(*rng.choice(13, num_alive, replace=False).tolist())
-        hosted = None if placement.uncovered(alive) else reorder_microbatches(placement, alive, order.work.owners)
+        even = even_owners(placement, 3, alive)
+        hosted = None if placement.uncovered(alive) else reorder_microbatches(placement, alive, even)
         order = order.for_groups(alive)
         assert set(order.work.owners.ravel().tolist()) <= alive
         assert order.work.makespan == least_load(13, num_alive, 3)

@@ -197,7 +197,7 @@ DIGESTS = {
     "checkpoint-only": "a80f271c80281efa3f2b41d76c17ea1dab0dd4d8c000e00084de87ea17109da7",
     "replication": "e6b0f2f08839f416ab46b105601614da2db02e027cfc5e020e10b58024aaa526",
     "spare, stack": "e07d608719d69b5daee588da4d8c77183922bd4aaa9d9e048a230889485b8aa2",
-    "spare, microbatch": "3f26752934e9a1574dc9884211c65ea5749e6cb4ff9bb9ba0ebb034e64467892",
+    "spare, microbatch": "50d9a68196e72b7677f246de8d9bc583b37943ab95ac8c127af642dc72775875",
 }
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
 from benchmarks.reorder import least_load
-from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
-from spare_megatron.stacking.plans import Microbatch
-from spare_megatron.stacking.reorder import patch_work
+from spare_megatron.stacking.plans import Work
+from spare_megatron.stacking.reorder import even_owners, patch_work
 from spare_megatron.tools.plan.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks
 from tests.oracle.enumeration import mean_makespans
 from tests.oracle.monte_carlo import depth_samples, endured_samples, makespan_samples
@@ -88,17 +88,18 @@ def test_patches_are_within_15_percent_of_monte_carlo(n: int, r: int) -> None:
 def test_a_patch_is_one_stack_when_shards_stay_whole_and_nothing_without_spare_hosts() -> None:
     np.testing.assert_allclose(patch_stacks(20, 3)[:10], 1.0)
     assert patch_stacks(20, 1, 16).tolist() == [0.0] * 20
-    assert patch_stacks(20, 5, 16)[0] == 4 / 16
+    assert patch_stacks(20, 5, 16)[0] == 1 / 16, "four microbatches of each of five shards, over four hosts"
 
 
 @pytest.mark.parametrize("fetch", [0.0, 0.25, 1.0, 2.5, 40.0])
 def test_a_patch_over_all_survivors_takes_what_the_core_takes(fetch: float) -> None:
     for n, r, m in ((4, 2, 7), (12, 3, 16), (12, 3, 5), (40, 5, 64), (9, 1, 4)):
         placement = make_placement("golomb", n, r)
-        survivors = frozenset(GroupId(group) for group in range(n) if group != placement.hosts[0][0])
-        orphans = [Microbatch(ShardId(0), index) for index in range(m)]
+        survivors = frozenset(map(GroupId, range(1, n)))
+        orphans = Work(even_owners(placement, m)).of(GroupId(0))
         work = patch_work(placement, survivors, orphans, fetch=round(1000 * fetch))
-        ends = [len(items) + fetch * (group not in placement.hosts[0]) for group, items in work.items()]
+        cold = {group: any(group not in placement.hosts[i.shard] for i in items) for group, items in work.items()}
+        ends = [len(items) + fetch * cold[group] for group, items in work.items()]
         assert patch_stacks(n, r, m, fetch=fetch / m)[0] * m == pytest.approx(max(ends))
 
 

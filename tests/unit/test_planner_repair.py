@@ -208,27 +208,27 @@ def test_domains_that_do_not_fit_are_refused() -> None:
 def test_shards_without_a_host_pause_training_as_often_and_as_long_as_in_simulated_runs(
     restart_s: float, *, is_random: bool
 ) -> None:
-    """Groups are back after 10 minutes, r = 2. Hosts that come later than a restart would end are not waited for."""
+    """Groups are back after 10 minutes, r = 3. Hosts that come later than a restart would end are not waited for."""
     costs = CostModel(compute_s=64.0, reduce_s=6.0, save_s=1.5, restart_s=restart_s, join_s=1.0)
     scenario = Scenario(
         name="pausing",
         num_groups=60,
-        redundancy=2,
+        redundancy=3,
         num_steps=800,
         costs=costs,
-        failures=FailureSpec(mean_s=300.0),
+        failures=FailureSpec(mean_s=100.0),
         repair_s=600.0,
         repair_is_random=is_random,
         save_interval_s=300.0,
     )
     facts = ClusterFacts(
         num_groups=60,
-        times=StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0),
+        times=StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=100.0),
         checkpoint=CheckpointTimes(save_s=1.5, restart_s=restart_s),
         num_microbatches=16,
         rejoin=RejoinTimes(repair_s=600.0, join_s=1.0),
     )
-    plan, runs = predict(facts, "rejoin", 2), [simulate(scenario, seed) for seed in range(6)]
+    plan, runs = predict(facts, "rejoin", 3), [simulate(scenario, seed) for seed in range(6)]
     trained_s = sum(run.end_s - run.terms["pause"] - run.terms["restart"] for run in runs)
     pauses, restarts = sum(run.pauses for run in runs), sum(run.restarts for run in runs)
     assert pauses >= 40

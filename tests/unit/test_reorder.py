@@ -9,12 +9,13 @@ import pytest
 from benchmarks.reorder import least_load
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.matching import SpreadProblem, cheapest_spread, least_spread, makespan_bound
+from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Work
 from spare_megatron.stacking.reorder import (
     Owners,
     Reorder,
-    initial_owners,
+    even_owners,
     patch_work,
     reorder_microbatches,
 )
@@ -49,7 +50,7 @@ def random_sequence(
     placement: Placement, num_microbatches: int, rng: np.random.Generator
 ) -> Iterator[tuple[Alive, Owners, Reorder]]:
     """Reorders after one loss each, in random order, until wipe-out: (alive, owners before, result)."""
-    owners = initial_owners(placement, num_microbatches)
+    owners = home_owners(placement, num_microbatches)
     alive = set(range(placement.num_groups))
     for group in rng.permutation(placement.num_groups).tolist():
         alive.discard(group)
@@ -60,33 +61,80 @@ def random_sequence(
         owners = result.owners
 
 
-def test_at_first_every_group_owns_its_home_shard() -> None:
-    assert initial_owners(RING, 2).tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+def home_owners(placement: Placement, num_microbatches: int) -> Owners:
+    return np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32)
+
+
+def test_at_first_every_group_has_equal_parts_of_all_its_shards() -> None:
+    assert even_owners(RING, 3).tolist() == [[0, 3, 0], [1, 0, 1], [2, 1, 2], [3, 2, 3]]
     with pytest.raises(ValueError, match="0 microbatches"):
-        initial_owners(RING, 0)
+        even_owners(RING, 0)
+    for num_groups, redundancy, num_microbatches in ((13, 4, 16), (31, 6, 7), (9, 1, 4), (40, 5, 2)):
+        placement = make_placement("golomb", num_groups, redundancy)
+        owners = even_owners(placement, num_microbatches)
+        assert (Work(owners).loads == num_microbatches).all()
+        of_group = Work(owners).of(GroupId(0))
+        assert len({item.shard for item in of_group}) == min(redundancy, num_microbatches)
+        assert all(0 in placement.hosts[item.shard] for item in of_group)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_groups_that_are_away_had_goes_to_the_other_hosts_in_equal_parts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    placement, num_microbatches = make_placement("golomb", 31, 6), int(rng.integers(1, 40))
+    alive = frozenset(np.flatnonzero(rng.random(31) < 0.6).tolist())
+    first, owners = even_owners(placement, num_microbatches), even_owners(placement, num_microbatches, alive)
+    for hosts, before, after in zip(placement.hosts, first, owners, strict=True):
+        if not alive.intersection(hosts):
+            assert np.array_equal(after, before)
+            continue
+        is_orphan = ~np.isin(before, list(alive))
+        assert np.array_equal(after[~is_orphan], before[~is_orphan])
+        taken = [int((after[is_orphan] == host).sum()) for host in hosts if host in alive]
+        assert sum(taken) == is_orphan.sum()
+        assert max(taken) - min(taken) <= 1
+
+
+def test_the_patch_of_a_lost_group_goes_to_the_hosts_of_all_its_shards() -> None:
+    """A twelfth of its work for each, where three hosts of one shard would take a third."""
+    for num_microbatches, longest in ((16, 2), (64, 6), (4, 1), (1, 1)):
+        order = initial_order(make_placement("golomb", 40, 4), num_microbatches, "microbatch")
+        alive = frozenset(map(GroupId, range(1, 40)))
+        assert order.patch(alive, order.work.of(GroupId(0))).makespan == longest
+
+
+def test_owners_do_not_depend_on_what_happened_before() -> None:
+    placement, rng = make_placement("golomb", 40, 4), np.random.default_rng(3)
+    order = first = initial_order(placement, 16, "microbatch")
+    for _ in range(20):
+        alive = frozenset(np.flatnonzero(rng.random(40) < 0.9).tolist())
+        if not placement.uncovered(alive):
+            order = order.for_groups(alive)
+            assert order.work.digest == first.for_groups(alive).work.digest
+    assert order.for_groups(frozenset(range(40))).work.digest == first.work.digest
 
 
 def test_nothing_moves_when_nothing_is_lost() -> None:
-    result = reorder_microbatches(RING, frozenset(range(4)), initial_owners(RING, 3))
+    result = reorder_microbatches(RING, frozenset(range(4)), home_owners(RING, 3))
     assert (result.makespan, result.num_moves, result.path) == (3, 0, "unchanged")
 
 
 def test_losing_a_group_of_a_ring_passes_a_share_all_the_way_round() -> None:
     # Group 0 is lost; only group 3 hosts its shard. Each of the three survivors ends with 4 of 12 microbatches.
-    result = reorder_microbatches(RING, frozenset({1, 2, 3}), initial_owners(RING, 3))
+    result = reorder_microbatches(RING, frozenset({1, 2, 3}), home_owners(RING, 3))
     assert result.owners.tolist() == [[3, 3, 3], [1, 1, 1], [2, 2, 1], [3, 2, 2]]
     assert (result.makespan, result.num_moves, result.path) == (4, 6, "chains")
 
 
 def test_only_orphans_move_where_their_hosts_have_room() -> None:
     everywhere = make_placement("golomb", 3, 3)
-    result = reorder_microbatches(everywhere, frozenset({0, 2}), initial_owners(everywhere, 2))
+    result = reorder_microbatches(everywhere, frozenset({0, 2}), home_owners(everywhere, 2))
     assert result.owners.tolist() == [[0, 0], [0, 2], [2, 2]]
     assert (result.makespan, result.num_moves, result.path) == (3, 2, "orphans")
 
 
 def test_a_group_that_came_back_relieves_the_others_with_the_fewest_moves() -> None:
-    lost = reorder_microbatches(RING, frozenset({1, 2, 3}), initial_owners(RING, 3))
+    lost = reorder_microbatches(RING, frozenset({1, 2, 3}), home_owners(RING, 3))
     back = reorder_microbatches(RING, frozenset(range(4)), lost.owners)
     assert back.makespan == 3
     assert (back.makespan, back.num_moves) == brute_force(RING, frozenset(range(4)), lost.owners)
@@ -94,7 +142,7 @@ def test_a_group_that_came_back_relieves_the_others_with_the_fewest_moves() -> N
 
 def test_a_shard_without_hosts_is_a_wipe_out_that_names_it() -> None:
     with pytest.raises(WipeOut) as caught:
-        reorder_microbatches(RING, frozenset({2}), initial_owners(RING, 2))
+        reorder_microbatches(RING, frozenset({2}), home_owners(RING, 2))
     assert caught.value.shards == (0, 1)
 
 
@@ -145,24 +193,24 @@ def test_sequences_of_losses_stay_optimal_until_wipe_out(seed: int) -> None:
 def test_several_losses_at_once_give_the_same_makespan_as_one_after_another() -> None:
     placement = make_placement("golomb", 50, 6)
     *_, (alive, _, last) = list(random_sequence(placement, 8, np.random.default_rng(5)))[:15]
-    at_once = reorder_microbatches(placement, alive, initial_owners(placement, 8))
+    at_once = reorder_microbatches(placement, alive, home_owners(placement, 8))
     assert at_once.makespan == last.makespan
-    assert at_once.num_moves <= (last.owners != initial_owners(placement, 8)).sum()
+    assert at_once.num_moves <= (last.owners != home_owners(placement, 8)).sum()
 
 
 def test_a_host_keeps_its_lowest_microbatches_and_lower_ids_get_lower_ones() -> None:
-    result = reorder_microbatches(RING, frozenset({1, 2, 3}), initial_owners(RING, 6))
+    result = reorder_microbatches(RING, frozenset({1, 2, 3}), home_owners(RING, 6))
     assert result.owners[2].tolist() == [2] * 4 + [1] * 2
     everywhere = make_placement("golomb", 3, 3)
-    taken = reorder_microbatches(everywhere, frozenset({1, 2}), initial_owners(everywhere, 4))
+    taken = reorder_microbatches(everywhere, frozenset({1, 2}), home_owners(everywhere, 4))
     assert taken.owners[0].tolist() == [1, 1, 2, 2]
 
 
 def test_the_order_in_which_groups_were_named_changes_nothing() -> None:
     placement = make_placement("golomb", 200, 9)
     ids = [g for g in range(200) if g % 7]
-    first = reorder_microbatches(placement, frozenset(ids), initial_owners(placement, 16))
-    second = reorder_microbatches(placement, frozenset(reversed(ids)), initial_owners(placement, 16))
+    first = reorder_microbatches(placement, frozenset(ids), home_owners(placement, 16))
+    second = reorder_microbatches(placement, frozenset(reversed(ids)), home_owners(placement, 16))
     assert np.array_equal(first.owners, second.owners)
 
 

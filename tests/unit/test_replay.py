@@ -294,8 +294,8 @@ def test_a_simulated_recovery_adds_up_to_what_the_step_took_longer() -> None:
     records = journal.of(RecoveryRecord)
     assert {record.group for record in records} == {0, 2, 3, 4}
     assert recovery.num_patched == 4
-    # Two groups compute 2 of 4 microbatches each, 2.5 of 4.5 with the fill, at full speed.
-    assert recovery.patch_s == pytest.approx(40.0 * 2.5 / 4.5)
+    # Four groups compute a microbatch each, 1.5 of 4.5 with the fill, at half of full speed.
+    assert recovery.patch_s == pytest.approx(40.0 * 3.0 / 4.5)
     # 0.25 s and the reduction over four groups.
     assert (recovery.rebuild_s, recovery.reduce_s) == (0.0, pytest.approx(0.25 + 2.0 * 2))
 

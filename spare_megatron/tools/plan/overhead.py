@@ -73,30 +73,41 @@ def patch_stacks(
 ) -> FloatArray:
     """Expected makespan in stacks of the patch for one more loss after k; 0 for r = 1, where no loss can be patched.
 
-    Derived: E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) (really hypergeometric) the
-    surviving other hosts of the lost group's home shard, which share its m microbatches. With `fetch`, in stacks, any
-    survivor computes any shard after so long: there is no condition, and `shared_patch` takes the place of ceil(m / H).
-    High, since a group has given away part of its home shard by the time it is lost.
+    Derived: a group owes ceil(m / (1 + H)) microbatches of each of its r shards, which the H other hosts of that shard
+    share, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) (really hypergeometric): E[max over shards], given that every H is
+    1 or more. With `fetch`, in stacks, any survivor computes any shard after so long: there is no condition, and
+    `shared_patch`, with the hosts of all shards, takes the place of that.
 
     >>> float(patch_stacks(600, 5, 16)[0]), float(patch_stacks(600, 5, 16, fetch=0.0)[0])
-    (0.25, 0.0625)
+    (0.0625, 0.0625)
     """
     k = np.arange(num_groups, dtype=np.float64) if num_lost is None else num_lost
-    other = redundancy - 1
+    m, other = num_microbatches, redundancy - 1
     alive = 1 - k / max(num_groups - 1, 1)
-    patch, some = np.zeros_like(k), np.zeros_like(k)
     if other == 0 and fetch is None:
+        return np.zeros_like(k)
+    if fetch is not None:
+        survivors = np.maximum(num_groups - 1 - k, 1)
+        patch = np.zeros_like(k)
+        for h in range(other + 1):
+            weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
+            patch += weight * shared_patch(m, h * min(redundancy, m), survivors, fetch * m) / m
         return patch
-    for h in range(0 if fetch is not None else 1, other + 1):
-        weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
-        share = np.full_like(k, -(-num_microbatches // h)) if h else np.full_like(k, np.inf)
-        if fetch is not None:
-            survivors = np.maximum(num_groups - 1 - k, 1)
-            share = shared_patch(num_microbatches, h, survivors, fetch * num_microbatches)
-        patch += weight * share / num_microbatches
-        some += weight
+    weights = {h: comb(other, h) * alive**h * (1 - alive) ** (other - h) for h in range(1, other + 1)}
+    some = np.sum(list(weights.values()), axis=0)
+    patch, below = np.zeros_like(k), np.zeros_like(k)
+    for longest in sorted({_part(m, h) for h in weights}):
+        share = np.sum([weight for h, weight in weights.items() if _part(m, h) <= longest], axis=0)
+        upto = np.divide(share, some, out=np.zeros_like(k), where=some > 1e-12) ** min(redundancy, m)
+        patch += (upto - below) * longest / m
+        below = upto
     # With all other hosts lost the loss is a wipe-out; the limit for few survivors is one host that computes all.
-    return np.divide(patch, some, out=np.ones_like(k), where=some > 1e-12)
+    return np.where(some > 1e-12, patch, 1.0)
+
+
+def _part(num_microbatches: int, num_others: int) -> int:
+    """What each other host of a shard takes of what one more host owed of it."""
+    return ceil(ceil(num_microbatches / (1 + num_others)) / num_others)
 
 
 def shared_patch(num_microbatches: int, num_hosts: int, num_survivors: FloatArray, fetch: float) -> FloatArray:

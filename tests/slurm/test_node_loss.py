@@ -1,5 +1,5 @@
-"""A job of a real Slurm that loses a node in the middle of a step, a supervisor, its first node, and another one, and
-grows then.
+"""A job of a real Slurm that loses a node in the middle of a step, a supervisor, its first node, and another one, grows
+then, and shrinks.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ FURTHER = 3
 @pytest.mark.slurm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_outlives_its_first_re_forms_a_group_and_grows(
+def test_a_job_masks_a_lost_node_takes_a_spare_one_outlives_its_first_re_forms_a_group_grows_and_shrinks(
     start_cluster: Callable[..., Cluster], submit: Callable[..., Job]
 ) -> None:
     """Each of three groups and of a further one has the two nodes of a rack, and the node to spare one of its own. The
@@ -60,6 +60,8 @@ def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_outlives_its
     wait_for_updates(job, RE_FORMED, 1)
     spare("grow", str(run_dir), str(FURTHER))
     wait_for_updates(job, FURTHER, 1)
+    spare("drain", str(run_dir), str(FURTHER))
+    job.wait_until(lambda: any(entry.get("drain") for entry in entries_of(read_journal(run_dir))))
     job.signal_end()
     job.wait_until(lambda: job.is_over)
     assert job.state == "CANCELLED", "by the nodes that were left"
@@ -70,6 +72,7 @@ def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_outlives_its
     assert (summary["outcome"], summary["groups_lost"], summary["groups_rejoined"]) == ("stopped", 4, 4)
     assert summary["steps_lost"] == 0
     journal = read_journal(run_dir)
+    assert [group for entry in entries_of(journal) for group, _ in entry.get("drain", ())] == [FURTHER]
     assert [fault.step for fault in journal.of(FaultRecord) if fault.group == LOST] == [LOST_IN]
     log = [entry for entry in entries_of(journal) if entry["entry"] in ("fence", "commit")]
     fence = next(index for index, entry in enumerate(log) if entry.get("group") == LOST)

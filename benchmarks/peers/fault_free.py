@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from spare_megatron.driver.preflight import preflight
 from spare_megatron.journal.files import read_journal
 from spare_megatron.tools.bench.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.tools.bench.plain_megatron import run_plain
+from spare_megatron.tools.simulate.sweep import estimate
 
 
 def configure(options: argparse.Namespace) -> RunConfig:
@@ -124,7 +125,7 @@ def summarize(found: dict[str, list[Steps]]) -> dict[str, Any]:
 
 def _over_plain(of_ways: dict[str, list[float]]) -> dict[str, Any]:
     ratios = {way: _over(values, of_ways[PLAIN]) for way, values in of_ways.items() if way != PLAIN}
-    return {way: {**spread(values), "rounds": values} for way, values in ratios.items()}
+    return {way: {**spread(values), **asdict(estimate(values)), "rounds": values} for way, values in ratios.items()}
 
 
 def _over(values: Sequence[float], plain: Sequence[float]) -> list[float]:
@@ -139,9 +140,14 @@ def print_table(result: dict[str, Any]) -> None:
         print(title)
         for way, seconds in of_ways.items():
             over = over_plain.get(way)
-            rounds = "" if over is None else ", ".join(f"{ratio:.3f}" for ratio in over["rounds"])
-            beside = "" if over is None else f"{over['median']:.3f} of plain Megatron's ({rounds})"
+            beside = "" if over is None else _beside_plain(over)
             print(f"  {way:16} {seconds['median'] * 1e3:8.1f} ms  {beside}")
+
+
+def _beside_plain(over: dict[str, Any]) -> str:
+    rounds = ", ".join(f"{ratio:.3f}" for ratio in over["rounds"])
+    within = "" if over["ci95"] is None else f" +- {over['ci95']:.3f}"
+    return f"{over['median']:.3f} of plain Megatron's, mean {over['mean']:.3f}{within} ({rounds})"
 
 
 def main() -> None:

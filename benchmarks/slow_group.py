@@ -22,6 +22,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import PacesRecord, UpdateRecord
 from spare_megatron.journal.state.follow import JournalTail
+from spare_megatron.tools.simulate.sweep import estimate
 
 WARM_UP_STEPS, SLOW_FROM, LAST_STEPS = 8, 32, 24
 """Steps that count: from the warm-up to the first slow one, then the last ones."""
@@ -74,8 +75,11 @@ def optimum(num_groups: int, num_microbatches: int, factors: Sequence[float]) ->
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         if options.pairs:
-            steps, changes = run(options, Path(scratch) / "run", 2 * BLOCK_STEPS * (options.pairs + 1))
-            return price(steps) | {"changes_of_weights": len(changes)}
+            steps, changes = run(
+                options, Path(scratch) / "run", 2 * BLOCK_STEPS * (options.pairs + 1) + BLOCK_STEPS + 1
+            )
+            used_s = [used_of(file) for file in Path(scratch).glob("run.used-*")]
+            return price(steps) | processor_price(steps, used_s) | {"changes_of_weights": len(changes)}
         if options.quiet_steps:
             _, changes = run(options, Path(scratch) / "run", options.quiet_steps)
             found = {"steps": options.quiet_steps, "changes_of_weights": len(changes)}
@@ -96,11 +100,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def used_of(file: Path) -> dict[int, float]:
+    """Processor seconds that a rank had used when each step began."""
+    return {int(step): float(used) for step, used in map(str.split, file.read_text().splitlines())}
+
+
+def processor_price(steps: Mapping[int, float], used_s: Sequence[Mapping[int, float]]) -> dict[str, Any]:
+    """What paces add to the processor time of a rank in a step, over the time of the step: each block with them beside
+    those before and after it.
+    """
+    added = [
+        (3 * used[first + BLOCK_STEPS] - 3 * used[first] + used[first - BLOCK_STEPS] - used[first + 2 * BLOCK_STEPS])
+        / (2 * BLOCK_STEPS)
+        for used in used_s
+        for first in range(3 * BLOCK_STEPS, len(steps) - 2 * BLOCK_STEPS, 2 * BLOCK_STEPS)
+    ]
+    found, step_s = estimate(added), statistics.median(steps.values())
+    return {"added_processor_s": found.mean, "ci95": found.ci95, "added_processor_over_step": found.mean / step_s}
+
+
 def price(steps: Mapping[int, float]) -> dict[str, Any]:
     """Steps with paces over the steps without, by pairs of neighbouring blocks; the first pair warms up."""
     means = [
         statistics.mean(steps[step] for step in range(first, first + BLOCK_STEPS))
-        for first in range(2 * BLOCK_STEPS, len(steps), BLOCK_STEPS)
+        for first in range(2 * BLOCK_STEPS, len(steps) - 2 * BLOCK_STEPS, BLOCK_STEPS)
     ]
     ratios = [measured / free for free, measured in zip(means[::2], means[1::2], strict=True)]
     return {

@@ -3,7 +3,7 @@
 A sleep stands for the passes of a microbatch on a device of its own, which two processors could not show for several
 groups at once. Each run has a copy of this file, with its figures beside it in a file of JSON.
 With `block`, a number of steps, no pace is measured in blocks of so many, votes have none and nothing is counted, by
-turns with blocks as in every run.
+turns with blocks as in every run, and each rank notes the processor time that it has used at the begin of each step.
 """
 
 import contextlib
@@ -44,8 +44,11 @@ def datasets_provider(config: RunConfig) -> Noise:
 
 def forward_step(batch: Batch, model: torch.nn.Module, context: StepContext) -> tuple[torch.Tensor, Terms]:
     global step_under_way
-    step_under_way = context.step
     figures = _figures()
+    if figures["block"] and context.step != step_under_way:
+        with _OWN.with_suffix(f".used-{os.getpid()}").open("a") as file:
+            file.write(f"{context.step} {time.process_time()}\n")
+    step_under_way = context.step
     past_s = time.time() - _began_s()
     factors = [
         factor for group, from_s, to_s, factor in figures["spells"] if group == _group() and from_s <= past_s < to_s

@@ -45,8 +45,8 @@ class Order(ABC):
 def initial_order(
     placement: Placement, num_microbatches: int, granularity: Granularity, *, fetch: int | None = None
 ) -> Order:
-    """The order before any loss: every group has equal parts of all shards that it hosts, and of whole shards its home
-    shard.
+    """The order before any loss: every group has parts of min(r, m) shards that it hosts, as equal as microbatches are
+    whole, and of whole shards its home shard.
 
     With `fetch`, as in `stacking.reorder`, any group may compute any microbatch, also groups beyond those of the
     placement, which host nothing; ValueError at stack granularity.

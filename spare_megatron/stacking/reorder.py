@@ -42,14 +42,14 @@ def even_owners(placement: Placement, num_microbatches: int, alive: frozenset[Gr
     """Microbatch i of a shard for its host i mod r, and those of hosts that are not alive (all are, if None) for the
     others in turn. Read-only, shape (num_shards, m).
 
-    Each group has the same number, of as many shards as it hosts: those of one that is lost go to the hosts of all of
-    them, r (r - 1) groups in a Golomb placement, so that a patch takes a fraction of what m microbatches of one shard
-    would. A shard without a host keeps its owners.
+    If all are alive each group has m, of min(r, m) shards: those of one that is lost go to the other hosts of all of
+    them, up to r (r - 1) groups in a Golomb placement, so that a patch takes a fraction of what m microbatches of one
+    shard would. A shard without a host keeps its owners.
 
     >>> from spare_megatron.stacking.placement import make_placement
     >>> placement = make_placement("golomb", 4, 2, 1)
     >>> even_owners(placement, 4).tolist()[1], even_owners(placement, 4, frozenset({0, 2, 3})).tolist()[1]
-    ([1, 2, 1, 2], [2, 2, 2, 2])
+    ([1, 0, 1, 0], [0, 0, 0, 0])
     """
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches per shard; a shard needs at least 1")

@@ -108,6 +108,12 @@ def joint(site: Site) -> list[dict[str, Any]]:
     return [one for one in site.rounds() if one["sites"] == [0, 1]]
 
 
+def of_both(a: Site, b: Site) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The records that both sites have of a joint round."""
+    of_b = {one["round"]: one for one in joint(b)}
+    return [(one, of_b[one["round"]]) for one in joint(a) if one["round"] in of_b]
+
+
 def until_joint(number: int, *sites: Site) -> None:
     until(lambda: min(len(joint(site)) for site in sites) >= number, 120.0, f"{number} rounds of both")
 
@@ -161,14 +167,13 @@ def test_two_sites_train_together_a_cut_costs_the_other_one_wait_and_the_cut_one
         away, missed = alone(), [one for one in b.rounds() if not one["round"]]
         restored_at_s, num_before = time.time(), len(joint(b))
         relay.restore()
-        until_joint(num_before + 2, b)
+        until(lambda: len(of_both(a, b)) >= num_before + 2, 120.0, "two more rounds of both")
         assert_ended(a, b)
     for fault in a.records("fault"):
         assert next(one["group"] for one in a.rounds() if one["at_s"] > fault["at_s"]) == 1
     assert len(a.records("fault")) == len(first.faults.trace)
     # All that took part in a round hold the digest of the others, and counted the same work.
-    of_b = {one["round"]: one for one in joint(b)}
-    both = [(one, of_b[one["round"]]) for one in joint(a) if one["round"] in of_b]
+    both = of_both(a, b)
     assert len(both) >= 4
     assert all((x["digest"], x["weights"]) == (y["digest"], y["weights"]) for x, y in both)
     assert all(x["weights"].keys() == {"0", "1"} for x, _ in both)

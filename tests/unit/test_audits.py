@@ -145,6 +145,25 @@ def test_slack_is_used_first_and_costs_no_time() -> None:
     assert free_steps > 20
 
 
+@pytest.mark.parametrize(("num_groups", "num_lanes", "m"), [(13, 8, 16), (13, 4, 8), (60, 8, 16)])
+def test_more_lanes_than_parts_of_a_shard_are_audited_by_several_groups(
+    num_groups: int, num_lanes: int, m: int
+) -> None:
+    """An auditor shares a shard with an owner, of which that has computed m / 4 microbatches, fewer than its lanes."""
+    placement, groups = make_placement("golomb", num_groups, 4), tuple(map(GroupId, range(num_groups)))
+    work = Dealing(initial_order(placement, m, "microbatch"), groups).work(groups)
+    policy = AuditPolicy(every_steps=1, seed=5, rounds=Rounds(lanes=num_lanes))
+    num_missed = 0
+    for step in range(20):
+        audits = draw_audits(policy, step, work, placement.hosts, groups, {})
+        per_auditor = Counter(audit.auditor for audit in audits)
+        assert per_auditor == dict.fromkeys(groups, num_lanes)
+        assert len({(audit.auditor, audit.microbatch) for audit in audits}) == len(audits)
+        lanes = {(audit.owner, work.of(audit.owner).index(audit.microbatch) % num_lanes) for audit in audits}
+        num_missed += num_groups * num_lanes - len(lanes)
+    assert num_missed < 0.04 * 20 * num_groups * num_lanes
+
+
 @pytest.mark.parametrize("num_lanes", [2, 3])
 def test_every_lane_audits_and_is_audited(num_lanes: int) -> None:
     placement = make_placement("golomb", 7, 3)

@@ -6,6 +6,7 @@ import pytest
 from benchmarks.paper_model import mean_makespan, mean_overhead, patch_probabilities
 from benchmarks.reorder import least_load
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.order import initial_order
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
 from spare_megatron.stacking.reorder import even_owners, patch_work
@@ -89,6 +90,13 @@ def test_a_patch_is_one_stack_when_shards_stay_whole_and_nothing_without_spare_h
     np.testing.assert_allclose(patch_stacks(20, 3)[:10], 1.0)
     assert patch_stacks(20, 1, 16).tolist() == [0.0] * 20
     assert patch_stacks(20, 5, 16)[0] == 1 / 16, "four microbatches of each of five shards, over four hosts"
+
+
+@pytest.mark.parametrize(("n", "r", "m"), [(2, 2, 16), (4, 3, 4), (4, 4, 16), (8, 4, 16), (16, 8, 16), (60, 3, 16)])
+def test_the_first_patch_of_few_groups_is_what_the_order_deals(n: int, r: int, m: int) -> None:
+    order = initial_order(make_placement("golomb", n, r), m, "microbatch")
+    patch = order.patch(frozenset(map(GroupId, range(1, n))), order.work.of(GroupId(0)))
+    assert patch_stacks(n, r, m)[0] * m == patch.makespan
 
 
 @pytest.mark.parametrize("fetch", [0.0, 0.25, 1.0, 2.5, 40.0])

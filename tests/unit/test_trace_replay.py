@@ -13,7 +13,6 @@ import pytest
 
 from spare_megatron.process.reports import RanksStarted
 from spare_megatron.stacking.layout import GroupId
-from spare_megatron.tools.campaign.campaign_command import with_time_limit
 from spare_megatron.tools.campaign.campaign_figures import FaultCount
 from spare_megatron.tools.campaign.trace_replay import NodeAbsence, ReplayedAbsences, TraceReplay, replay_of
 from spare_megatron.tools.simulate.failures import Loss
@@ -34,6 +33,7 @@ def test_the_machines_with_most_losses_in_the_window_stand_for_nodes() -> None:
     replay = replay_of(LOSSES, 2, (1.0, 3.0), 10.0)
     assert replay.machines == ("b", "a")
     assert replay.left_out == 1
+    assert replay.minutes == 2 + 20 / 60
     assert replay.absences == (
         NodeAbsence(node=0, at_s=0.0, seconds=5.0),
         NodeAbsence(node=1, at_s=5.0, seconds=20.0),
@@ -73,7 +73,7 @@ def test_processes_of_a_node_are_suspended_and_go_on() -> None:
         NodeAbsence(node=0, at_s=0.1, seconds=50.0),
     )
     try:
-        replay = ReplayedAbsences(absences=absences, machines=("x", "y"), left_out=0, day_s=1.0)
+        replay = ReplayedAbsences(absences=absences, machines=("x", "y"), left_out=0, num_days=1.0, day_s=1.0)
         with TraceReplay(replay) as replayed:
             replayed.on_event(RanksStarted(node=1, pids={(0, 0): pids["a"], (0, 1): pids["b"]}))  # type: ignore[dict-item]
             for node in (0, 2, 11):
@@ -103,23 +103,3 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end_s
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    ("minutes", "days", "limits"),
-    [
-        (None, None, []),
-        (None, (1.0, 5.0), [3.0]),
-        (2.5, (1.0, 5.0), [2.5]),
-        (None, (5.0, 1.0), [1.0]),  # refused later, by its name
-    ],
-)
-def test_a_run_ends_a_minute_after_the_days_that_it_replays(
-    minutes: float | None, days: tuple[float, float] | None, limits: list[float]
-) -> None:
-    settings = with_time_limit(["train.steps=9"], minutes, days, "30s")
-    assert sorted(settings) == sorted(["train.steps=9", *(f"train.max_minutes={limit}" for limit in limits)])
-
-
-def test_a_time_limit_of_the_settings_stands() -> None:
-    assert with_time_limit(["train.max_minutes=9"], None, (0.0, 1.0), "60s")[-1] == "train.max_minutes=9"

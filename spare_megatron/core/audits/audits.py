@@ -172,42 +172,56 @@ class _Draw:
     def audits(self, auditors: Sequence[GroupId], owners: Sequence[GroupId], *, is_once: bool = False) -> list[Audit]:
         """Those of one owner for each auditor, as far as it can compute anything of another group among the owners.
 
-        As many owners as possible are audited; `is_once`: each at most once.
+        As many owners as possible are audited; `is_once`: each at most once, and only if all of its lanes are.
         """
         if not auditors or not owners:
             return []
         if self._hosts is None:
-            of_all = range(self._work.num_shards)
+            shards: Mapping[GroupId, Sequence[int]] = dict.fromkeys(auditors, range(self._work.num_shards))
             pairs = self._any_pairs(auditors, owners, is_once=is_once)
-            return [audit for pair in pairs for audit in self._audits(*pair, of_all, is_once=is_once)]
-        shards = _shards_of(self._hosts, auditors)
-        pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
-        return [audit for pair in pairs for audit in self._audits(*pair, shards[pair[0]], is_once=is_once)]
+        else:
+            shards = _shards_of(self._hosts, auditors)
+            pairs = self._hosted_pairs(shards, auditors, owners, is_once=is_once)
+        drawn = [(*pair, self._of_each_lane(*pair, shards[pair[0]])) for pair in pairs]
+        if is_once:
+            return [audit for _, _, found in drawn if len(found) == self._num_lanes for audit in found]
+        audits = [audit for _, _, found in drawn for audit in found]
+        reached = np.zeros((int(self._work.owners.max(initial=0)) + 1, self._num_lanes), dtype=np.bool_)
+        for audit in audits:
+            reached[audit.owner, self._lanes[audit.microbatch.shard, audit.microbatch.index]] = True
+        for auditor, owner, found in drawn:
+            audits += self._others(auditor, owner, shards[auditor], self._num_lanes - len(found), reached)
+        return audits
 
-    def _audits(self, auditor: GroupId, owner: GroupId, readable: Sequence[int], *, is_once: bool) -> list[Audit]:
-        """Of each of the owner's lanes one, which as many lanes of the auditor compute.
-
-        Where it can compute none of some lane, units of other owners fill up; if `is_once`, there is no audit.
-        """
-        rows = slice(None) if self._hosts is None else list(readable)
-        owners, lanes = self._work.owners[rows], self._lanes[rows]
-        found = [
+    def _of_each_lane(self, auditor: GroupId, owner: GroupId, readable: Sequence[int]) -> list[Audit]:
+        """One of each of the owner's lanes of which the auditor can compute any, by as many of its own lanes."""
+        owners, lanes = self._work.owners[readable], self._lanes[readable]
+        return [
             audit
             for lane in range(self._num_lanes)
             for audit in self._drawn(auditor, (owners == owner) & (lanes == lane), owners, readable)
         ]
-        if missing := self._num_lanes - len(found):
-            if is_once:
-                return []
-            others = (owners != owner) & (owners != auditor) & (owners != NO_OWNER)
-            found += self._drawn(auditor, others, owners, readable, missing)
-        return found
+
+    def _others(
+        self, auditor: GroupId, owner: GroupId, readable: Sequence[int], number: int, reached: npt.NDArray[np.bool_]
+    ) -> Iterator[Audit]:
+        """So many of other owners, for lanes that would compute none; first of lanes that no audit has `reached`."""
+        owners, lanes = self._work.owners[readable], self._lanes[readable]
+        are_able = (owners != owner) & (owners != auditor) & (owners != NO_OWNER)
+        for _ in range(number):
+            are_new = are_able & ~reached[owners, lanes]
+            for audit in self._drawn(auditor, are_new if are_new.any() else are_able, owners, readable):
+                shard, index = audit.microbatch
+                are_able[list(readable).index(shard), index] = False
+                reached[audit.owner, self._lanes[shard, index]] = True
+                yield audit
 
     def _drawn(
-        self, auditor: GroupId, are_able: npt.NDArray[np.bool_], owners: Owners, readable: Sequence[int], most: int = 1
+        self, auditor: GroupId, are_able: npt.NDArray[np.bool_], owners: Owners, readable: Sequence[int]
     ) -> Iterator[Audit]:
+        """One of these units, if there is any."""
         places, indices = np.nonzero(are_able)
-        for number in self._random.sample(range(len(indices)), min(most, len(indices))):
+        for number in self._random.sample(range(len(indices)), min(1, len(indices))):
             place, index = int(places[number]), int(indices[number])
             yield Audit(auditor, GroupId(int(owners[place, index])), Microbatch(ShardId(readable[place]), index))
 

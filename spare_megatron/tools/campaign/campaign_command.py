@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +36,8 @@ def campaign(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="End the run after this many minutes, whatever train.steps is; with --trace one more than its days "
-            "take if absent."
+            help="End the run after this many minutes, whatever train.steps is. [default: train.max_minutes, else "
+            "with --trace two more than its days take]"
         ),
     ] = None,
     trace: Annotated[
@@ -74,12 +73,14 @@ def campaign(
     from spare_megatron.tools.campaign.process_watch import process_problems
 
     console = RunConsole(stderr=as_json)
+    times = [] if minutes is None else [f"train.max_minutes={minutes}"]
     with explained_errors("campaign"):
-        settings = with_time_limit(overrides or (), minutes, days if trace else None, day)
-        loaded = load_runnable("campaign", config, settings)
+        loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         replay = _replay(loaded, trace, days, day) if trace else None
         if replay is None:
             _refuse_a_run_without_faults(loaded)
+        elif loaded.train.max_minutes is None:
+            loaded = replace(loaded, train=replace(loaded.train, max_minutes=replay.minutes))
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
         summary, processes, outside = _train(loaded, directory, console, replay)
@@ -105,22 +106,6 @@ def campaign(
     if as_json:
         say_json(result())
     raise typer.Exit(1 if problems else 0)
-
-
-def with_time_limit(
-    overrides: Sequence[str], minutes: float | None, replayed: tuple[float, float] | None, day: str
-) -> list[str]:
-    """The settings with the end of the run: that of --minutes, else that of the days which are replayed, unless they
-    have one.
-    """
-    from spare_megatron.formats.quantities import parse_duration_s
-
-    if minutes is not None:
-        return [*overrides, f"train.max_minutes={minutes}"]
-    if replayed is None:
-        return list(overrides)
-    days_s = max(0.0, replayed[1] - replayed[0]) * parse_duration_s("--day", day)
-    return [f"train.max_minutes={1 + days_s / 60}", *overrides]
 
 
 def _train(

@@ -38,7 +38,13 @@ class ReplayedAbsences:
     absences: tuple[NodeAbsence, ...]
     machines: tuple[str, ...]
     left_out: int
+    num_days: float
     day_s: float
+
+    @property
+    def minutes(self) -> float:
+        """How long a run may take: all days, counted from its first step, and two minutes for its start and end."""
+        return 2 + self.num_days * self.day_s / 60
 
     def text(self) -> str:
         seconds = format_duration(median(absence.seconds for absence in self.absences))
@@ -71,7 +77,11 @@ def replay_of(losses: Sequence[Loss], num_nodes: int, days: tuple[float, float],
         if loss.machine in nodes
     )
     return ReplayedAbsences(
-        absences=absences, machines=tuple(machines), left_out=len(inside) - len(absences), day_s=day_s
+        absences=absences,
+        machines=tuple(machines),
+        left_out=len(inside) - len(absences),
+        num_days=days[1] - days[0],
+        day_s=day_s,
     )
 
 

@@ -73,10 +73,10 @@ def patch_stacks(
 ) -> FloatArray:
     """Expected makespan in stacks of the patch for one more loss after k; 0 for r = 1, where no loss can be patched.
 
-    Derived: a group owes ceil(m / (1 + H)) microbatches of each of its r shards, which the H other hosts of that shard
-    share, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) (really hypergeometric): E[max over shards], given that every H is
-    1 or more. With `fetch`, in stacks, any survivor computes any shard after so long: there is no condition, and
-    `shared_patch`, with the hosts of all shards, takes the place of that.
+    Derived: of each of min(r, m) shards a group owes ceil(m / (1 + H)) microbatches, which the H other hosts share, H ~
+    Binomial(r - 1, (N - 1 - k) / (N - 1)) (really hypergeometric): E[max over shards], given that every H is 1 or more,
+    and at least what all it owes, N m / (N - k), takes on all N - 1 - k survivors. With `fetch`, in stacks, any of them
+    computes any shard after so long: there is no condition, and `shared_patch` takes the place of that.
 
     >>> float(patch_stacks(600, 5, 16)[0]), float(patch_stacks(600, 5, 16, fetch=0.0)[0])
     (0.0625, 0.0625)
@@ -86,12 +86,12 @@ def patch_stacks(
     alive = 1 - k / max(num_groups - 1, 1)
     if other == 0 and fetch is None:
         return np.zeros_like(k)
+    survivors, owed = np.maximum(num_groups - 1 - k, 1), np.ceil(num_groups * m / np.maximum(num_groups - k, 1))
     if fetch is not None:
-        survivors = np.maximum(num_groups - 1 - k, 1)
         patch = np.zeros_like(k)
         for h in range(other + 1):
             weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
-            patch += weight * shared_patch(m, h * min(redundancy, m), survivors, fetch * m) / m
+            patch += weight * shared_patch(owed, h * min(redundancy, m), survivors, fetch * m) / m
         return patch
     weights = {h: comb(other, h) * alive**h * (1 - alive) ** (other - h) for h in range(1, other + 1)}
     some = np.sum(list(weights.values()), axis=0)
@@ -102,7 +102,7 @@ def patch_stacks(
         patch += (upto - below) * longest / m
         below = upto
     # With all other hosts lost the loss is a wipe-out; the limit for few survivors is one host that computes all.
-    return np.where(some > 1e-12, patch, 1.0)
+    return np.maximum(np.where(some > 1e-12, patch, 1.0), np.ceil(owed / survivors) / m)
 
 
 def _part(num_microbatches: int, num_others: int) -> int:
@@ -110,9 +110,11 @@ def _part(num_microbatches: int, num_others: int) -> int:
     return ceil(ceil(num_microbatches / (1 + num_others)) / num_others)
 
 
-def shared_patch(num_microbatches: int, num_hosts: int, num_survivors: FloatArray, fetch: float) -> FloatArray:
-    """Least time T, in microbatches, in which some hosts of a shard and all other survivors compute its microbatches:
-    each host takes floor(T), each other one floor(T - fetch). Exact, as T is a whole number or that plus `fetch`.
+def shared_patch(
+    num_microbatches: FloatArray | int, num_hosts: int, num_survivors: FloatArray, fetch: float
+) -> FloatArray:
+    """Least time T, in microbatches, in which some hosts of microbatches and all other survivors compute them: each
+    host takes floor(T), each other one floor(T - fetch). Exact, as T is a whole number or that plus `fetch`.
 
     >>> shared_patch(64, 3, np.array([599.0, 10.0]), 0.25).tolist(), shared_patch(6, 2, np.array([599.0]), 9.0).tolist()
     ([1.25, 7.25], [3.0])

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from benchmarks.power_law import fit_if_any
-from benchmarks.reorder import NUM_MICROBATCHES, loss_order, survivors_of
+from benchmarks.reorder import loss_order, reorder, survivors_of
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import make_placement
 from spare_megatron.stacking.plans import Work
-from spare_megatron.stacking.reorder import even_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.reorder import patch_work
 from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.scenario import Scenario
@@ -56,7 +56,6 @@ DECISIONS = {
     "loss_s": "one loss, microbatches",
     "loss_p99_s": "the slowest 1% of these",
     "patch_s": "patch of that loss",
-    "jump_s": "all losses at once, microbatches",
     "stack_loss_s": "one loss, whole shards",
     "stack_loss_p99_s": "the slowest 1% of these",
 }
@@ -83,19 +82,18 @@ def decision_figures(num_groups: int, num_samples: int, seed: int) -> dict[str, 
     """Medians and 99th percentiles over random states."""
     placement = make_placement("golomb", num_groups, REDUNDANCY)
     rng = np.random.default_rng([seed, num_groups])
-    owners, stacks = even_owners(placement, NUM_MICROBATCHES), initial_order(placement)
-    found: dict[str, list[float]] = {name: [] for name in ("loss_s", "patch_s", "jump_s", "stack_loss_s")}
+    stacks = initial_order(placement)
+    found: dict[str, list[float]] = {name: [] for name in ("loss_s", "patch_s", "stack_loss_s")}
     for _ in range(num_samples):
         order, endured = loss_order(placement, rng)
         num_lost = int(rng.integers(1, endured + 1))
         before, after = survivors_of(order, num_lost - 1), survivors_of(order, num_lost)
-        jump_s, present = timed(partial(reorder_microbatches, placement, before, owners))
-        loss_s, _ = timed(partial(reorder_microbatches, placement, after, present.owners))
-        orphans = Work(present.owners).of(GroupId(int(order[num_lost - 1])))
+        loss_s, _ = timed(partial(reorder, placement, after))
+        orphans = Work(reorder(placement, before).owners).of(GroupId(int(order[num_lost - 1])))
         patch_s, _ = timed(partial(patch_work, placement, after, orphans))
         stacked = reorder_stacks(placement, before, stacks)
         stack_loss_s, _ = timed(partial(reorder_stacks, placement, after, stacked.order))
-        for name, spent_s in zip(found, (loss_s, patch_s, jump_s, stack_loss_s), strict=True):
+        for name, spent_s in zip(found, (loss_s, patch_s, stack_loss_s), strict=True):
             found[name].append(spent_s)
     medians = {name: statistics.median(times_s) for name, times_s in found.items()}
     p99 = {f"{name[:-2]}_p99_s": float(np.percentile(found[name], 99)) for name in ("loss_s", "stack_loss_s")}

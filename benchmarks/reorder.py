@@ -2,10 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/reorder.py [--json] [--states 2000] [--sequences 3] [--most-groups 10000]
 
-Coverage: independent random failure states (a random order of losses, cut at a random point before its wipe-out), the
-reorder being from the initial state straight to that state. Times: whole reorders, once per loss in random sequences
-until wipe-out (each from the state before), and straight from the initial state to random states. Processor time of the
-one thread that does it, so that neighbours on the machine do not count.
+Coverage: independent random failure states (a random order of losses, cut at a random point before its wipe-out).
+Times: whole reorders, once per loss in random sequences until wipe-out, which for whole shards begin with the state
+before. Processor time of the one thread that does it, so that neighbours on the machine do not count.
 """
 
 import json
@@ -23,7 +22,6 @@ from benchmarks.origin import origin
 from spare_megatron.stacking.golomb import difference_counts
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import IntArray, Placement, PlacementKind, make_placement
-from spare_megatron.stacking.plans import Owners
 from spare_megatron.stacking.reorder import Reorder, even_owners, reorder_microbatches
 from spare_megatron.stacking.stack_reorder import StackReorder, initial_order, reorder_stacks
 
@@ -63,13 +61,13 @@ def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: 
     """Share of random states whose makespan (and whose depth in stack granularity) is the least possible."""
     placement = make_placement(kind, num_groups, redundancy)
     rng = np.random.default_rng([seed, num_groups, redundancy])
-    owners, stacks = even_owners(placement, NUM_MICROBATCHES), initial_order(placement)
+    stacks = initial_order(placement)
     num_least = num_explained = num_least_depth = 0
     excess = 0.0
     for _ in range(num_states):
         order, endured = loss_order(placement, rng)
         alive = survivors_of(order, int(rng.integers(0, endured + 1)))
-        makespan = reorder_microbatches(placement, alive, owners).makespan
+        makespan = reorder(placement, alive).makespan
         least = least_load(num_groups, len(alive), NUM_MICROBATCHES)
         num_least += makespan == least
         num_explained += makespan == max(least, sole_host_load(placement, alive))
@@ -88,35 +86,20 @@ def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: 
     }
 
 
-def timed(placement: Placement, alive: frozenset[GroupId], owners: Owners) -> tuple[float, Reorder]:
-    start_s = time.thread_time()
-    result = reorder_microbatches(placement, alive, owners)
-    return (time.thread_time() - start_s) * 1e3, result
+def reorder(placement: Placement, alive: frozenset[GroupId]) -> Reorder:
+    """The owners of a step with these groups, as `stacking.order` deals them."""
+    return reorder_microbatches(placement, alive, even_owners(placement, NUM_MICROBATCHES, alive))
 
 
 def sequence_times(placement: Placement, rng: np.random.Generator) -> tuple[list[float], list[str]]:
     """Milliseconds and paths of one reorder per loss, until wipe-out."""
     order, endured = loss_order(placement, rng)
-    owners = even_owners(placement, NUM_MICROBATCHES)
     times_ms: list[float] = []
     paths: list[str] = []
     for num_lost in range(1, endured + 1):
-        time_ms, result = timed(placement, survivors_of(order, num_lost), owners)
-        owners = result.owners
-        times_ms.append(time_ms)
-        paths.append(result.path)
-    return times_ms, paths
-
-
-def jump_times(placement: Placement, num_jumps: int, rng: np.random.Generator) -> tuple[list[float], list[str]]:
-    """Milliseconds and paths of reorders from the initial state straight to random states."""
-    owners = even_owners(placement, NUM_MICROBATCHES)
-    times_ms: list[float] = []
-    paths: list[str] = []
-    for _ in range(num_jumps):
-        order, endured = loss_order(placement, rng)
-        time_ms, result = timed(placement, survivors_of(order, int(rng.integers(1, endured + 1))), owners)
-        times_ms.append(time_ms)
+        start_s = time.thread_time()
+        result = reorder(placement, survivors_of(order, num_lost))
+        times_ms.append((time.thread_time() - start_s) * 1e3)
         paths.append(result.path)
     return times_ms, paths
 
@@ -155,12 +138,11 @@ def time_row(case: str, placement: Placement, measured: tuple[list[float], list[
 def time_rows(num_groups: int, redundancy: int, limit_ms: float, num_sequences: int, seed: int) -> list[Row]:
     placement = make_placement("golomb", num_groups, redundancy)
     rng = np.random.default_rng([seed, num_groups, redundancy])
-    timed(placement, survivors_of(np.arange(num_groups), 1), even_owners(placement, NUM_MICROBATCHES))  # warm up
+    reorder(placement, survivors_of(np.arange(num_groups), 1))  # warms up
     sequences = [sequence_times(placement, rng) for _ in range(num_sequences)]
     together = [t for times, _ in sequences for t in times], [p for _, paths in sequences for p in paths]
     return [
         time_row("one loss at a time", placement, together, limit_ms),
-        time_row("from the initial state", placement, jump_times(placement, 200, rng), limit_ms),
         time_row("stacks, one loss at a time", placement, stack_times(placement, rng), limit_ms),
     ]
 

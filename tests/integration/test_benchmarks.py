@@ -37,7 +37,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14", *THREE_GROUPS)),
     "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
     "culprits": ("--cases 0 --minutes 0.1", {"num_right", "num_cases"}, ()),
-    "evaluation": ("--steps 3", {"ratio", "evaluation_s"}, TWO_GROUPS),
+    "evaluation": ("--steps 3", {"ratio", "ratio_to_training", "evaluation_s"}, TWO_GROUPS),
     "fault_free_overhead": (
         "--pairs 1 --steps 8",
         {"ratio", "ours_step_s", "ratio_of_means", "plain_mean_step_s"},

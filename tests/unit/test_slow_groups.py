@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.slow_group import BLOCK_STEPS, processor_price
 from spare_megatron.journal.files import Line
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.paces import dealt_stacks
@@ -219,3 +220,14 @@ def test_a_setting_in_which_no_group_computes_at_full_speed_is_refused() -> None
         CostModel(compute_s=1.0, full_speed_groups=0.0)
     with pytest.raises(ValueError, match=r"costs.rebuild_s=inf has to be 0 or more, and finite"):
         CostModel(compute_s=1.0, rebuild_s=inf)
+
+
+def test_what_paces_add_to_processor_time_is_no_drift() -> None:
+    num_steps = BLOCK_STEPS * (2 * 5 + 3) + 1
+    blocks = [step // BLOCK_STEPS for step in range(num_steps)]
+    spent_s = [1.0 + 0.01 * block + (0.5 if block % 2 else 0.0) for block in blocks]
+    used = dict(enumerate(np.cumsum([0.0, *spent_s[:-1]]).tolist()))
+    found = processor_price(dict.fromkeys(range(num_steps), 2.0), [used, used])
+    assert found["added_processor_s"] == pytest.approx(0.5)
+    assert found["added_processor_over_step"] == pytest.approx(0.25)
+    assert found["ci95"] == pytest.approx(0.0, abs=1e-9)

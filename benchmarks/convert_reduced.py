@@ -122,7 +122,9 @@ def converted(arguments: Mapping[str, Sequence[str]], num_ranks: int, corpus: Pa
     if missing := [name for name, found in preset.classes.items() if found.kind == "missing"]:
         raise ValueError(f"{missing[0]}: {preset.classes[missing[0]].text}")
     on_cpus = {"name": "reduced", "cluster.device": "cpu", "model.transformer_impl": "auto"}
-    config, mistakes = build_run_config(preset.settings | on_cpus)
+    # A group has a shard of its own then, as Megatron's data-parallel ranks have: the same microbatches in each sum.
+    alone = {"spare.redundancy": 1}
+    config, mistakes = build_run_config(preset.settings | on_cpus | alone)
     if mistakes:
         raise ValueError(mistakes[0].text)
     return config

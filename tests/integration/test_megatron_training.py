@@ -56,7 +56,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], tuple[str, ...]]] = {
 def test_20_steps_are_those_of_megatrons_own_loop_bit_for_bit(
     layout: dict[str, int], model: dict[str, Any], arguments: tuple[str, ...], text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Two groups, and two data-parallel ranks of Megatron: both add two fp32 sums of two microbatches each."""
+    """Two groups with a shard each, and two data-parallel ranks of Megatron: both add two fp32 sums of the same two
+    microbatches.
+    """
     assert_bitwise(config_of(text_corpus, layout, model), arguments, tmp_path)
 
 
@@ -145,7 +147,8 @@ def test_a_reduced_configuration_of_megatrons_tests_trains_as_in_its_own_loop(
 def config_of(
     corpus: Path, layout: dict[str, int], model: dict[str, Any], settings: OptimizerConfig = SETTINGS
 ) -> RunConfig:
-    config = tiny_config(corpus, LayoutConfig(num_groups=2, **layout), steps=STEPS, optimizer=settings, **model)
+    groups = LayoutConfig(num_groups=2, **layout)
+    config = tiny_config(corpus, groups, steps=STEPS, optimizer=settings, redundancy=1, **model)
     if model:
         config = replace(config, megatron={"moe_aux_loss_coeff": 0.02})
     prepare_index(config)

@@ -212,7 +212,7 @@ class _Draw:
             are_new = are_able & ~reached[owners, lanes]
             for audit in self._drawn(auditor, are_new if are_new.any() else are_able, owners, readable):
                 shard, index = audit.microbatch
-                are_able[list(readable).index(shard), index] = False
+                are_able[readable.index(shard), index] = False
                 reached[audit.owner, self._lanes[shard, index]] = True
                 yield audit
 
@@ -221,7 +221,8 @@ class _Draw:
     ) -> Iterator[Audit]:
         """One of these units, if there is any."""
         places, indices = np.nonzero(are_able)
-        for number in self._random.sample(range(len(indices)), min(1, len(indices))):
+        if len(indices):
+            number = self._random.randrange(len(indices))
             place, index = int(places[number]), int(indices[number])
             yield Audit(auditor, GroupId(int(owners[place, index])), Microbatch(ShardId(readable[place]), index))
 

@@ -76,11 +76,11 @@ def campaign(
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
-        replay = _replay(loaded, trace, days, day) if trace else None
-        if replay is None:
+        if trace is None:
             _refuse_a_run_without_faults(loaded)
-        elif loaded.train.max_minutes is None:
-            loaded = replace(loaded, train=replace(loaded.train, max_minutes=replay.minutes))
+            replay = None
+        else:
+            loaded, replay = _replayed(loaded, trace, days, day)
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
         summary, processes, outside = _train(loaded, directory, console, replay)
@@ -128,8 +128,12 @@ def _train(
     return summary, watch.report(), outside
 
 
-def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: str) -> "ReplayedAbsences":
-    """Raises ValueError for options and runs that do not fit each other."""
+def _replayed(
+    config: "RunConfig", trace: Path, days: tuple[float, float], day: str
+) -> "tuple[RunConfig, ReplayedAbsences]":
+    """The run, which ends after the days that it replays, and their absences. Raises ValueError for options and runs
+    that do not fit each other.
+    """
     from spare_megatron.formats.quantities import parse_duration_s
     from spare_megatron.tools.campaign.trace_replay import replay_of
     from spare_megatron.tools.simulate.traces import read_trace
@@ -142,7 +146,10 @@ def _replay(config: "RunConfig", trace: Path, days: tuple[float, float], day: st
         )
     if config.faults.trace or config.faults.mean_steps is not None:
         raise ValueError("--trace is the only source of faults; remove faults.trace and faults.mean_steps")
-    return replay_of(read_trace(trace), nodes, days, parse_duration_s("--day", day))
+    replay = replay_of(read_trace(trace), nodes, days, parse_duration_s("--day", day))
+    if config.train.max_minutes is None:
+        config = replace(config, train=replace(config.train, max_minutes=replay.minutes))
+    return config, replay
 
 
 def _refuse_a_run_without_faults(config: "RunConfig") -> None:

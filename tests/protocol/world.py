@@ -284,8 +284,12 @@ class World:
         Raises:
             Violation: An invariant does not hold.
         """
+        scene = self._scene
+        # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
+        has_more = scene.eval_every_steps or scene.sync_every or scene.num_further or scene.suspect_every
+        most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1) * len(scene.slabs.layers)
         while True:
-            has_faults = self.num_moves < self._scene.fault_moves
+            has_faults = self.num_moves < scene.fault_moves
             if has_faults and self.random.random() < self._fault_rate:
                 self._fault()
             movable = [process for process in self._processes if self._can_move(process)]
@@ -297,15 +301,7 @@ class World:
                 break
             if self.random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
-            # With evaluations or suspects there are more attempts, with further groups nearly twice as many groups.
-            has_more = (
-                self._scene.eval_every_steps
-                or self._scene.sync_every
-                or self._scene.num_further
-                or self._scene.suspect_every
-            )
-            most_moves = MAX_MOVES_AFTER_FAULTS * (2 if has_more else 1) * len(self._scene.slabs.layers)
-            if self.num_moves > self._scene.fault_moves + most_moves:
+            if self.num_moves > scene.fault_moves + most_moves:
                 raise Violation(f"no end {most_moves} moves after the last fault")
         running = [process.name for process in self._processes if process.member is not None]
         self.invariants.ended(running, may_restart=self.may_restart)

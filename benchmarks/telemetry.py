@@ -181,8 +181,8 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     return {
         "memory_bytes": before,
         "memory_growth_bytes": grown,
-        "told_s": spent_s,
-        "told_processor_s": processor_s,
+        "reported_s": spent_s,
+        "reported_processor_s": processor_s,
         "lost": [str(one) for one in lost],
     }
 
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs/run/demo_cpu.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--steps", type=int, default=1600, help="steps of the run")
-    parser.add_argument("--told-steps", type=int, default=100_000, help="steps for the memory; 0 leaves it out")
+    parser.add_argument("--reported-steps", type=int, default=100_000, help="steps for the memory; 0 leaves it out")
     parser.add_argument("--hanging", action="store_true", help="one more sink, which hangs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -244,15 +244,15 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         sinks = ["jsonl", "spans", *there, *(["hanging"] if options.hanging else [])]
         result: dict[str, Any] = {"sinks": sinks, **step_ratios(config, hangs=options.hanging)}
-        if options.told_steps:
-            result |= memory_growth(config, options.told_steps)
+        if options.reported_steps:
+            result |= memory_growth(config, options.reported_steps)
     if options.json:
         print(json.dumps(result | origin()))
         return
     print(f"sinks: {', '.join(result['sinks'])}")
     print(f"step with over without: {result['ratio']:.4f} +- {result['ratio_ci95']:.4f} ({result['rounds']} rounds)")
-    if options.told_steps:
-        print(f"processor time of a step that is reported: {result['told_processor_s'] * 1e3:.2f} ms")
+    if options.reported_steps:
+        print(f"processor time of a step that is reported: {result['reported_processor_s'] * 1e3:.2f} ms")
         print(f"memory: {result['memory_bytes'] / 1e6:.0f} MB, and {result['memory_growth_bytes'] / 1e6:.1f} MB more")
 
 

@@ -32,7 +32,7 @@ class Arriving(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the outer log and the leases said last."""
+    """The outer log and the leases as last read."""
 
     incarnation: int = -1
     head: int = 0
@@ -81,7 +81,7 @@ class OuterLink(threading.Thread):
         self._showing = threading.Lock()
         self.view = View()
         self.seen_at_s = self.answered_at_s = time.monotonic()
-        """Since when `view` has been what the store said, and when the store answered last."""
+        """Since when `view` has been that of the store, and when the store answered last."""
 
     def hold(self, revision: Revision) -> None:
         """The site holds this from now on, and has acted on all that `view` says."""

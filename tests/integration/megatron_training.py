@@ -35,7 +35,7 @@ CPU_ARGUMENTS = (
     *("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
     *("--rerun-mode", "disabled", "--eval-iters", "0", "--eval-interval", "1000000", "--log-interval", "1"),
 )
-"""What Megatron has to be told to train without CUDA, its fused kernels, or a tokenizer, and not to evaluate."""
+"""What Megatron needs to train without CUDA, its fused kernels, or a tokenizer, and not to evaluate."""
 
 
 @dataclass(kw_only=True)

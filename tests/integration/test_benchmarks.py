@@ -67,8 +67,8 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "repair": ("--runs 1", {"ratio", "losses"}, ()),
     "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, TWO_GROUPS),
     "telemetry": (
-        "--steps 56 --told-steps 100 --hanging",
-        {"ratio", "sinks", "told_processor_s", "memory_growth_bytes"},
+        "--steps 56 --reported-steps 100 --hanging",
+        {"ratio", "sinks", "reported_processor_s", "memory_growth_bytes"},
         TWO_GROUPS,
     ),
     "wide_groups": ("--pairs 1 --steps 7 --lanes 2", {"ratio", "bytes_over_groups", "ours_host_bytes"}, TWO_GROUPS),

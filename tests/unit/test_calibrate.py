@@ -97,7 +97,7 @@ def test_steps_without_a_loss_give_compute_reduction_and_update() -> None:
     assert (found.reduce_s, found.update_s) == (pytest.approx(1.5), pytest.approx(0.5))
     assert found.jitter == pytest.approx(0.0)
     assert set(found.costs) == {"compute_s", "reduce_s", "update_s", "jitter", "pipeline_fill", "full_speed_groups"}
-    assert found.untold == ("anything about recoveries, as it has none from a single loss",)
+    assert found.unmeasured == ("anything about recoveries, as it has none from a single loss",)
 
 
 def test_the_spread_of_steps_is_the_jitter_and_single_slow_steps_do_not_count() -> None:
@@ -141,7 +141,7 @@ def test_recoveries_give_their_stages_and_their_steps_no_compute() -> None:
     assert (found.detect_s, found.agree_s) == (pytest.approx(0.5), pytest.approx(0.25))
     # 0.125 + 2.0625 from the patch to the commit; without a loss it is 2.5 from the contribution, so nothing is left.
     assert (found.rebuild_s, found.retry_s) == (None, pytest.approx(0.0))
-    assert found.untold == ("how long a rebuild takes: patches of 2.5 s and more have hidden it",)
+    assert found.unmeasured == ("how long a rebuild takes: patches of 2.5 s and more have hidden it",)
     [patch] = [state for state in found.fit.states if state.what == "patch"]
     assert (patch.loads, patch.median_s, patch.residual) == ((2,), 2.5, pytest.approx(0.0))
 
@@ -151,7 +151,7 @@ def test_a_loss_that_compute_hid_is_detected_as_its_fence_was_written() -> None:
     found = calibrate(journal_of((0.0, RUN), *whole_step(FIRST, 5.0, 5.0), *loss))
     assert found.detect_s == pytest.approx(0.75)
     assert found.agree_s == pytest.approx(0.75)  # all from the end of the compute to the decision
-    assert "every loss came while they computed" in found.untold[0]
+    assert "every loss came while they computed" in found.unmeasured[0]
 
 
 def test_rebuilds_that_short_patches_did_not_hide_are_found() -> None:
@@ -227,7 +227,7 @@ def test_steps_after_a_return_count_once_they_are_warm_and_a_disturbed_return_me
     found = calibrate(journal_of((0.0, RUN), *parts, (at_s, back), (at_s + 1.0, slow)))
     assert found.num_steps == num_steps - 2 * WARM_UP_STEPS
     assert (found.num_joins, found.join_s) == (0, None)
-    assert "how long it takes to admit groups" in found.untold[-1]
+    assert "how long it takes to admit groups" in found.unmeasured[-1]
 
 
 # --------------------------------------------------------------------------------- simulated runs give their costs back

@@ -147,7 +147,7 @@ def test_each_error_of_the_table_is_known_by_its_code_and_by_its_text(row: Devic
         ("CUDA error: device-side assert triggered", "program", True),
     ],
 )
-def test_messages_of_cuda_and_its_libraries_are_told_apart(text: str, kind: str, is_sticky: bool) -> None:
+def test_messages_of_cuda_and_its_libraries_are_distinguished(text: str, kind: str, is_sticky: bool) -> None:
     row = find_device_error(text)
     assert row is not None
     assert row.kind == kind

@@ -174,7 +174,7 @@ def test_one_launch_takes_all_tensors_eight_blocks_to_a_program(monkeypatch: pyt
     assert table[:, 2].tolist() == [0, 8, 16, 17, 19, 20]
 
 
-def test_the_variants_are_told_apart_as_triton_does() -> None:
+def test_variants_differ_as_in_triton() -> None:
     """The rules of this file against Triton's own, where that is installed; it needs no GPU for them."""
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; its 286 MB are too much for the tests")
     from triton.backends.compiler import GPUTarget

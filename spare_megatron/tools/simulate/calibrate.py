@@ -92,7 +92,7 @@ class Calibration:
     fit: ComputeFit
     scatter: Scatter
     """Mean excess of the run's times over these costs."""
-    untold: tuple[str, ...]
+    unmeasured: tuple[str, ...]
     """Sentences on what the run could not measure."""
 
     @property
@@ -121,7 +121,7 @@ def calibrate(journal: Journal) -> Calibration:
     speed = CostModel(compute_s=fit.compute_s, pipeline_fill=fit.pipeline_fill, full_speed_groups=groups)
     reduce_s = median(step.reduce_s / stretch(len(step.loads), speed) for step in steps)
     update_s = median(step.update_s / stretch(len(step.loads), speed) for step in steps)
-    masked, untold = _fit_recoveries(recoveries, reduce_s, speed)
+    masked, unmeasured = _fit_recoveries(recoveries, reduce_s, speed)
     join_s = median(join.pause_s for join in joins) if joins else None
     known = {name: seconds for name, seconds in masked.items() if seconds is not None}
     costs = replace(speed, reduce_s=reduce_s, update_s=update_s, join_s=join_s or 0.0, **known)
@@ -146,7 +146,7 @@ def calibrate(journal: Journal) -> Calibration:
             partial(_typical_step_s, costs, run.microbatches_per_shard, {join.step for join in joins}),
             partial(_typical_recovery_s, costs, run.microbatches_per_shard),
         ),
-        untold=(*untold, *_unmeasured_joins(committed, joins)),
+        unmeasured=(*unmeasured, *_unmeasured_joins(committed, joins)),
     )
 
 

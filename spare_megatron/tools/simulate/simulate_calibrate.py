@@ -52,7 +52,7 @@ def print_measured(measured: Measured, console: RunConsole) -> None:
     """Prints the costs, their fit, what the run could not measure, and predictions beside measurements."""
     rows = list(_calibration_rows(measured.calibration))
     console.tables(Table(title=f"measured in the run {measured.calibration.name}", rows=rows))
-    for what in measured.calibration.untold:
+    for what in measured.calibration.unmeasured:
         console.line(f"The run does not show {what}.")
     title = f"the losses of the run {measured.replay.name} again"
     columns = ("", "measured", "predicted", "error")

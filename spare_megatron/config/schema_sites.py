@@ -32,6 +32,11 @@ class SitesConfig:
     def is_used(self) -> bool:
         return bool(self.endpoints)
 
+    @property
+    def rule(self) -> str:
+        """The settings that decide the result of a round."""
+        return f"sites.bits={self.bits}, sites.learning_rate={self.learning_rate}, sites.momentum={self.momentum}"
+
     def read_of_order(self, number: int) -> int:
         """Samples of the order up to the last one of the first `number` that this site reads.
 

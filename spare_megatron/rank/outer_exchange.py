@@ -56,32 +56,42 @@ class SiteContent(NamedTuple):
 
 class Fetch(threading.Thread):
     """Fetches some bytes of each position from another site, beside the main thread. `failure`: why it has ended
-    without. The main thread sets `is_left` when they are no longer wanted.
+    without. The main thread sets `is_left` when they are no longer wanted. `failed`: a fetch of the same, which this
+    one continues.
     """
 
-    def __init__(self, wanted: SiteContent, num_bytes: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(
+        self, wanted: SiteContent, num_bytes: Mapping[int, int], timeout_s: float, failed: "Fetch | None" = None
+    ) -> None:
         super().__init__(name="fetch-outer", daemon=True)
         self._wanted, self._timeout_s = wanted, timeout_s
         self.contents = {position: torch.empty(size, dtype=torch.uint8) for position, size in num_bytes.items()}
-        self.num_fetched = 0
+        self._fetched = dict.fromkeys(num_bytes, 0)  # bytes from the start
+        if failed is not None:
+            self.contents, self._fetched = failed.contents, failed._fetched
         self.is_complete = self.is_left = False
         self.failure = ""
+
+    @property
+    def num_fetched(self) -> int:
+        return sum(self._fetched.values())
 
     def run(self) -> None:
         try:
             for position, content in self.contents.items():
-                self._fetch(Address.parse(self._wanted.addresses[position]), position, memoryview(content.numpy()))
+                if self._fetched[position] < len(content):
+                    self._fetch(Address.parse(self._wanted.addresses[position]), position, memoryview(content.numpy()))
             self.is_complete = True
         except Exception as error:  # noqa: BLE001  (another attempt follows while the bytes are wanted)
             self.failure = str(error) or type(error).__name__
 
     def _fetch(self, address: Address, position: int, into: memoryview) -> None:
-        pieces, place = list(pieces_of(len(into))), 0
+        pieces = [piece for piece in pieces_of(len(into)) if piece.start >= self._fetched[position]]
 
         def room(size: int) -> memoryview:
+            place = self._fetched[position]
             return into[place : place + size]
 
         with closing(PieceClient(address, self._timeout_s, is_over=lambda: self.is_left)) as client:
             for piece in client.fetch_each(self._wanted.name(position), self._wanted.number, pieces, room):
-                place = piece.stop
-                self.num_fetched += piece.size
+                self._fetched[position] = piece.stop

@@ -49,6 +49,8 @@ class View:
     """The site from which this one is to take that."""
     is_wanted: bool = False
     """The site may arrive in an open round."""
+    progress: int = 0
+    """Changes when another site of the closed round makes progress."""
 
 
 class OuterLink(threading.Thread):
@@ -118,8 +120,10 @@ class OuterLink(threading.Thread):
 
     def _follow(self, log: OuterLog) -> None:
         rounds, watch = RoundFold(self._sites.num_sites), LeaseWatch(self._sites.wait_s)
+        log.require_alike(self._sites.rule)
         incarnation = log.claim(self._site, self._start)
-        self._published = ""  # an embedded store may have begun anew
+        self._published = ""  # an embedded store may have begun anew, and its rounds have the numbers of earlier ones
+        self._arrived = self._arrived if self._arrived is not None and log.has_arrived(self._arrived) else None
         while not self._ends.is_set():
             is_active = self._turn(log, rounds, watch, incarnation)
             self._hurries.clear()
@@ -170,15 +174,20 @@ class OuterLink(threading.Thread):
         return appended is not None or arriving is not None
 
     def _own(self, rounds: RoundFold, incarnation: int) -> Own:
-        arrived, arriving = self._arrived, self.arriving
-        has_arrived = arrived is not None and (arrived.round, arrived.incarnation) == (rounds.round, incarnation)
+        arrived, arriving, closed_with = self._arrived, self.arriving, rounds.sites.get(self._site)
+        if arrived is not None and (arrived.round, arrived.incarnation) != (rounds.round, incarnation):
+            arrived = None
+        if arriving is None:
+            has_gone_on = arrived is not None
+        else:  # what is in the closed round may be from an earlier leader of the site
+            has_gone_on = any(one is not None and one.step != arriving.step for one in (arrived, closed_with))
         return Own(
             site=self._site,
             incarnation=incarnation,
             revision=self.held,
             is_due=self.is_due,
             lacks=self.lacks,
-            has_gone_on=has_arrived and (arriving is None or arrived is None or arrived.step != arriving.step),
+            has_gone_on=has_gone_on,
         )
 
     def _renew(self, log: OuterLog, incarnation: int) -> None:
@@ -211,6 +220,7 @@ class OuterLink(threading.Thread):
             revision=newest_held(rounds, live),
             donor=giver,
             is_wanted=may_arrive(rounds, own) and self._arrived_in(rounds.round) is None,
+            progress=sum(live[site].progress for site in others if site in live),
         )
         self.answered_at_s = time.monotonic()
         with self._showing:

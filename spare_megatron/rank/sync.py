@@ -71,14 +71,15 @@ class TurnOrder(NamedTuple):
 
 
 class Status(NamedTuple):
-    """How far a rank is: sites that it has yet to fetch from, what it has fetched and computed, and digests of the
-    result for a key, by position.
+    """How far a rank is: sites that it has yet to fetch from, what it has fetched and computed, digests of the result
+    for a key, by position, and why a fetch last failed.
     """
 
     lacks: frozenset[SiteId] = frozenset()
     progress: int = 0
     key: tuple[int, int, bool] | None = None
     digests: Mapping[int, str] = {}
+    failure: str = ""
 
 
 @dataclass(slots=True)
@@ -91,6 +92,8 @@ class _Round:
     moved_s: float
     """When the round last made progress, as far as the leader knows."""
     moved: tuple[int, ...] = ()
+    failure: str = ""
+    """Of the last fetch that failed."""
     offered: dict[int, Tensor] = field(default_factory=dict)
     """What the rank contributes, by index of the slab."""
     fetches: dict[tuple[SiteId, str, int], Fetch] = field(default_factory=dict)
@@ -267,7 +270,7 @@ class Sites:
         now = self._now
         fetched = sum(one.num_fetched for one in now.fetches.values())
         lacks = frozenset(site for (site, *_), one in now.fetches.items() if not one.is_complete and not one.is_left)
-        return Status(lacks, fetched + now.num_computed, now.result_of, now.digests)
+        return Status(lacks, fetched + now.num_computed, now.result_of, now.digests, now.failure)
 
     def _offer_differences(self) -> str:
         """Offers what this rank contributes. Returns the addresses of all ranks by position, as JSON."""
@@ -295,7 +298,7 @@ class Sites:
         view, now_s = link.view, time.monotonic()
         link.progress = sum(status.progress for status in statuses)
         link.lacks = frozenset(site for status in statuses for site in status.lacks)
-        moved = (view.head, link.progress)
+        moved = (view.head, link.progress, view.progress)  # one that has its result waits while others fetch theirs
         if moved != now.moved:
             now.moved, now.moved_s = moved, now_s
         target = self._target(view)
@@ -309,7 +312,8 @@ class Sites:
             return TurnOrder(end=RoundResult(target.round, (), digest))
         reason = self._why_over(view, now_s - now.moved_s, is_old=link.seen_at_s < now.began_s)
         if reason:
-            now.reason = reason
+            failures = [status.failure for status in statuses if status.failure]
+            now.reason = "; ".join([reason, *failures[:1]])
             self._gave_up_on = view.revision
             return TurnOrder(end=RoundResult())
         return TurnOrder(target=target)
@@ -360,8 +364,10 @@ class Sites:
         now, slabs = self._now, self._ctx.trainer.slabs
         self._leave_fetches(target.fetches)
         for key, wanted in zip(target.fetches, target.wanted.values(), strict=True):
-            if key not in now.fetches or now.fetches[key].failure:
-                now.fetches[key] = Fetch(wanted, self._num_bytes(wanted.kind), self._settings.wait_s)
+            failed = now.fetches.get(key)
+            if failed is None or failed.failure:
+                now.failure = f"site {key[0]}: {failed.failure}" if failed else now.failure
+                now.fetches[key] = Fetch(wanted, self._num_bytes(wanted.kind), self._settings.wait_s, failed)
                 now.fetches[key].start()
         if now.result_of == target.key or not all(now.fetches[key].is_complete for key in target.fetches):
             return

@@ -208,6 +208,10 @@ def save_shares(index: int, member: Member) -> str:
 # ------------------------------------------------------------------------------------------ sites, in the outer store
 
 
+OUTER_SETTINGS = "settings"
+"""What all sites must have alike. Written once, by the leader of the first site; read by all others."""
+
+
 def site_incarnation(site: int, incarnation: int) -> str:
     """The start of a site's run that has this incarnation. Written once, by the site's leader, which also reads it."""
     return f"site/{site}/{incarnation}"

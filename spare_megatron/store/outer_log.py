@@ -26,6 +26,14 @@ class OuterLog:
         self._log = DecisionLog(store)
         self._sites = [SiteId(site) for site in range(num_sites)]
 
+    def require_alike(self, settings: str) -> None:
+        """Raises ValueError if sites that came first have others."""
+        if (first := self._store.put_if_absent(keys.OUTER_SETTINGS, settings)) != settings:
+            raise ValueError(
+                f"outer log: other sites have {first}, and this one has {settings}, with which its rounds would have "
+                f"other results: set the same at all sites. To change them at all, delete the key {keys.OUTER_SETTINGS}"
+            )
+
     def claim(self, site: SiteId, start: str) -> int:
         """The incarnation of a start of the site's run, named uniquely: the same for each leader that claims for it."""
         incarnation = 0
@@ -46,6 +54,10 @@ class OuterLog:
         """Casts the vote; returns the one that counts, which an earlier leader of the site may have cast."""
         key = keys.arrival(vote.round, vote.site, vote.incarnation)
         return decode(self._store.put_if_absent(key, encode(vote)), Arrival)
+
+    def has_arrived(self, vote: Arrival) -> bool:
+        """Whether the store has a vote of the site in this round: one that has begun anew has none."""
+        return self._store.get([keys.arrival(vote.round, vote.site, vote.incarnation)]) != [None]
 
     def finish(self, vote: Done) -> Done:
         """As `arrive`, on a closed round."""

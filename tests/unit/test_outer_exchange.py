@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,8 +26,8 @@ def served() -> Iterator[tuple[OuterSource, Address]]:
         yield source, server.address
 
 
-def fetched(address: Address, *, number: int = 7, size: int = len(CONTENT)) -> Fetch:
-    fetch = Fetch(SiteContent("differences", number, {0: str(address)}), {0: size}, 5.0)
+def fetched(address: Address, *, number: int = 7, size: int = len(CONTENT), failed: Fetch | None = None) -> Fetch:
+    fetch = Fetch(SiteContent("differences", number, {0: str(address)}), {0: size}, 5.0, failed)
     fetch.start()
     fetch.join(20.0)
     assert not fetch.is_alive()
@@ -54,37 +54,63 @@ def test_a_site_without_the_token_gets_nothing(served: tuple[OuterSource, Addres
     assert fetch.num_fetched == 0
 
 
-def test_a_bit_that_flips_on_the_way_is_found(served: tuple[OuterSource, Address]) -> None:
-    flipped = threading.Event()
+@contextlib.contextmanager
+def relayed(address: Address, change: Callable[[int, bytearray], bytearray | None]) -> Iterator[Address]:
+    """An address by way of which one client reaches the other, whose answers are changed: the bytes from an offset on;
+    None cuts the connection.
+    """
 
-    def forward(near: socket.socket, far: socket.socket, flip_at: int) -> None:
+    def forward(near: socket.socket, far: socket.socket, change: Callable[[int, bytearray], bytearray | None]) -> None:
         seen = 0
         with contextlib.suppress(OSError):
-            while some := bytearray(near.recv(1 << 16)):
-                if 0 <= flip_at - seen < len(some):
-                    some[flip_at - seen] ^= 1
-                    flipped.set()
+            while (some := bytearray(near.recv(1 << 16))) and (changed := change(seen, some)) is not None:
                 seen += len(some)
-                far.sendall(some)
-        with contextlib.suppress(OSError):
-            far.shutdown(socket.SHUT_WR)
+                far.sendall(changed)
+        for one in (near, far):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        port: int = listener.getsockname()[1]
 
         def relay() -> None:
             near, _ = listener.accept()
-            far = socket.create_connection((served[1].host, served[1].port))
+            far = socket.create_connection((address.host, address.port))
             stack.enter_context(near)
             stack.enter_context(far)
             for one in (
-                threading.Thread(target=forward, args=(near, far, -1), daemon=True),
-                threading.Thread(target=forward, args=(far, near, 1_500_000), daemon=True),
+                threading.Thread(target=forward, args=(near, far, lambda _, some: some), daemon=True),
+                threading.Thread(target=forward, args=(far, near, change), daemon=True),
             ):
                 one.start()
 
         threading.Thread(target=relay, daemon=True).start()
-        fetch = fetched(replace(served[1], port=port))
+        yield replace(address, port=listener.getsockname()[1])
+
+
+def test_a_bit_that_flips_on_the_way_is_found(served: tuple[OuterSource, Address]) -> None:
+    flipped = threading.Event()
+
+    def flip(seen: int, some: bytearray) -> bytearray:
+        if 0 <= 1_500_000 - seen < len(some):
+            some[1_500_000 - seen] ^= 1
+            flipped.set()
+        return some
+
+    with relayed(served[1], flip) as address:
+        fetch = fetched(address)
     assert flipped.is_set()
     assert not fetch.is_complete
     assert "damaged" in fetch.failure
+
+
+def test_a_fetch_goes_on_where_a_broken_one_has_ended(served: tuple[OuterSource, Address]) -> None:
+    """Else a link that breaks sooner than a message takes would never carry one."""
+    with relayed(served[1], lambda seen, some: some if seen < 2_500_000 else None) as address:
+        broken = fetched(address)
+    assert (broken.is_complete, broken.num_fetched) == (False, 2 * 2**20)
+    sent: list[int] = []
+    with relayed(served[1], lambda _, some: sent.append(len(some)) or some) as address:  # type: ignore[func-returns-value]
+        fetch = fetched(address, failed=broken)
+    assert (fetch.is_complete, fetch.num_fetched) == (True, len(CONTENT))
+    assert torch.equal(fetch.contents[0], CONTENT)
+    assert sum(sent) < 2 * 2**20

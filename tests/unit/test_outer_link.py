@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spare_megatron.config.schema_sites import SitesConfig
+from spare_megatron.core.log.votes import RoundResult
 from spare_megatron.core.outer.entries import CommitRound, Contribution, OpenRound, Revision, SiteId, encode_entry
 from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.rank import sync
@@ -19,10 +21,16 @@ from tests.memory_store import MemoryStore
 FIRST = Revision(0, "first")
 
 
+class Cut(threading.Event):
+    """Set while a site is cut off from the store."""
+
+    num_refused = 0
+
+
 class Store(MemoryStore):
     """What one site sees of the store of all; it can be cut off."""
 
-    def __init__(self, data: dict[str, Any], is_cut: threading.Event) -> None:
+    def __init__(self, data: dict[str, Any], is_cut: Cut) -> None:
         super().__init__(data)
         self._is_cut = is_cut
 
@@ -31,6 +39,7 @@ class Store(MemoryStore):
 
     def get(self, keys: Any) -> list[str | None]:
         if self._is_cut.is_set():
+            self._is_cut.num_refused += 1
             raise StoreLost("cut off")
         return super().get(keys)
 
@@ -40,14 +49,16 @@ class Sites:
 
     def __init__(self, num_sites: int) -> None:
         self.data: dict[str, Any] = {}
-        self.cuts = [threading.Event() for _ in range(num_sites)]
-        self.links = [self._link(site, num_sites) for site in range(num_sites)]
-        for link in self.links:
-            link.start()
+        self.cuts = [Cut() for _ in range(num_sites)]
+        self.links = [self.start(site) for site in range(num_sites)]
 
-    def _link(self, site: int, num_sites: int) -> OuterLink:
-        settings = SitesConfig(endpoints=("tcp://127.0.0.1:1",), num_sites=num_sites, site=site, wait_s=1.0)
-        return OuterLink(lambda: Store(self.data, self.cuts[site]), settings, f"start {site}", FIRST)  # type: ignore[arg-type,return-value]
+    def start(self, site: int, **settings: Any) -> OuterLink:
+        sites = SitesConfig(
+            endpoints=("tcp://127.0.0.1:1",), num_sites=len(self.cuts), site=site, wait_s=1.0, **settings
+        )
+        link = OuterLink(lambda: Store(self.data, self.cuts[site]), sites, f"start {site}", FIRST)  # type: ignore[arg-type,return-value]
+        link.start()
+        return link
 
     def arrive(self, step: int) -> None:
         for link in self.links:
@@ -141,7 +152,7 @@ def test_a_round_that_all_sites_have_gone_on_from_is_given_up_at_once_though_it_
         cut.set()
         link.hold(FIRST)
     commit = CommitRound(round=1, sites=(SiteId(0), SiteId(1)), digest="new")
-    Store(sites.data, threading.Event()).put_if_absent(keys.entry(2), encode_entry(commit))
+    Store(sites.data, Cut()).put_if_absent(keys.entry(2), encode_entry(commit))
     for cut in sites.cuts:
         cut.clear()
     until(lambda: all(link.view.head == 3 and link.view.revision == FIRST for link in sites.links))
@@ -167,6 +178,72 @@ def test_a_log_of_another_version_ends_the_link_with_the_reason(sites: Sites) ->
     """Rounds then end at once, and their records say why."""
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
     entry = encode_entry(OpenRound(round=1, site=SiteId(0), base=FIRST))
-    Store(sites.data, threading.Event()).put(keys.entry(0), entry.replace('"version":1', '"version":99'))
+    Store(sites.data, Cut()).put(keys.entry(0), entry.replace('"version":1', '"version":99'))
     until(lambda: all(link.failure for link in sites.links))
     assert "99" in sites.links[0].failure
+
+
+def test_a_site_with_other_settings_takes_no_part(sites: Sites) -> None:
+    """Its result would differ in every round, as if its numbers were wrong."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.links[1].end(is_final=True)
+    sites.links[1].join(10.0)
+    sites.links[1] = sites.start(1, momentum=0.8)
+    until(lambda: bool(sites.links[1].failure))
+    assert "have sites.bits=32, sites.learning_rate=0.7, sites.momentum=0.9, and this one" in sites.links[1].failure
+    assert not sites.links[0].failure
+
+
+def test_what_a_site_arrived_with_in_a_lost_log_keeps_it_out_of_no_round_of_the_new_one(sites: Sites) -> None:
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    first, second = sites.links
+    first.is_due, first.arriving = True, Arriving(4, 20, "{}")
+    first.hurry()
+    until(lambda: keys.arrival(1, 0, 0) in sites.data)
+    for cut in sites.cuts:
+        cut.set()
+    first.hold(FIRST)  # and trains on
+    until(lambda: all(cut.num_refused for cut in sites.cuts))
+    sites.data.clear()
+    for cut in sites.cuts:
+        cut.clear()
+    second.is_due, second.arriving = True, Arriving(4, 40, "{}")
+    second.hurry()
+    until(lambda: first.view.is_wanted)
+    first.arriving = Arriving(9, 45, "{}")
+    first.hurry()
+    until(lambda: [one.weight for one in second.view.sites.values()] == [9, 4])
+
+
+def test_a_round_that_an_earlier_leader_of_the_site_has_closed_is_left_by_the_next(sites: Sites) -> None:
+    """That one knows of no arrival, and has no differences of that step."""
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    sites.links[1].end(is_final=True)
+    sites.links[1].join(10.0)
+    sites.links[0].is_due, sites.links[0].arriving = True, Arriving(4, 20, "{}")
+    sites.links[0].hurry()
+    until(lambda: list(sites.links[0].view.sites) == [0])
+    sites.links[0].end(is_final=False)
+    sites.links[0].join(10.0)
+    sites.links[0] = sites.start(0)
+    sites.links[0].arriving = Arriving(8, 24, "{}")
+    until(lambda: sites.links[0].view.head == 3 and sites.links[0].view.phase is RoundPhase.IDLE)
+
+
+def test_a_site_that_has_its_result_waits_while_another_makes_progress() -> None:
+    """One that gave up would have computed for nothing: the other commits without it, and it takes that state."""
+    site = sync.Sites.__new__(sync.Sites)
+    site._site, site._settings = SiteId(0), SitesConfig(endpoints=("tcp://127.0.0.1:1",), wait_s=1e-6)
+    site._ctx = SimpleNamespace(agreement=SimpleNamespace(is_over=lambda _: False), controller=SimpleNamespace(head=9))  # type: ignore[assignment]
+    site._round = sync._Round(key=(0, 20), began_s=0.0, moved_s=0.0)
+    sites = {one: Contribution(one, 0, 4, 20) for one in map(SiteId, (0, 1))}
+    link = SimpleNamespace(done=None, failure="", seen_at_s=1.0)
+    site._link = link  # type: ignore[assignment]
+    status = sync.Status(progress=7, failure="site 1: cut")
+    ends = []
+    for progress in (1, 2, 3, 3):
+        link.view = View(incarnation=0, round=3, phase=RoundPhase.CLOSED, sites=sites, progress=progress)
+        link.answered_at_s = time.monotonic() + 60.0
+        ends.append(site._order([status]).end)
+    assert ends == [None, None, None, RoundResult()]
+    assert site._round.reason == "no progress for 2e-06 s; site 1: cut"

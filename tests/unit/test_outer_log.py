@@ -55,6 +55,22 @@ def test_of_two_entries_for_one_place_the_first_stands(store: ControlStore) -> N
     assert [log.read(0), log.read(1), log.read(2)] == [[first, close], [close], []]
 
 
+def test_sites_have_the_same_settings(store: ControlStore) -> None:
+    """Else the results of their rounds would differ, which looks like wrong numbers of one of them."""
+    log = OuterLog(store, 2)
+    log.require_alike("sites.bits=8")
+    log.require_alike("sites.bits=8")
+    with pytest.raises(ValueError, match=r"other sites have sites\.bits=8, and this one has sites\.bits=4"):
+        log.require_alike("sites.bits=4")
+
+
+def test_a_store_that_has_begun_anew_knows_no_arrival(store: ControlStore) -> None:
+    log = OuterLog(store, 2)
+    assert not log.has_arrived(arrival(A))
+    log.arrive(arrival(A))
+    assert (log.has_arrived(arrival(A)), log.has_arrived(arrival(A, incarnation=1))) == (True, False)
+
+
 def test_a_site_that_comes_late_reads_a_long_log_in_few_requests() -> None:
     """One by one it would fall behind a link of 50 ms for minutes; a new entry alone takes no more than that did."""
     store = CountingStore({})

@@ -110,7 +110,7 @@ def save_alone(ctx: RankContext, action: SaveCheckpoint) -> None:
         num_ranks=spec.num_ranks,
         num_bytes=num_bytes,
         sha256=sha256,
-        params_sha256=trainer.params_sha256(),
+        params_sha256=" ".join(one for _, one in sorted(trainer.by_position(trainer.params_sha256).items())),
         slices=ctx.optimizer_state.digests_by_name(),
         manifest=asdict(manifest_of(spec.config, action, ctx.controller.head, {})),
         rest=" ".join(digest.hexdigest() for _, digest in sorted(rest.items())),

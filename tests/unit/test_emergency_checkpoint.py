@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from spare_megatron.core.log.entries import Commit, Restart, entry_fields
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.machine.lock import locked
+from spare_megatron.rank import group_saves
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, manifest_of
 from spare_megatron.state.checkpoint.emergency_checkpoint import (
@@ -26,11 +28,13 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import (
 )
 from spare_megatron.state.checkpoint.start_checkpoint import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
+from tests.rank_context import rank_context
 from tests.unit.journal_in_memory import run_record
 from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
 from tests.unit.test_cli_commands import invoke
 
 STEP, NUM_RANKS = 7, 2
+MEMBER = Member(GroupId(0))
 COMMITS = [Commit(step=step, attempt=step) for step in range(STEP)]
 RUN = run_record(4, ranks_per_group=NUM_RANKS)
 
@@ -247,3 +251,22 @@ def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> 
     assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == own, "its storage is gone"
     with locked(folder):
         assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == folder / own.name
+
+
+def test_all_parameters_of_a_rank_with_several_slabs_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pipelines of several lengths are possible, stages are cut into slabs."""
+    described: list[SavedRank] = []
+    monkeypatch.setattr(group_saves, "describe", lambda _, saved: described.append(saved))
+    for digests in ("ab", "ab", "ac"):
+        trainer = SimpleNamespace(
+            save_state=lambda _: (3, "of the file"),
+            by_position=lambda of_slab: {4 + slab: of_slab(slab) for slab in range(2)},
+            params_sha256=lambda slab=0, digests=digests: digests[slab],
+        )
+        ctx = rank_context(config=CONFIG, run_dir=tmp_path, trainer=trainer)
+        ctx.spec.num_ranks = 1  # type: ignore[misc]
+        ctx.optimizer_state = SimpleNamespace(digest_of_rest=lambda: None, digests_by_name=dict)  # type: ignore[assignment]
+        group_saves.save_alone(ctx, SaveCheckpoint(step=STEP, epoch=0, member=MEMBER, voters=(MEMBER,)))
+    assert [saved.params_sha256 for saved in described] == ["a b", "a b", "a c"]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,8 @@ def config_of(
     return config
 
 
-@pytest.fixture(scope="module")
-def gradients(random_corpus: Path) -> dict[int, GradientDigests]:
-    """Of six layers, by the length of the pipeline."""
+def digests_by_length(random_corpus: Path) -> dict[int, GradientDigests]:
+    """Of the gradients of six layers, by the length of the pipeline."""
     found: dict[int, GradientDigests] = {}
     for length in LENGTHS:
         configs = {
@@ -85,21 +85,18 @@ def gradients(random_corpus: Path) -> dict[int, GradientDigests]:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("length", LENGTHS[1:])
-def test_gradients_have_the_same_bits_in_pipelines_of_all_lengths(
-    gradients: dict[int, GradientDigests], variant: str, length: int
-) -> None:
-    expected = gradients[LENGTHS[0]][variant]
-    assert gradients[length][variant] == expected
+def test_gradients_have_the_same_bits_in_pipelines_of_all_lengths(random_corpus: Path) -> None:
+    gradients = digests_by_length(random_corpus)
     of_layers = {f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in range(6)}
-    assert {"embedding.word_embeddings.weight", "output_layer.weight", *of_layers} <= expected.keys()
-    assert sum(key.startswith("position ") and not key.endswith(" 1 buckets") for key in expected) == 4
     audited = {f"{kind} of slab {n} at position {n}" for kind in ("forward", "backward", "gradients") for n in range(4)}
-    assert audited <= expected.keys()
-    others = gradients[length][next(other for other in VARIANTS if other != variant)]
-    named = [digest for name, digest in expected.items() if name not in audited]
-    assert set(others.values()).isdisjoint(named), "digests see what differs"
+    for length, variant in product(LENGTHS[1:], VARIANTS):
+        expected = gradients[LENGTHS[0]][variant]
+        assert gradients[length][variant] == expected, (length, variant)
+        assert {"embedding.word_embeddings.weight", "output_layer.weight", *of_layers, *audited} <= expected.keys()
+        assert sum(key.startswith("position ") and not key.endswith(" 1 buckets") for key in expected) == 4
+        others = gradients[length][next(other for other in VARIANTS if other != variant)]
+        named = [digest for name, digest in expected.items() if name not in audited]
+        assert set(others.values()).isdisjoint(named), "digests see what differs"
 
 
 FUTURE = {"mtp_num_layers": 2, "position_embedding": "rope", "tie_embeddings": False, **EXPERTS}

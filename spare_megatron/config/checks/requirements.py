@@ -429,6 +429,9 @@ SITES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.sites.is_used and c.layout.data_parallel > 1,
          "[layout.data_parallel] divides what the optimizer keeps over lanes, and sites exchange all of it; set it to "
          "1, or remove sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.megatron.get("moe_router_enable_expert_bias"),
+         "megatron.moe_router_enable_expert_bias=true keeps biases beside the parameters, and sites exchange these "
+         "alone: each would select experts by its own biases; set it to false, or remove sites.endpoints"),
     Rule(lambda c: c.sites.is_used and c.data.phases,
          "sites read one order of samples, and [data.phases] has several; begin a new training, or remove "
          "sites.endpoints"),

@@ -63,6 +63,12 @@ def _splits_windows(config: RunConfig) -> bool:
     return has_window and config.layout.context_parallel > 1 and config.may_use_transformer_engine
 
 
+def _divides_query_groups(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks have parts of query groups; without `num_query_groups` every head is one."""
+    num_groups = model_fields(config)["num_query_groups"]
+    return isinstance(num_groups, int) and num_groups < config.layout.tensor_parallel
+
+
 def _fills_nodes(config: RunConfig) -> bool:
     layout = config.parallel
     return min(layout.num_ranks, layout.num_nodes) >= 1 and not layout.num_ranks % layout.num_nodes
@@ -141,6 +147,7 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "least_bucket_mib": _least_bucket_mib,
     "linear_bias": partial(as_written, field="add_bias_linear"),
     "nodes_of_job": lambda c: c.cluster.num_nodes + c.slurm.num_spare_nodes,
+    "query_groups": partial(as_written, field="num_query_groups"),
     "ramp_increases": _ramp_increases,
     "sharing_lanes": lambda c: f"layout.{'expert' if c.layout.expert_parallel else 'data'}_parallel={c.row_size}",
     "snapshot_copies": lambda c: c.snapshot.redundancy + 1,
@@ -311,6 +318,10 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.kind == "muon",
          "[optimizer.sharding] divides parameters into ranges of elements, and [optimizer.kind] orthogonalizes whole "
          "matrices; set the former to replicated or the latter to adam"),
+    Rule(lambda c: c.optimizer.kind == "muon" and c.optimizer.muon_split_qkv and _divides_query_groups(c),
+         "[optimizer.muon_split_qkv] needs whole query groups on each tensor-parallel rank, but <query_groups> is "
+         "below [layout.tensor_parallel], and megatron-core would orthogonalize queries, keys and values together; set "
+         "the first to false, or lower the last"),
     Rule(lambda c: c.optimizer.sharding == "stacked" and not c.layout.data_parallel == c.row_size == 1,
          "[optimizer.sharding] divides the optimizer state over groups, and [layout.data_parallel] already over the "
          "lanes of each; set the former to replicated or the latter to 1"),

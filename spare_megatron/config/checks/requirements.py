@@ -63,6 +63,11 @@ def _splits_windows(config: RunConfig) -> bool:
     return has_window and config.layout.context_parallel > 1 and config.may_use_transformer_engine
 
 
+def _has_sinks(config: RunConfig) -> bool:
+    """Whether heads in layers of transformer-engine may attend to nothing."""
+    return config.may_use_transformer_engine and config.megatron.get("softmax_type", "vanilla") != "vanilla"
+
+
 def _divides_query_groups(config: RunConfig) -> bool:
     """Whether tensor-parallel ranks have parts of query groups; without `num_query_groups` every head is one."""
     num_groups = model_fields(config)["num_query_groups"]
@@ -150,6 +155,7 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "query_groups": partial(as_written, field="num_query_groups"),
     "ramp_increases": _ramp_increases,
     "sharing_lanes": lambda c: f"layout.{'expert' if c.layout.expert_parallel else 'data'}_parallel={c.row_size}",
+    "sink": lambda c: f"megatron.softmax_type={c.megatron['softmax_type']}",
     "snapshot_copies": lambda c: c.snapshot.redundancy + 1,
     "tokens_per_step": _tokens_per_step,
     "why_not_reformed": _why_not_reformed,
@@ -515,6 +521,13 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
          and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
          "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
          "megatron.cp_comm_type to a2a or all_gather, or model.transformer_impl=local"),
+    Rule(lambda c: _has_sinks(c) and c.data.reset_attention_mask,
+         "<sink> with [data.reset_attention_mask] needs other layers than those of transformer-engine, which has no "
+         "kernel for both before 2.12; set model.transformer_impl=local, or one of the two to its default"),
+    Rule(lambda c: _has_sinks(c) and not c.data.reset_attention_mask and c.layout.context_parallel > 1
+         and c.megatron.get("cp_comm_type") != "a2a",
+         "<sink> with [layout.context_parallel] needs the one exchange of transformer-engine that knows it; set "
+         "megatron.cp_comm_type=a2a, or model.transformer_impl=local"),
 )
 """Of a configuration whose device is resolved."""
 

@@ -536,7 +536,17 @@ def test_pieces_of_the_sequence_must_come_out_even() -> None:
     text = only_problem(
         "layout.tensor_parallel=2", "model.seq_length=65", "megatron.sequence_parallel=true", machine=machine
     )
-    assert "model.seq_length=65 is not a multiple of layout.tensor_parallel=2" in text
+    assert "model.seq_length=65 is not a multiple of layout.tensor_parallel x layout.context_parallel=2" in text
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_tensor_ranks_divide_the_part_of_a_context_rank(tensor: int) -> None:
+    machine = MachineResources(num_gpus=32, num_cores=64, has_corpus=True)
+    split = (f"layout.tensor_parallel={tensor}", "layout.context_parallel=2", "model.num_attention_heads=4")
+    config = configured(*split, "model.seq_length=68", "megatron.sequence_parallel=true")
+    refused = ["model.seq_length=68 is not a multiple of layout.tensor_parallel x layout.context_parallel=8"]
+    found = [text.partition(";")[0] for text in problems(config, machine)]
+    assert found == (refused if tensor == 4 else [])
 
 
 def test_auto_takes_gpus_when_there_are_any() -> None:

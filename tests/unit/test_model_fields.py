@@ -121,6 +121,31 @@ def test_windows_over_split_sequences_need_an_exchange_that_knows_them(exchange:
                 assert problems(configured(*words, place, f"data.reset_attention_mask={masked}"), gpus) == []
 
 
+SINK = ("data.corpus=c", "megatron.softmax_type=learnable")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (("layout.context_parallel=2",), "with layout.context_parallel=2 needs the one exchange"),
+        (("layout.context_parallel=2", "megatron.cp_comm_type=all_gather"), "set megatron.cp_comm_type=a2a"),
+        (("layout.context_parallel=2", "megatron.cp_comm_type=a2a"), ""),
+        (("data.reset_attention_mask=true",), "with data.reset_attention_mask=true needs other layers"),
+        (("layout.context_parallel=2", "data.reset_attention_mask=true"), "needs other layers than those of"),
+        ((), ""),
+    ],
+)
+def test_heads_that_attend_to_nothing_need_kernels_that_know_it(settings: tuple[str, ...], named: str) -> None:
+    gpus = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
+    found = problems(configured(*SINK, *settings), gpus)
+    assert len(found) == bool(named)
+    assert all(text.startswith("megatron.softmax_type=learnable with ") and named in text for text in found)
+    others = [text for text in settings if "cp_comm_type" not in text]
+    for place in ("model.transformer_impl=local", "cluster.device=cpu"):
+        assert problems(configured(*SINK, *others, place), gpus) == []
+    assert not any("softmax_type" in text for text in problems(configured(SINK[0], *settings), gpus))
+
+
 @pytest.mark.parametrize(
     ("row", "named"),
     [

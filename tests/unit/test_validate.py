@@ -506,6 +506,25 @@ def test_what_yarn_does_not_go_with_is_refused(settings: tuple[str, ...], text: 
     assert any(text in problem for problem in problems(config, MACHINE))
 
 
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        (("model.num_query_groups=2",), "but model.num_query_groups=2 is below layout.tensor_parallel=4"),
+        (("megatron.num_query_groups=1",), "but megatron.num_query_groups=1 is below layout.tensor_parallel=4"),
+        (("model.num_query_groups=2", "optimizer.muon_split_qkv=false"), ""),
+        (("model.num_query_groups=2", "optimizer.kind=adam"), ""),
+        (("model.num_query_groups=4",), ""),
+        ((), ""),
+    ],
+)
+def test_muon_splits_matrices_of_whole_query_groups(settings: tuple[str, ...], refused: str) -> None:
+    found = problems(
+        configured("optimizer.kind=muon", "layout.tensor_parallel=4", "model.num_attention_heads=8", *settings), CPU
+    )
+    assert len(found) == bool(refused)
+    assert all(text.startswith("optimizer.muon_split_qkv=true needs") and refused in text for text in found)
+
+
 def test_a_comfortable_run_raises_no_warning() -> None:
     assert warnings(configured(*GOLOMB), CPU) == []
 

@@ -20,6 +20,8 @@ def with_sites(**values: object) -> RunConfig:
     return replace(GOOD, sites=replace(GOOD.sites, **values))
 
 
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
 REFUSED = {
     "settings without sites": (with_sites(endpoints=(), every_steps=50), "sites.every_steps=50 has no effect"),
     "a number beyond the last": (with_sites(site=2), "sites.site=2 must be below sites.num_sites=2"),
@@ -28,6 +30,10 @@ REFUSED = {
     "two kinds": (with_sites(endpoints=(*EMBEDDED, *ETCD)), "are neither client URLs"),
     "partitioned state": (replace(GOOD, optimizer=OptimizerConfig(sharding="stacked")), "optimizer.sharding=stacked"),
     "lanes": (replace(GOOD, layout=replace(GOOD.layout, data_parallel=2)), "layout.data_parallel=2"),
+    "expert biases": (
+        replace(GOOD, model=replace(GOOD.model, num_experts=4), megatron=BIASED),
+        "set it to false, or remove sites.endpoints",
+    ),
     "undone steps": (replace(GOOD, snapshot=SnapshotConfig(every_steps=10)), "snapshot.every_steps=10"),
     "phases": (replace(GOOD, data=replace(GOOD.data, phases=("32:64",))), "data.phases"),
     "waits": (with_sites(wait_s=200.0), "4 x sites.wait_s=200.0 exceeds control.decision_timeout_s=600.0"),

@@ -63,6 +63,17 @@ def _splits_windows(config: RunConfig) -> bool:
     return has_window and config.layout.context_parallel > 1 and config.may_use_transformer_engine
 
 
+def _has_sinks(config: RunConfig) -> bool:
+    """Whether heads in layers of transformer-engine may attend to nothing."""
+    return config.may_use_transformer_engine and config.megatron.get("softmax_type", "vanilla") != "vanilla"
+
+
+def _divides_query_groups(config: RunConfig) -> bool:
+    """Whether tensor-parallel ranks have parts of query groups; without `num_query_groups` every head is one."""
+    num_groups = model_fields(config)["num_query_groups"]
+    return isinstance(num_groups, int) and num_groups < config.layout.tensor_parallel
+
+
 def _fills_nodes(config: RunConfig) -> bool:
     layout = config.parallel
     return min(layout.num_ranks, layout.num_nodes) >= 1 and not layout.num_ranks % layout.num_nodes
@@ -141,8 +152,10 @@ _DERIVED: Mapping[str, Callable[[RunConfig], object]] = {
     "least_bucket_mib": _least_bucket_mib,
     "linear_bias": partial(as_written, field="add_bias_linear"),
     "nodes_of_job": lambda c: c.cluster.num_nodes + c.slurm.num_spare_nodes,
+    "query_groups": partial(as_written, field="num_query_groups"),
     "ramp_increases": _ramp_increases,
     "sharing_lanes": lambda c: f"layout.{'expert' if c.layout.expert_parallel else 'data'}_parallel={c.row_size}",
+    "sink": lambda c: f"megatron.softmax_type={c.megatron['softmax_type']}",
     "snapshot_copies": lambda c: c.snapshot.redundancy + 1,
     "tokens_per_step": _tokens_per_step,
     "why_not_reformed": _why_not_reformed,
@@ -311,6 +324,10 @@ TRAINING: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.optimizer.sharding == "stacked" and c.optimizer.kind == "muon",
          "[optimizer.sharding] divides parameters into ranges of elements, and [optimizer.kind] orthogonalizes whole "
          "matrices; set the former to replicated or the latter to adam"),
+    Rule(lambda c: c.optimizer.kind == "muon" and c.optimizer.muon_split_qkv and _divides_query_groups(c),
+         "[optimizer.muon_split_qkv] needs whole query groups on each tensor-parallel rank, but <query_groups> is "
+         "below [layout.tensor_parallel], and megatron-core would orthogonalize queries, keys and values together; set "
+         "the first to false, or lower the last"),
     Rule(lambda c: c.optimizer.sharding == "stacked" and not c.layout.data_parallel == c.row_size == 1,
          "[optimizer.sharding] divides the optimizer state over groups, and [layout.data_parallel] already over the "
          "lanes of each; set the former to replicated or the latter to 1"),
@@ -429,6 +446,9 @@ SITES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.sites.is_used and c.layout.data_parallel > 1,
          "[layout.data_parallel] divides what the optimizer keeps over lanes, and sites exchange all of it; set it to "
          "1, or remove sites.endpoints"),
+    Rule(lambda c: c.sites.is_used and c.megatron.get("moe_router_enable_expert_bias"),
+         "megatron.moe_router_enable_expert_bias=true keeps biases beside the parameters, and sites exchange these "
+         "alone: each would select experts by its own biases; set it to false, or remove sites.endpoints"),
     Rule(lambda c: c.sites.is_used and c.data.phases,
          "sites read one order of samples, and [data.phases] has several; begin a new training, or remove "
          "sites.endpoints"),
@@ -501,6 +521,13 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
          and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
          "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
          "megatron.cp_comm_type to a2a or all_gather, or model.transformer_impl=local"),
+    Rule(lambda c: _has_sinks(c) and c.data.reset_attention_mask,
+         "<sink> with [data.reset_attention_mask] needs other layers than those of transformer-engine, which has no "
+         "kernel for both before 2.12; set model.transformer_impl=local, or one of the two to its default"),
+    Rule(lambda c: _has_sinks(c) and not c.data.reset_attention_mask and c.layout.context_parallel > 1
+         and c.megatron.get("cp_comm_type") != "a2a",
+         "<sink> with [layout.context_parallel] needs the one exchange of transformer-engine that knows it; set "
+         "megatron.cp_comm_type=a2a, or model.transformer_impl=local"),
 )
 """Of a configuration whose device is resolved."""
 

@@ -202,7 +202,8 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         larger, smaller = ((text, query_groups), (tensor_text, tensor))[:: 1 if query_groups > tensor else -1]
         divisions.append((*larger, *smaller))
     if config.megatron.get("sequence_parallel"):
-        divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
+        parts, parts_text = tensor * layout.context_parallel, f"{tensor_text} x layout.context_parallel"
+        divisions.append(("model.seq_length", model.seq_length, parts_text, parts))
     groups = "layout.num_groups" if layout.max_groups is None else "layout.max_groups"
     ranks = "layout.tensor_parallel x layout.context_parallel x layout.data_parallel x layout.pipeline_parallel"
     divisions.append((f"{groups} x {ranks}", config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))

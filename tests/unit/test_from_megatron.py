@@ -19,8 +19,9 @@ spare config check PRESET --elsewhere
 
 The report on stderr names what became of every given argument, and what is set because Megatron's default differs from
 the one here. Arguments that are not had here stop it, unless `--without` leaves them out. Variables that only running
-the script would show are given by `--define`, `$1` as `--define 1=VALUE`; GPUs and the size of the vocabulary behind
-`--`, where the launch does not have them.
+the script would show, those that it sets behind `&&` or `||` among them, are given by `--define`, `$1` as `--define
+1=VALUE`; behind `--` GPUs and the size of the vocabulary, where the launch does not have them, and arguments whose
+values are the output of a command.
 
 - A group is a data-parallel replica: GPUs / (TP x PP x CP), divided by the lanes that share experts. A shard has
   `train.global_batch_size` / (groups x micro batch) microbatches.

@@ -360,6 +360,13 @@ def test_an_argument_behind_the_dashes_replaces_the_output_of_a_command(tmp_path
     assert (result.exit_code, parsed_toml(result.stdout)["checkpoint"]["folder"]) == (0, "/c")
 
 
+@pytest.mark.parametrize("more", ["", "--calculate-per-token-loss"])
+def test_the_report_names_another_divisor_of_the_loss(more: str) -> None:
+    report = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --eod-mask-loss {more}".split()).stderr
+    setting = "--eod-mask-loss: data.eod_mask_loss = True"
+    assert f"{setting}\n" in report if more else f"{setting}, and the loss is divided by the tokens that" in report
+
+
 def test_the_command_refuses_what_is_not_had_here_unless_it_is_left_out() -> None:
     words = ["--", *GPUS.split(), *LAUNCH.split(), *DATA.split(), "--made-up", "3"]
     result = invoke(*words)

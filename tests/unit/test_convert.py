@@ -58,6 +58,25 @@ LOGS=${2:-"logs/x"}
 torchrun pretrain_gpt.py --save "$CKPT" --tensorboard-dir $LOGS --data-path '$not' \\$not "a\\"b" x#y &
 wait
 """,
+    "defaults": """
+BASE=/data; EMPTY=
+CKPT=${CKPT:-${BASE}/ckpt}
+LOGS="${LOGS:-"${BASE:-x}/a b"}"
+torchrun pretrain_gpt.py --save $CKPT --load ${A-${B:-${BASE}/c}} --tensorboard-dir "$LOGS" --lr ${EMPTY:-1e-4} \\
+    --data-path "\\${BASE} $BASE" '${BASE}' ${EMPTY-x} ${BASE:-"$CKPT"} ${C:-"$BASE"/d}
+""",
+    "lists": """
+set -e && true
+TP=2 && echo $TP
+ARGS=(--lr 1e-4)
+false || { echo $TP; } && (true && true)
+case $TP in 1) false && true;; 2) true;; esac
+ARGS+=(--seed $TP)
+if true && true; then echo; fi
+PP=3
+cd / && # there
+    torchrun pretrain_gpt.py "${ARGS[@]}" --pipeline-model-parallel-size $PP
+""",
 }
 
 
@@ -91,6 +110,19 @@ def test_words_of_a_launch_are_those_that_bash_gives_it(name: str, tmp_path: Pat
         ("for N in 1 2; do M=1; done; N=$M\n", "M"),
         ("N=$M\n", "M"),
         ("N=`cat file`\n", "N"),
+        ('N="$(dirname "$0")/n"\n', "N"),
+        ("N=run_$(date +%s)\n", "N"),
+        ("N=${M%/}\n", "N"),
+        ("N=${M:-{1}}\n", "N"),
+        ("N=${N:-$(nproc)}\n", "N"),
+        ('[ "$SIZE" = small ] && N=4\n', "N"),
+        ("N=1; [[ -n $A && $B ]] || N+=4\n", "N"),
+        ("N=(1); test $A && N+=(4)\n", "N"),
+        ("N=1; true && export N=2 | cat\n", "N"),
+        ("N=1; true &&\n  # the other\n  N=2\n", "N"),
+        ("N=1; [ $A ] && {\n M=1\n N=2; }\n", "N"),
+        ("N=1; [ $A ] && { case $A in a) M=1;; esac; N=2; }\n", "N"),
+        ("N=1; [ $A ] && { M=1; } && N=2\n", "N"),
         ("", "N"),
     ],
 )
@@ -101,9 +133,41 @@ def test_a_value_that_only_running_shows_is_refused_by_its_variable(line: str, u
     assert read_launch(file, {unknown: "4"}).arguments == ("--num-layers", "4")
 
 
+@pytest.mark.parametrize(
+    ("text", "argument"),
+    [
+        ("torchrun pretrain_gpt.py --lr 1 --save $(pwd)/c", "--save"),
+        ("torchrun pretrain_gpt.py --save=${A%/}", "--save"),
+        ("A=(--lr 1 --save `pwd`)\ntorchrun pretrain_gpt.py ${A[@]}", "--save"),
+        ("A=' --lr 1'; A+=\" --save $(pwd)/c\"\ntorchrun pretrain_gpt.py $A", "--save"),
+        ("torchrun --nproc-per-node $(nvidia-smi -L | wc -l) pretrain_gpt.py", "--nproc-per-node"),
+        ("bash -c 'A=1; torchrun pretrain_gpt.py --save ${A}'", "--save"),
+    ],
+)
+def test_an_expansion_that_only_bash_makes_is_refused_by_its_argument(text: str, argument: str, tmp_path: Path) -> None:
+    (file := tmp_path / "launch.sh").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=f"shows the value of {argument}; give {argument} VALUE behind --$"):
+        read_launch(file, {})
+    read_launch(file, {}, [argument, "4"])  # which replaces it
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("torchrun pretrain_gpt.py --save x $(further)", "behind --save"),
+        ("torchrun pretrain_gpt.py --save=x $(further)", "behind --save"),
+        ("$(which torchrun) pretrain_gpt.py --save x", "of the launcher"),
+    ],
+)
+def test_an_expansion_that_may_hold_other_arguments_is_refused(text: str, place: str, tmp_path: Path) -> None:
+    (file := tmp_path / "launch.sh").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=f"only running it shows a word {place}; write that out in a copy"):
+        read_launch(file, {}, ["--save", "y"])
+
+
 def test_a_script_is_never_executed(tmp_path: Path) -> None:
     (file := tmp_path / "launch.sh").write_text(f"touch {tmp_path}/ran\ntorchrun pretrain_gpt.py --bf16 $(touch ran)\n")
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(ValueError, match="only running it shows the value of --bf16"):
         read_launch(file, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["launch.sh"]
 
@@ -287,6 +351,20 @@ def test_the_report_names_what_is_rounded_to_whole_steps() -> None:
     assert "--lr-warmup-fraction 0.1: optimizer.warmup_steps = 5, rounded from 4.3 steps" in result.stderr
     exact = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --lr-decay-iters 40 --lr-warmup-fraction 0.1".split())
     assert "--lr-warmup-fraction 0.1: optimizer.warmup_steps = 4\n" in exact.stderr
+
+
+def test_an_argument_behind_the_dashes_replaces_the_output_of_a_command(tmp_path: Path) -> None:
+    (file := tmp_path / "launch.sh").write_text(f"torchrun {GPUS} pretrain_gpt.py {LAUNCH} {DATA} --save $(pwd)/c\n")
+    assert invoke(str(file)).exit_code == 2
+    result = invoke(str(file), "--", "--save", "/c")
+    assert (result.exit_code, parsed_toml(result.stdout)["checkpoint"]["folder"]) == (0, "/c")
+
+
+@pytest.mark.parametrize("more", ["", "--calculate-per-token-loss"])
+def test_the_report_names_another_divisor_of_the_loss(more: str) -> None:
+    report = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --eod-mask-loss {more}".split()).stderr
+    setting = "--eod-mask-loss: data.eod_mask_loss = True"
+    assert f"{setting}\n" in report if more else f"{setting}, and the loss is divided by the tokens that" in report
 
 
 def test_the_command_refuses_what_is_not_had_here_unless_it_is_left_out() -> None:

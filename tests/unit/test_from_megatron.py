@@ -19,13 +19,16 @@ spare config check PRESET --elsewhere
 
 The report on stderr names what became of every given argument, and what is set because Megatron's default differs from
 the one here. Arguments that are not had here stop it, unless `--without` leaves them out. Variables that only running
-the script would show are given by `--define`, `$1` as `--define 1=VALUE`; GPUs and the size of the vocabulary behind
-`--`, where the launch does not have them.
+the script would show, those that it sets behind `&&` or `||` among them, are given by `--define`, `$1` as `--define
+1=VALUE`; behind `--` GPUs and the size of the vocabulary, where the launch does not have them, and arguments whose
+values are the output of a command.
 
 - A group is a data-parallel replica: GPUs / (TP x PP x CP), divided by the lanes that share experts. A shard has
   `train.global_batch_size` / (groups x micro batch) microbatches.
 - The vocabulary is padded as in Megatron, whose softmax has the padding, too.
 - Arguments in samples become steps; what does not fill a step counts as one.
+- With `--eod-mask-loss` the loss is divided by the tokens that count in the whole step, as Megatron does with
+  `--calculate-per-token-loss`; without that it divides each microbatch by its own: the report names the difference.
 - `--rampup-batch-size` becomes a ramp that reads as many samples in stages of equally many steps, where Megatron's have
   equally many samples: the report names the steps of both ([a batch that grows](models.md#a-batch-that-grows)).
 - Of a checkpoint that is loaded with `--finetune` only weights count: `spare checkpoint import` it, and set

@@ -53,8 +53,9 @@ def convert(
         raise ValueError(f"--define {malformed[0]} must have the form NAME=VALUE")
     defined = {name: value for name, _, value in (text.partition("=") for text in define or ())}
     is_file = not words[0].startswith("--")
-    launch = read_launch(Path(words[0]), defined) if is_file else None
-    args, preset, reader = convert_launch(launch, words[is_file:], without or ())
+    further = words[is_file:]
+    launch = read_launch(Path(words[0]), defined, further) if is_file else None
+    args, preset, reader = convert_launch(launch, further, without or ())
     name = Path(words[0]).stem if is_file else "converted"
     _print_report(args, preset, launch.environment if launch else {}, reader)
     missing = [args.written(name) for name, found in preset.classes.items() if found.kind == "missing"]

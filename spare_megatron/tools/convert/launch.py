@@ -2,26 +2,36 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spare_megatron.tools.convert.arguments import read_arguments
+
 _SCRIPT = re.compile(r"(?:.*/)?pretrain_gpt\.py")
 _NESTED = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_VARIABLE = rf"\$\((?:{_NESTED})\)|`[^`]*`|\$\{{[^}}]*\}}|\$[A-Za-z_]\w*|\$[0-9@*#?]"
-_WORD = rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|{_VARIABLE}|[^\s;&|<>()'"\\#]|(?<=\S)\#)+"""
+_DEFAULTS = r"\$\{(?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*\}"
+_VARIABLE = rf"\$\((?:{_NESTED})\)|`[^`]*`|{_DEFAULTS}|\$[A-Za-z_]\w*|\$[0-9@*#?]"
+_QUOTED = rf"(?>\\.|{_VARIABLE}|[^\"\\])*"
+_WORD = rf"""(?:'[^']*'|"{_QUOTED}"|\\.|{_VARIABLE}|[^\s;&|<>()'"\\#]|(?<=\S)\#)+"""
 _TOKEN = re.compile(
-    rf"(?P<comment>(?<!\S)\#[^\n]*)|(?P<redirection>\d*(?:>>?|<)(?:&[\d-]|\s*{_WORD}))"
-    rf"|(?P<array>[A-Za-z_]\w*\+?=\()|(?P<word>{_WORD})|(?P<end>\n|;|&&?|\|\|?)|(?P<parenthesis>[()])"
+    rf"(?P<blank>(?<!\S)\#[^\n]*|(?<=&&|\|\|)(?:\s|\#[^\n]*)+)|(?P<redirection>\d*(?:>>?|<)(?:&[\d-]|\s*{_WORD}))"
+    rf"|(?P<array>[A-Za-z_]\w*\+?=\()|(?P<word>{_WORD})|(?P<operator>&&|\|\||[\n;&|()])"
 )
-_PIECE = re.compile(rf"'([^']*)'|\"((?:\\.|[^\"\\])*)\"|\\(.)|({_VARIABLE})")
+_PIECE = re.compile(rf"'([^']*)'|\"({_QUOTED})\"|\\(.)|({_VARIABLE}|[$`\"'])")
+_INSIDE = re.compile(rf"\\([\\\"$`])|{_VARIABLE}|[$`]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|[0-9@*#?])(?:\[[@*]\])?(?:(:?-)(.*))?\}?", re.DOTALL)
+_REFERENCE = re.compile(r"\$(\{)?([A-Za-z_]\w*|[0-9@*#?])(?(1)(?:\[[@*]\])?(?:(:?-)(.*))?\})", re.DOTALL)
 _UNKNOWN = re.compile("\0([^\0]*)\0")
-_BEGIN, _END = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
-_LEADING = {"then", "else", "do", "exec", "time", "export", "declare", "local", "readonly", "{"}
+_OUTPUT = "\0$\0"
+"""Stands for an expansion that only bash makes, such as the output of a command."""
+_LOOPS, _LISTS = {"for": "done", "while": "done", "until": "done"}, {"&&": ";", "||": ";"}
+_CLOSER = {"if": "fi", "case": "esac", "{": "}", "(": ")", **_LOOPS, **_LISTS}
+_COMPOUND = {*_CLOSER, *_CLOSER.values()}
+_LEADING = {"then", "else", "do", "exec", "time", "export", "declare", "local", "readonly"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +47,14 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_launch(file: Path, defined: Mapping[str, str]) -> Launch:
-    """The launch in a file. Raises ValueError for variables that neither the file nor `defined` sets."""
+def read_launch(file: Path, defined: Mapping[str, str], further: Sequence[str] = ()) -> Launch:
+    """The launch in a file. Raises ValueError for variables that neither the file nor `defined` sets, and for values
+    that only running the script shows, unless `further`, which has later arguments, gives the argument anew.
+    """
+    given = read_arguments(further)
     text = file.read_text(encoding="utf-8")
     if file.suffix in (".yaml", ".yml"):
-        return _of_yaml(file, text, defined)
+        return _of_yaml(file, text, defined, given)
     shell = _Shell(variables={name: [value] for name, value in defined.items()}, fixed=frozenset(defined))
     launches = [launch for words in _commands(text, shell) if (launch := _of_words(words))]
     if not launches and re.match(r"\s*--", text):
@@ -49,26 +62,40 @@ def read_launch(file: Path, defined: Mapping[str, str]) -> Launch:
     if len(launches) != 1:
         raise ValueError(f"{file} launches pretrain_gpt.py {len(launches)} times; name a script that does it once")
     launch = launches[0]
-    _require_known(file, (*launch.launcher, *launch.arguments))
+    _require_known(file, (*launch.launcher, *launch.arguments), given)
     environment = {name: _UNKNOWN.sub("", " ".join(shell.variables[name])) for name in shell.exported}
     return Launch(launcher=launch.launcher, arguments=launch.arguments, environment=environment)
 
 
 def _of_words(words: Sequence[str]) -> Launch | None:
-    words = [part for word in words for part in (word.split() if "pretrain_gpt.py " in word else [word])]
-    index = next((index for index, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
-    if index is None or words[0] in ("echo", "[", "[[", "test"):
+    parts = [part for word in words for part in (word.split() if "pretrain_gpt.py " in word else [word])]
+    index = next((index for index, part in enumerate(parts) if _SCRIPT.fullmatch(part)), None)
+    if index is None or parts[0] in ("echo", "[", "[[", "test"):
         return None
-    return Launch(launcher=tuple(words[:index]), arguments=tuple(words[index + 1 :]))
+    arguments = parts[index + 1 :]
+    if len(parts) > len(words):  # of a command in quotes, whose own shell expands it once more
+        arguments = [_OUTPUT if re.search("[$`]", part) else part for part in arguments]
+    return Launch(launcher=tuple(parts[:index]), arguments=tuple(arguments))
 
 
-def _require_known(file: Path, words: Sequence[str]) -> None:
-    if unknown := sorted({name for word in words for name in _UNKNOWN.findall(word)}):
+def _require_known(file: Path, words: Sequence[str], given: Container[str]) -> None:
+    if unknown := sorted({name for word in words for name in _UNKNOWN.findall(word) if name != "$"}):
         names = ", ".join(unknown)
         raise ValueError(f"{file}: the value of {names} is not known; give --define {unknown[0]}=VALUE")
+    argument = ""
+    for before, word in pairwise(["", *words]):
+        if word.startswith("--"):
+            argument = word.partition("=")[0]
+        if _OUTPUT not in word:
+            continue
+        if not argument or (word == _OUTPUT and before != argument):  # it may be several words, arguments among them
+            place = f"behind {argument}" if argument else "of the launcher"
+            raise ValueError(f"{file}: only running it shows a word {place}; write that out in a copy of the file")
+        if argument.removeprefix("--").replace("-", "_") not in given:
+            raise ValueError(f"{file}: only running it shows the value of {argument}; give {argument} VALUE behind --")
 
 
-def _of_yaml(file: Path, text: str, defined: Mapping[str, str]) -> Launch:
+def _of_yaml(file: Path, text: str, defined: Mapping[str, str], given: Container[str]) -> Launch:
     try:
         yaml = import_module("yaml")
     except ImportError as error:
@@ -89,7 +116,7 @@ def _of_yaml(file: Path, text: str, defined: Mapping[str, str]) -> Launch:
     for name, value in rows.items():
         words.append(f"--{str(name).lstrip('-')}")
         words += _yaml_words(value, shell)
-    _require_known(file, words)
+    _require_known(file, words, given)
     return Launch(arguments=tuple(words), environment=environment)
 
 
@@ -112,26 +139,37 @@ class _Shell:
     variables: dict[str, list[str]]
     fixed: frozenset[str]
     exported: list[str] = field(default_factory=list)
-    depth: int = 0
-    """Of conditions and loops, in which an assignment may not happen."""
+    closers: list[str] = field(default_factory=list)
+    """What closes the compound commands, and the lists joined by && or ||, that are open, the innermost last."""
+
+    def open_or_close(self, sign: str) -> None:
+        if sign in _CLOSER:
+            self.closers.append(_CLOSER[sign])
+            return
+        while self.closers and self.closers[-1] == ";":  # whatever ends a command but a pipe ends a list
+            self.closers.pop()
+        if self.closers and self.closers[-1] == sign:
+            self.closers.pop()
 
     def assign(self, name: str, words: list[str], *, adds: bool) -> None:
         if name in self.fixed:
             return
-        if self.depth:
-            words, adds = [f"\0{name}\0"], False
-        if words == ["\0$\0"]:  # the output of a command
-            words = [f"\0{name}\0"]
+        unknown = f"\0{name}\0"
+        if {*self.closers} - {"}", ")"}:  # it may not happen
+            words, adds = [unknown], False
+        if not any("--" in word for word in words):  # else it has arguments, each of which can be given by itself
+            words = [word.replace(_OUTPUT, unknown) for word in words]
         self.variables[name] = [*self.variables.get(name, []), *words] if adds else words
 
     def value(self, reference: str) -> list[str]:
         match = _REFERENCE.fullmatch(reference)
-        if match is None or reference.startswith("$("):
-            return ["\0$\0"]
-        name, default = match[1], match[3]
-        if name in self.variables:
-            return self.variables[name]
-        return [f"\0{name}\0"] if default is None else [self.inside(default.rstrip("}").strip("\"'"))]
+        if match is None:
+            return [_OUTPUT]
+        name, operator, default = match.groups()[1:]
+        found = self.variables.get(name)
+        if found is not None and (operator != ":-" or any(found)):
+            return found
+        return [f"\0{name}\0"] if default is None else [" ".join(self.expand(default))]
 
     def words(self, reference: str) -> list[str]:
         """The elements of an array; one that is defined from outside is split like a command."""
@@ -140,8 +178,7 @@ class _Shell:
 
     def inside(self, text: str) -> str:
         """What double quotes hold, expanded."""
-        text = re.sub(_VARIABLE, lambda match: " ".join(self.value(match[0])), text)
-        return re.sub(r"\\([\\\"$`])", r"\1", text)
+        return _INSIDE.sub(lambda match: match[1] or " ".join(self.value(match[0])), text)
 
     def expand(self, word: str) -> list[str]:
         """The words that one word of a script becomes."""
@@ -175,26 +212,29 @@ def _commands(text: str, shell: _Shell) -> Iterator[list[str]]:
         if array is not None:
             if match["word"]:
                 array[1].extend(shell.expand(match["word"]))
-            elif match["parenthesis"] == ")":
+            elif match["operator"] == ")":
                 shell.assign(array[0].rstrip("+"), array[1], adds=array[0].endswith("+"))
                 array = None
         elif match["array"]:
             array = (match["array"][:-2], [])
         elif match["word"]:
             command.append(match["word"])
-        elif match["end"] or match["parenthesis"]:
+        elif operator := match["operator"]:
             if words := _executed(command, shell):
                 yield words
             command = []
+            if operator != "|":
+                shell.open_or_close(operator)
 
 
 def _executed(command: list[str], shell: _Shell) -> list[str]:
     """The expanded words of a command; none of one that only assigns."""
     is_export = False
-    while command and (command[0] in _LEADING or command[0] in _BEGIN or command[0] in _END):
+    while command and (command[0] in _LEADING or command[0] in _COMPOUND):
         first, *command = command
         is_export |= first == "export"
-        shell.depth += (first in _BEGIN) - (first in _END)
+        if first in _COMPOUND:
+            shell.open_or_close(first)
     while command and (match := _ASSIGNMENT.fullmatch(command[0])):
         name, adds, value = match.groups()
         words = shell.expand(value) or [""]

@@ -369,6 +369,11 @@ def _data(args: Arguments, preset: Preset) -> None:
     sets = [part["corpus"] for part in _blend("valid_data_path", args["valid_data_path"] or [])]
     validation = [{"name": f"valid{index}", "corpus": corpus} for index, corpus in enumerate(sets)]
     preset.put("data.validation", validation or None, "valid_data_path")
+    if args["eod_mask_loss"] and "calculate_per_token_loss" not in args.given:
+        preset.notes["eod_mask_loss"] = (
+            "and the loss is divided by the tokens that count in the whole step; without --calculate-per-token-loss "
+            "Megatron divides that of each microbatch by its own, and averages"
+        )
 
 
 def _blend(name: str, words: Sequence[str]) -> Iterator[dict[str, Any]]:

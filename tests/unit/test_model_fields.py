@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.checks import requirements
 from spare_megatron.config.checks.validate import MachineResources, problems
 from spare_megatron.config.loader import ConfigError, dump_run_config, load_and_judge, load_run_config
 from spare_megatron.config.megatron_fields import by_field, honoured_row
@@ -130,12 +131,15 @@ SINK = ("data.corpus=c", "megatron.softmax_type=learnable")
         (("layout.context_parallel=2",), "with layout.context_parallel=2 needs the one exchange"),
         (("layout.context_parallel=2", "megatron.cp_comm_type=all_gather"), "set megatron.cp_comm_type=a2a"),
         (("layout.context_parallel=2", "megatron.cp_comm_type=a2a"), ""),
-        (("data.reset_attention_mask=true",), "with data.reset_attention_mask=true needs other layers"),
-        (("layout.context_parallel=2", "data.reset_attention_mask=true"), "needs other layers than those of"),
+        (("data.reset_attention_mask=true",), "with data.reset_attention_mask=true needs kernels that"),
+        (("layout.context_parallel=2", "data.reset_attention_mask=true"), "from 2.12 on; install that"),
         ((), ""),
     ],
 )
-def test_heads_that_attend_to_nothing_need_kernels_that_know_it(settings: tuple[str, ...], named: str) -> None:
+def test_heads_that_attend_to_nothing_need_kernels_that_know_it(
+    settings: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "installed_version", lambda _: "2.11.0")
     gpus = MachineResources(num_gpus=8, num_cores=64, has_corpus=True)
     found = problems(configured(*SINK, *settings), gpus)
     assert len(found) == bool(named)
@@ -144,6 +148,9 @@ def test_heads_that_attend_to_nothing_need_kernels_that_know_it(settings: tuple[
     for place in ("model.transformer_impl=local", "cluster.device=cpu"):
         assert problems(configured(*SINK, *others, place), gpus) == []
     assert not any("softmax_type" in text for text in problems(configured(SINK[0], *settings), gpus))
+    if "data.reset_attention_mask=true" in settings:
+        monkeypatch.setattr(requirements, "installed_version", lambda _: "2.12.0")
+        assert problems(configured(*SINK, *settings), gpus) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from spare_megatron.config.model_fields import as_written, model_fields, rotated_width
 from spare_megatron.config.schema import ControlConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.supported_versions import installed_version, release
 from spare_megatron.config.training.terms import global_batch
 from spare_megatron.core.machines.reforming import can_reform, places_per_group
 from spare_megatron.stacking.layout import GroupId, PlaceId
@@ -66,6 +67,12 @@ def _splits_windows(config: RunConfig) -> bool:
 def _has_sinks(config: RunConfig) -> bool:
     """Whether heads in layers of transformer-engine may attend to nothing."""
     return config.may_use_transformer_engine and config.megatron.get("softmax_type", "vanilla") != "vanilla"
+
+
+def _has_early_transformer_engine(_: RunConfig) -> bool:
+    """Whether this machine has a version without kernels for sinks in packed documents."""
+    installed = installed_version("transformer-engine")
+    return installed is not None and release(installed) < (2, 12)
 
 
 def _divides_query_groups(config: RunConfig) -> bool:
@@ -521,9 +528,9 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
          and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
          "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
          "megatron.cp_comm_type to a2a or all_gather, or model.transformer_impl=local"),
-    Rule(lambda c: _has_sinks(c) and c.data.reset_attention_mask,
-         "<sink> with [data.reset_attention_mask] needs other layers than those of transformer-engine, which has no "
-         "kernel for both before 2.12; set model.transformer_impl=local, or one of the two to its default"),
+    Rule(lambda c: _has_sinks(c) and c.data.reset_attention_mask and _has_early_transformer_engine(c),
+         "<sink> with [data.reset_attention_mask] needs kernels that transformer-engine has from 2.12 on; install "
+         "that, or set model.transformer_impl=local, or one of the two to its default"),
     Rule(lambda c: _has_sinks(c) and not c.data.reset_attention_mask and c.layout.context_parallel > 1
          and c.megatron.get("cp_comm_type") != "a2a",
          "<sink> with [layout.context_parallel] needs the one exchange of transformer-engine that knows it; set "

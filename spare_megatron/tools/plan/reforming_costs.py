@@ -7,6 +7,7 @@ never; with R, domains of D machines may be lost together.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf, sqrt
 
 import numpy as np
@@ -89,6 +90,12 @@ def missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes
     theorem), by R N / F (1 - exp(-t / R)). Without, each of the N M machines is lost at the rate 1 / (M F): the mean at
     t is N M (1 - exp(-t / (M F))).
     """
+    # A plan asks for many redundancies, on which nothing of this depends, nor on how long groups take to come back.
+    return _missing_groups(num_groups, group_interval_s, replace(reform, reform_s=0.0, transfer_s=0.0, join_s=0.0))
+
+
+@lru_cache(maxsize=2)
+def _missing_groups(num_groups: int, group_interval_s: float, reform: ReformTimes) -> MissingGroups:
     n, size = num_groups, reform.machines_per_group
     times_s = np.linspace(0.0, reform.run_s, _NUM_TIMES)
     if reform.repair_s is None:

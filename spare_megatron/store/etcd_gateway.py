@@ -45,6 +45,10 @@ _INVALID, _MISSING, _DENIED, _EXHAUSTED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 8,
 """gRPC codes that concern the request itself; any other may come from a stopping member or a leaderless cluster."""
 
 
+_OLD_TOKEN = re.compile("revision (in header|of auth store) is old")
+"""Error text for a token from before the last change of users or roles; until etcd 3.4 and since."""
+
+
 _NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
 """Error text of a write to a database over its quota, and the alarm in a member's status until it is disarmed."""
 
@@ -226,8 +230,8 @@ class EtcdGateway:
         return self._refused(*_error_in(answer), timeout_s)
 
     def _refused(self, code: int, text: str, timeout_s: float) -> EtcdMessage:
-        if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
-            self._session.token = ""  # the token has expired, or the users have changed
+        if code == _UNAUTHENTICATED or _OLD_TOKEN.search(text):
+            self._session.token = ""  # it has expired, or users or roles have changed
         elif code == _EXHAUSTED and _NO_SPACE in text:
             raise _full(self._send("/v3/maintenance/status", {}, timeout_s))
         elif code == _MISSING:

@@ -155,6 +155,18 @@ def test_a_request_that_etcd_does_not_take_is_not_sent_again(code: int, shape: s
         assert server.num_requests == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "etcdserver: revision of auth store is old"), (2, "auth: revision in header is old")]
+)
+def test_a_token_from_before_a_change_of_users_is_replaced(code: int, text: str) -> None:
+    """Any change of users or roles, such as a new user, makes earlier tokens useless, and was the end of a run."""
+    with member((400, {"error": text, "code": code}), FINE) as server:
+        with contextlib.closing(EtcdGateway(server.spec())) as gateway:
+            gateway._session.token = "of before"
+            assert gateway.call("/v3/kv/put", {}) == FINE[1]
+            assert (server.num_requests, gateway._session.token) == (2, "")
+
+
 def test_a_full_etcd_is_not_asked_again_and_the_error_has_its_size_and_the_remedy() -> None:
     full = (429, {"error": "etcdserver: mvcc: database space exceeded", "code": 8})
     status = (200, {"dbSize": str(3 << 20), "errors": ["memberID:1 alarm:NOSPACE "]})

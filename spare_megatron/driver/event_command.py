@@ -87,7 +87,9 @@ class EventCommand:
 
     def _call(self, text: str) -> None:
         pipe = subprocess.PIPE
-        with subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
             self._process = process
             try:
                 output, _ = process.communicate(text, self._timeout_s)

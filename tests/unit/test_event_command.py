@@ -41,6 +41,17 @@ def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
     assert events[2]["step"] == 7
 
 
+def test_whatever_bytes_a_command_prints_it_gets_the_next_event(tmp_path: Path) -> None:
+    failures: list[Message] = []
+    code = f"{_APPEND}; sys.stdout.buffer.write(bytes([255]))"
+    command = EventCommand([sys.executable, "-c", code, str(tmp_path / "events")], tmp_path, failures.append)
+    for _ in range(2):
+        command.on_event(CULPRIT)
+    command.close()
+    assert failures == []
+    assert len((tmp_path / "events").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import multiprocessing
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -163,6 +165,17 @@ def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
     return further
 
 
+@contextlib.contextmanager
+def children_killed_on_error() -> Iterator[None]:
+    """Python waits for children when a process ends: after an error these would train on, with nobody to watch them."""
+    try:
+        yield
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+
+
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, RunConfig] | None:
     """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
     driver is lost. ValueError: the node is not awaited, its code is another one, or it cannot use the control store.
@@ -178,7 +191,8 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, R
     with held_path(run_dir) as held:
         store = with_credentials(spec.store, config.control, os.environ)
         spec = dataclasses.replace(spec, store=store, run_dir=held)
-        place = look_after(spec, driver)
+        with children_killed_on_error():
+            place = look_after(spec, driver)
         if place is None:
             return None
         nodes, interval_s, end = config.parallel.num_nodes, config.control.heartbeat_interval_s, None

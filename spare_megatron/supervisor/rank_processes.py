@@ -60,7 +60,11 @@ class Spares:
     def warm(self) -> None:
         for gpu, waiting in self._waiting.items():
             self._drop_dead(waiting)
-            waiting += [self.new(gpu) for _ in range(self._num_kept[gpu] - len(waiting))]
+            try:
+                while len(waiting) < self._num_kept[gpu]:
+                    waiting.append(self.new(gpu))
+            except OSError as error:  # such as a limit on processes: lost ranks start without a spare
+                processes.say(f"warning: no spare of a rank can be started: {error}")
 
     def pop(self, gpu: str | None = None) -> RankProcess | None:
         """Takes the oldest spare, if there is one."""

@@ -216,3 +216,16 @@ def test_a_supervisor_that_raises_says_so_to_the_driver(monkeypatch: pytest.Monk
     ended = next_report(ours)
     assert isinstance(ended, NodeEnded)
     assert (ended.node, ended.failure) == (1, "its supervisor raised MemoryError: there is [none] left")
+
+
+def test_a_supervisor_that_raises_leaves_no_ranks_and_does_not_wait_for_them() -> None:
+    code = (
+        "import multiprocessing, time\n"
+        "from spare_megatron.supervisor.node_process import children_killed_on_error\n"
+        "with children_killed_on_error():\n"
+        "    multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,)).start()\n"
+        "    raise MemoryError('none left')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "MemoryError: none left" in done.stderr

@@ -1,5 +1,6 @@
 """Which groups of a node come back and when, and the processes that wait to take the place of lost ones."""
 
+import errno
 import os
 import signal
 import time
@@ -24,9 +25,12 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.machine import timers
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process import processes
 from spare_megatron.process.processes import end_child, rank_context
 from spare_megatron.process.specs import NodeSpec, RankSpec
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.snapshot import snapshot_server
+from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import restarts
 from spare_megatron.supervisor.rank_processes import RankProcesses, Spares
@@ -370,6 +374,32 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
         assert "--multiprocessing-fork" in psutil.Process(process.child.pid).cmdline()
     finally:
         end_child(process.child)
+
+
+def test_where_no_process_can_be_started_there_are_no_spares_and_no_snapshots_for_now(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """At a limit on processes a node did without nothing that it can do without: it ended, with all its ranks."""
+
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    spares = Spares(get_context("fork"), _report_identity, {None: 2})
+    server = NodeSnapshotServer(SimpleNamespace(node=0, run_dir=tmp_path), get_context("fork"))  # type: ignore[arg-type]
+    monkeypatch.setattr(processes, "start_child", refuse)
+    monkeypatch.setattr(snapshot_server, "start_child", refuse)
+    spares.warm()
+    for _ in range(3):
+        server.ensure_running()
+    assert spares.pop() is None
+    output = capfd.readouterr()
+    assert (output.out + output.err).count("started: [Errno 11] Resource temporarily unavailable") == 2
+    monkeypatch.undo()
+    spares.warm()
+    first = spares.pop()
+    assert first is not None
+    end_child(first.child)
+    spares.end_all()
 
 
 def _keep_spares(pids: Connection) -> None:

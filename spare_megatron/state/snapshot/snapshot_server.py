@@ -20,7 +20,7 @@ from spare_megatron.core.log.votes import Held
 from spare_megatron.formats.frames import NotOffered
 from spare_megatron.formats.pieces import Piece
 from spare_megatron.process import snapshot_wire as wire
-from spare_megatron.process.processes import Child, end_child, log_to_file, start_child
+from spare_megatron.process.processes import Child, end_child, log_to_file, say, start_child
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer
 
@@ -242,6 +242,7 @@ class NodeSnapshotServer:
         self._spec = spec
         self._context = context
         self._child: Child | None = None
+        self._failure = ""
         # An abstract socket name is free again when the process has ended, however it did.
         self.address = wire.SnapshotServerAddress(
             name=f"\0spare-snapshots-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
@@ -253,7 +254,12 @@ class NodeSnapshotServer:
             return
         self.stop()
         name = f"keeper-{self._spec.node}"
-        self._child = start_child(self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name)
+        try:
+            self._child = start_child(self._context, name, run_snapshot_server, self.address, self._spec.run_dir, name)
+        except OSError as error:  # such as a limit on processes: the next call tries again
+            if str(error) != self._failure:
+                say(f"warning: no process for snapshots can be started: {error}")
+            self._failure = str(error)
 
     def stop(self) -> None:
         if self._child is not None:

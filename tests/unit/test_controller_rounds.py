@@ -131,6 +131,16 @@ def test_a_round_after_the_last_step_precedes_the_end() -> None:
     assert kinds(synced(controller)) == [ApplySync, SaveCheckpoint, AttemptFinish]
 
 
+def test_a_loss_in_the_round_after_the_last_step_saves_no_state_before_it() -> None:
+    """It would be written to the same folder as the state after the round, and could be the last to be."""
+    controller = begun(steps=1, saves=SavePolicy(saves_last=True))
+    fold(controller, Commit(step=0, attempt=0, sync=True, save=True))
+    again = kinds(fold(controller, fence(0), Retry(step=1, attempt=1)))
+    assert AttemptSync in again
+    assert SaveCheckpoint not in again
+    assert kinds(synced(controller)) == [ApplySync, SaveCheckpoint, AttemptFinish]
+
+
 def test_a_restart_ends_a_round() -> None:
     controller = begun()
     fold(controller, Commit(step=0, attempt=0, sync=True), *(fence(group) for group in range(4)))

@@ -339,8 +339,8 @@ class Controller(Membership):
             return (*build, asked, actions.ReadEntry(index=self.head))
         state = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         state = (*state, *(self._save_dispute(retry.disputes) if self.is_discarded else ()))
-        if self.is_trained and self._saves.lacks_last(self.step):
-            # The checkpoint of the last step has been refused.
+        if self.is_trained and not self.is_syncing and self._saves.lacks_last(self.step):
+            # The checkpoint of the last step has been refused; one that awaits a round is not yet asked for.
             state = (*state, self._save(self._clock.at_s, self.voters, self.epoch))
             self.votes_on_end = True
         if retry.recompute or self.is_syncing or (self.is_trained and not self.is_evaluating):

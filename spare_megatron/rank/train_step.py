@@ -531,7 +531,9 @@ def _stop(ctx: RankContext, parts: Components, end: Stop | actions.DrainGroups) 
         parts.profile.end_step()
     parts.reports.clock.on_stop()
     parts.reports.write_recoveries()
-    if not ctx.progress.lacks_params:
+    # A group that leaves at a commit has another state than those that go through the round after it.
+    is_before_round = isinstance(end, actions.DrainGroups) and ctx.controller.is_syncing
+    if not ctx.progress.lacks_params and not is_before_round:
         parts.digests.end(end.step, has_sha256=is_final)
     parts.saves.finish()
     parts.saves.report_finished()

@@ -11,6 +11,7 @@ from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.journal_view import steps_of
 from spare_megatron.journal.proofs.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record
+from spare_megatron.journal.run_record import RunRecord
 from tests.unit.journal_in_memory import JournalInMemory, run_record
 
 RUN = run_record(4, name="by hand", redundancy=3, num_steps=2, params_check_every_steps=1, slice_redundancy=3)
@@ -41,13 +42,13 @@ def brought(step: int, attempt: int, groups: Sequence[int]) -> list[Record]:
     ]
 
 
-def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
+def found(entries: Sequence[Mapping[str, Any]], *records: Record, run: RunRecord = RUN) -> list[str]:
     """The findings, and the errors of the log itself."""
-    journal = Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in (RUN, *records)))
-    fold = fold_log({index: dict(entry) for index, entry in enumerate(entries)}, RUN)
+    journal = Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in (run, *records)))
+    fold = fold_log({index: dict(entry) for index, entry in enumerate(entries)}, run)
     [part] = steps_of(JournalInMemory(journal), fold)
     rules = (check_params, check_last_params, check_compared)
-    return [*fold.errors, *(finding.reason for rule in rules for finding in rule(part, RUN, fold))]
+    return [*fold.errors, *(finding.reason for rule in rules for finding in rule(part, run, fold))]
 
 
 WRONG = [*digests(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]
@@ -94,6 +95,21 @@ def test_a_group_lost_before_it_contributes_may_have_had_any_parameters() -> Non
     records = [*digests(1, "yyyy"), *digests(1, "x---"), *brought(1, 1, range(1, 4)), *digests(2, "-zzz")]
     assert found(entries, *records) == []
     assert "after 1 steps group 0 has two digests of its parameters" in found(entries, *records, *brought(1, 1, [0]))
+
+
+def test_what_a_group_contributed_before_a_restart_does_not_count_after_it() -> None:
+    """Its memory changes after the restart, and it is lost before it contributes again."""
+    fences = [{"entry": "fence", "group": group} for group in range(4)]
+    restart = {"entry": "restart", "step": 1, "members": [[group, 1] for group in range(4)]}
+    last = [{"entry": "fence", "group": 3, "incarnation": 1}, {"entry": "commit", "step": 1, "attempt": 3}]
+    commits = [{**COMMITS[0], "save": True}, {**COMMITS[1], "attempt": 1}]
+    entries = [*commits, *fences, restart, *last]
+    first = [*digests(1, "yyyy"), *brought(1, 1, range(4)), *digests(2, "zzzz")]
+    again = [replace(record, num_restarts=1) for record in (*digests(1, "yyyx"), *digests(2, "zzz-"))]  # type: ignore[call-arg]
+    records = [*first, *again, *brought(1, 3, range(3))]
+    assert found(entries, *records, run=replace(RUN, num_steps=3)) == []
+    wrong = "after 1 steps the groups hold different parameters"
+    assert found(entries, *records, *brought(1, 3, [3]), run=replace(RUN, num_steps=3)) == [wrong]
 
 
 def test_who_has_not_gathered_anew_must_not_go_on() -> None:

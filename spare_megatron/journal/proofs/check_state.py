@@ -53,9 +53,10 @@ def _excused_groups(
     step, excused = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
     if step < fold.step:  # a group lost before it contributed spoiled nothing
-        first = -1
+        first = [0, *(attempt for attempt, _ in fold.restarts.values())][key[0]]  # of this pass over the step
         if key in fold.computed_anew | fold.resumed:
-            first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
+            committed = (commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
+            first = min((attempt for attempt in committed if attempt >= first), default=first)
         contributed = {group for group, attempt in contributions if attempt >= first}
         excused |= lost - contributed
     elif key in fold.computed_anew:

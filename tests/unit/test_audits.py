@@ -477,6 +477,16 @@ def voted(controller: Controller, held: Sequence[Held], group: int = 3) -> Entry
     return decided(controller, votes)
 
 
+def test_where_nobody_is_left_that_copied_a_snapshot_all_members_are_asked_for_it() -> None:
+    """Groups on a node vote with what any of them has copied there."""
+    controller, _ = found_in_step_5(SETUP)
+    fold(controller, Fence(group=GroupId(0)), Fence(group=GroupId(1)))
+    load = next(
+        one for one in fold(controller, voted(controller, [Held(1, 0, "a")])) if isinstance(one, LoadCheckpoint)
+    )
+    assert (load.snapshot, load.holders) == (1, (Member(GroupId(3)),))
+
+
 def test_spoiled_steps_are_undone_by_the_snapshot_that_the_members_have_whole() -> None:
     controller, actions = found_in_step_5(SETUP)
     assert [type(action) for action in actions[:1]] == [AttemptUndo]

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any, cast
@@ -279,12 +279,17 @@ def busy_server(kept: Kept) -> Iterator[PieceServer]:
 
 
 def loader(
-    servers: dict[Member, Address], state: torch.Tensor, is_lost: Callable[[Member], bool] = lambda member: False
+    servers: dict[Member, Address],
+    state: torch.Tensor,
+    is_lost: Callable[[Member], bool] = lambda member: False,
+    lacking: Collection[Member] = (),
 ) -> SnapshotLoader:
-    """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
+    """That of rank 0 of group 0, into this tensor, with nothing on its own node; `lacking` have no copy."""
     waiting = [RestartState(member=member, candidates=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
     values = {
-        f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[[ATTEMPT, None], SHA256]]])
+        f"keeper/{member.group}/{member.incarnation}/0": json.dumps(
+            [str(address), [] if member in lacking else [[[ATTEMPT, None], SHA256]]]
+        )
         for member, address in servers.items()
     }
     incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)
@@ -380,6 +385,16 @@ def test_members_are_asked_first(kept: Kept, server: PieceServer) -> None:
     assert torch.equal(state, STATE)
     assert kept.num_reads > 0
     assert unasked.num_reads == 0
+
+
+def test_in_an_undo_others_on_the_node_of_a_lost_holder_are_asked(kept: Kept, server: PieceServer) -> None:
+    """They vote with what the node has, so the undo counts on it; who copied it there may be the group at fault."""
+    state = torch.zeros_like(STATE)
+    servers, holders = {member(3): server.address, member(5): server.address}, [member(3)]
+    loading = loader(servers, state, lacking=holders)
+    loading.load(ATTEMPT, (), [member(3), member(5)], holders)
+    assert torch.equal(state, STATE)
+    assert kept.num_reads > 0
 
 
 def test_a_server_that_does_not_greet_costs_one_short_wait_and_the_next_is_asked(

@@ -292,7 +292,8 @@ class Controller(Membership):
     def _undo(self, undo: entries.Undo, change: Change) -> tuple[Action, ...]:
         """All members go back in place; they have voted, so that no newcomer is copying state any more."""
         step, members, snapshots = undo.step, self.voters, self.restarts.snapshots
-        rework, holders = len(change.undone), snapshots.holders(undo.snapshot, members)
+        # If none of those that copied it is left, it is on their nodes, as others there have voted.
+        rework, holders = len(change.undone), snapshots.holders(undo.snapshot, members) or members
         load = actions.LoadCheckpoint(
             step=step, rework_steps=rework, snapshot=undo.snapshot, members=members, holders=holders
         )

@@ -115,7 +115,10 @@ class SnapshotLoader:
             failure = self._load_own(copy, prepare)
             if failure:
                 among = holders or _announcing(copy, waiting(), self._ctx.spec.rank)
-                self._load_from(self._servers(copy, among, members), copy, prepare, failure)
+                servers = self._servers(copy, among, members)
+                if holders and not servers:  # another group on a node has what a holder that is gone has copied there
+                    servers = self._servers(copy, members, members)
+                self._load_from(servers, copy, prepare, failure)
 
         incoming: list[IncomingState] = []
 

@@ -36,11 +36,7 @@ _TRANSFORMER_ENGINE_WITH_0_16 = Range(**_TOML.pop("transformer-engine with megat
 SUPPORTED: Mapping[str, Range] = {package: Range(**row) for package, row in _TOML.items()}
 
 _OF_TORCH = "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew"
-_REMEDIES = {
-    "NCCL": _OF_TORCH,
-    "RCCL": _OF_TORCH,
-    "Python": "make the environment with another python",
-}
+_REMEDIES = {"NCCL": _OF_TORCH, "RCCL": _OF_TORCH, "Python": "make the environment with another python"}
 """For what is not a package itself, or has several names."""
 
 

@@ -122,8 +122,7 @@ class Supervisor:
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
-        limit_s = self._control.store_timeout_s
-        self._store_watch = store_watch.StoreWatch(spec.node, self._link, self._interval_s, limit_s)
+        self._store_watch = store_watch.StoreWatch(self._link, self._interval_s, self._control.store_timeout_s)
 
     def _make_end_requests(self) -> EndRequests:
         return EndRequests(

@@ -104,8 +104,6 @@ class Result:
     drains: int
     """Groups that left before they were lost."""
     saves: int
-    save_cadence_s: float
-    """Planned seconds between saves."""
     mean_down: float
     """Mean number of groups down, over the time outside restarts."""
     max_down: int
@@ -283,7 +281,6 @@ class World:
             losses_by_cause=dict(self.fleet.losses_by_cause),
             drains=self.fleet.num_drained,
             saves=self.num_saves,
-            save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),
             max_down=self.fleet.max_down,
             goodput=terms["compute"] / self.now_s * self.scenario.shard_machines / self.scenario.num_machines,

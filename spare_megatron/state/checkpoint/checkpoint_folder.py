@@ -270,6 +270,11 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
+def stored(written: Mapping[str, tuple[int, str]]) -> dict[str, StoredFile]:
+    """The files of a manifest by the size and SHA-256 of each."""
+    return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
+
+
 def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

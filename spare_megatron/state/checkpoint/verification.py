@@ -119,14 +119,6 @@ class Rejected:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The newest usable checkpoint of a folder, if any, and the newer ones that are not usable."""
-
-    found: folders.Checkpoint | None
-    rejected: tuple[Rejected, ...]
-
-
 def read_manifest(path: Path) -> folders.Manifest:
     """Reads, or assembles, and checks a manifest. Raises DamagedCheckpoint, or UnfinishedSave for an incomplete
     emergency one.
@@ -218,12 +210,12 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: folders.Store
         raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
 
 
-def newest_valid(folder: Path) -> SearchResult:
-    """The newest usable checkpoint of a folder, every byte of which is read."""
+def newest_valid(folder: Path) -> tuple[folders.Checkpoint | None, list[Rejected]]:
+    """The newest usable checkpoint of a folder, if any, every byte of which is read; and the newer, not usable ones."""
     rejected: list[Rejected] = []
     for path in folders.all_checkpoints(folder):
         try:
-            return SearchResult(found=verify(path), rejected=tuple(rejected))
+            return verify(path), rejected
         except DamagedCheckpoint as error:
             rejected.append(Rejected(path=path, reason=str(error)))
-    return SearchResult(found=None, rejected=tuple(rejected))
+    return None, rejected

@@ -269,6 +269,7 @@ class World:
 
     def result(self, decision_s: float) -> Result:
         terms = self.ledger.terms()
+        num_computing = self.scenario.num_groups * self.scenario.machines_per_group
         return Result(
             end_s=self.now_s,
             failure_free_s=self.failure_free_s,
@@ -283,7 +284,7 @@ class World:
             saves=self.num_saves,
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),
             max_down=self.fleet.max_down,
-            goodput=terms["compute"] / self.now_s * self.scenario.shard_machines / self.scenario.num_machines,
+            goodput=terms["compute"] / self.now_s * num_computing / self.scenario.num_machines,
             terms=terms,
             decision_s=decision_s,
         )

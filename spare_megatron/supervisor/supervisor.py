@@ -143,7 +143,7 @@ class Supervisor:
             further_groups=frozenset() if self._spec.incarnation else self._ranks.further_groups,
             timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
-            start=self._start_again,
+            start_ranks=self._start_again,
         )
 
     def _make_link(self, machine: MachineId, outbox: Connection) -> store_watch.StoreLink:

@@ -5,7 +5,7 @@ and epoch, not a later one of that step. Loads without torch.
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,12 +66,10 @@ def _mark(path: Path, action: RefuseCheckpoint) -> None:
 
 def mark_refused(path: Path, reason: str, audited_steps: int | None = None) -> None:
     """Keeps every run from loading a checkpoint; `audited_steps`: because it is later than these."""
-    fd, aside = tempfile.mkstemp(prefix=REFUSAL, dir=path)
-    with os.fdopen(fd, "w") as file:
-        json.dump({"reason": reason} | ({} if audited_steps is None else {"audited_steps": audited_steps}), file)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(aside).rename(path / REFUSAL)
+    aside = path / f"{REFUSAL}.{secrets.token_hex(8)}"
+    content = {"reason": reason} | ({} if audited_steps is None else {"audited_steps": audited_steps})
+    folders.write_synced(aside, json.dumps(content))
+    aside.rename(path / REFUSAL)
     folders.sync_folder(path)
 
 

@@ -5,15 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spare_megatron.cli import (
-    check,
-    checkpoint,
-    config,
-    job,
-    status,
-    submit,
-    train,
-)
+from spare_megatron.cli import check, checkpoint, config, job, status, submit, train
 from spare_megatron.cli.command import SpareCommand, SpareGroup, explained
 from spare_megatron.cli.printing import say
 from spare_megatron.tools.bench import bench

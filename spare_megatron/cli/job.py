@@ -87,9 +87,7 @@ def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
     return [file for file in files if file.stat().st_size]
 
 
-def cancel(
-    folder: Annotated[Path, typer.Argument(help="Folder of the job, as `spare submit` printed it.")],
-) -> None:
+def cancel(folder: Annotated[Path, typer.Argument(help="Folder of the job, as `spare submit` printed it.")]) -> None:
     """Cancel a Slurm job. Its runs and checkpoints stay."""
     from spare_megatron.driver.slurm.slurm_commands import cancel as end
     from spare_megatron.driver.slurm.slurm_commands import job_of

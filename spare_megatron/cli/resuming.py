@@ -98,10 +98,11 @@ def go_back(config: "RunConfig", *, is_resumed: bool) -> None:
     found = go_back_to_audited(Path(config.checkpoint.folder).absolute())
     if found is None:
         return
-    later = ", ".join(path.name for path in found.refused) or "none"
+    path, steps, refused = found
+    later = ", ".join(path.name for path in refused) or "none"
     message(
         "train",
-        f"--restart-from=audited: {text_of_audited(found.audited_steps)}, {found.path} is the newest checkpoint of at "
+        f"--restart-from=audited: {text_of_audited(steps)}, {path} is the newest checkpoint of at "
         f"most so many that no run has refused; later ones, refused from now on: {later}",
     )
 

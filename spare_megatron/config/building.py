@@ -1,7 +1,7 @@
 """Builds a `RunConfig` from plain values, and suggests the nearest valid name for a mistyped one."""
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -13,6 +13,7 @@ from spare_megatron.config.batch_size import in_microbatches
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.kinds import KINDS
 from spare_megatron.faults.points import FaultKind
+from spare_megatron.formats.codec import parsed_toml
 
 _LEAST_LIKENESS = 0.65
 """Least difflib ratio between a mistyped name and a suggestion: a letter or a word off, not another name."""
@@ -157,6 +158,25 @@ def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
         if item.default is MISSING and item.default_factory is MISSING and item.name not in value:
             raise Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")
     return kind(**{name: convert(item, hints[name], f"{key}.{name}") for name, item in value.items()})
+
+
+def flattened(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a table directly below `[megatron]` is a value."""
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not key.startswith("megatron."):
+            yield from flattened(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def parsed_value(text: str) -> Any:
+    """The value of an override; what is not TOML is a string."""
+    try:
+        parsed = parsed_toml(f"value = {text}")
+    except ValueError:
+        return text
+    return parsed["value"] if set(parsed) == {"value"} else text
 
 
 def describe_kind(kind: Any) -> str:

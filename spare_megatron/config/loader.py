@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from spare_megatron.config.batch_size import IN_SAMPLES
-from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
+from spare_megatron.config.building import advice, build_run_config, flattened, nearest, parsed_value, valid_keys
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.model_fields import contradictions, replaced_settings
 from spare_megatron.config.object_stores import refusal_of_address
@@ -188,32 +188,17 @@ def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setti
         )
     for name in includes:
         yield from _read_preset(_file(name, path.parent, f" (included from {path})"), (*included_from, path))
-    yield from _flatten(table, str(path))
+    yield from (_Setting(key=key, value=value, origin=str(path)) for key, value in flattened(table))
 
 
 def _parse_override(text: str) -> Iterator[_Setting]:
-    """Settings of one `a.b=value` argument; a value that is not TOML is a string."""
+    """Settings of one `a.b=value` argument."""
     key, separator, value_text = text.partition("=")
     key = key.strip()
     if not separator or not key:
         raise ConfigError(f"--set {text} must have the form section.key=value")
-    value: Any = value_text.strip()
-    try:
-        parsed = parsed_toml(f"value = {value}")
-        value = parsed["value"] if set(parsed) == {"value"} else value
-    except ValueError:
-        pass  # a bare string
-    yield from _flatten({key: value}, f"{_SET}{text}")
-
-
-def _flatten(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[_Setting]:
-    """Yields one setting per value; a table directly below `[megatron]` is a value."""
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and not key.startswith("megatron."):
-            yield from _flatten(value, origin, f"{key}.")
-        else:
-            yield _Setting(key=key, value=value, origin=origin)
+    for full_key, value in flattened({key: parsed_value(value_text.strip())}):
+        yield _Setting(key=full_key, value=value, origin=f"{_SET}{text}")
 
 
 # ---------------------------------------------------------------------------------------------------- presets

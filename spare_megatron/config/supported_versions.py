@@ -5,7 +5,7 @@ The package pins some of them too, but cluster images may not follow the pins.
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -36,11 +36,7 @@ _TRANSFORMER_ENGINE_WITH_0_16 = Range(**_TOML.pop("transformer-engine with megat
 SUPPORTED: Mapping[str, Range] = {package: Range(**row) for package, row in _TOML.items()}
 
 _OF_TORCH = "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew"
-_REMEDIES = {
-    "NCCL": _OF_TORCH,
-    "RCCL": _OF_TORCH,
-    "Python": "make the environment with another python",
-}
+_REMEDIES = {"NCCL": _OF_TORCH, "RCCL": _OF_TORCH, "Python": "make the environment with another python"}
 """For what is not a package itself, or has several names."""
 
 
@@ -87,22 +83,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def version_rows() -> Iterator[str]:
-    """The table of docs/gpu.md."""
-    yield "| | supported | because |"
-    yield "| --- | --- | --- |"
-    for package, wanted in SUPPORTED.items():
-        if package == "transformer-engine":
-            yield _row(f"{package}, with megatron-core 0.16", _TRANSFORMER_ENGINE_WITH_0_16)
-            package = f"{package}, with later ones"
-        yield _row(package, wanted)
-
-
-def _row(package: str, wanted: Range) -> str:
-    gap = f", except {wanted.except_for[0]} to before {wanted.except_for[1]}" if wanted.except_for else ""
-    return f"| {package} | {wanted.first} to before {wanted.before}{gap} | {wanted.reasons} |"
 
 
 def release(text: str) -> tuple[int, ...]:

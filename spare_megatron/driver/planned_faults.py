@@ -208,7 +208,8 @@ class PartitionLossBudget:
         than half: 2 (h - k - 1) > h. `is_flip` marks a loss by corruption.
         """
         hosts = min(self.redundancy, num_members)
-        if self._num_since(step - self.recovery_steps) + num_lost >= hosts:
+        num_recent = sum(hit > step - self.recovery_steps for hit in (*self.losses, *self.flips))
+        if num_recent + num_lost >= hosts:
             return False
         if is_flip:
             return self._confirms(hosts, step, 0)
@@ -220,9 +221,6 @@ class PartitionLossBudget:
     def changes(self) -> list[int]:
         hits = [*self.losses, *self.flips]
         return [step + times * self.recovery_steps for step in hits for times in (1, 2)]
-
-    def _num_since(self, step: int) -> int:
-        return sum(hit > step for hit in (*self.losses, *self.flips))
 
     def _confirms(self, hosts: int, flip: int, num_more: int) -> bool:
         """Whether the corruption of one host at step `flip` is found with `num_more` further losses."""
@@ -294,10 +292,6 @@ class _Draw:
     def is_for_good(self) -> bool:
         """Whether its groups stay lost even if others are started again."""
         return self.costs and self.row.costs == "node" and self.seconds is None
-
-    @property
-    def is_of_recovery(self) -> bool:
-        return self.phase in _PHASES_OF_A_RECOVERY
 
     @property
     def brings_patch(self) -> bool:
@@ -435,7 +429,7 @@ def draw_faults(config: RunConfig) -> tuple[points.Fault, ...]:
         if at >= end:
             return tuple(drawn)
         draw = _draw(config, weights, rng)
-        if draw.is_of_recovery:
+        if draw.phase in _PHASES_OF_A_RECOVERY:
             waiting.append((draw, rng))
             continue
         found = _place(config, condition, draw, int(at), end, rng)

@@ -46,7 +46,7 @@ class LiveGoodput:
         self._began_s = self._at_s = began_s
         self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
         self._met: set[str] = set()
-        self._has_newcomers = False
+        self.has_newcomers = False
         self._names: list[str] = []
         self._useful_s, self._lost_s, self._cause = array("d"), array("d"), array("b")  # of each step
         self._sum_s = 0.0
@@ -55,9 +55,6 @@ class LiveGoodput:
     def on_entry(self, name: str) -> None:
         """An entry of the log, by its name, which may be the cause of lost time."""
         self._met.add(name)
-
-    def on_rejoin(self) -> None:
-        self._has_newcomers = True
 
     def on_restart(self, num_thrown_away: int) -> None:
         """Reclassifies discarded steps as rework. Some of them may precede this run."""
@@ -73,7 +70,7 @@ class LiveGoodput:
         if num_ranks == self._num_ranks or not self._quiet_s:
             self._quiet_s.append(step_s)
         useful_s = min(passed_s, step_s, median(self._quiet_s))
-        cause = cause_of(self._met, is_first=not self._useful_s, has_newcomers=self._has_newcomers)
+        cause = cause_of(self._met, is_first=not self._useful_s, has_newcomers=self.has_newcomers)
         cause = cause or ("fewer_groups" if num_ranks < self._num_ranks else "scatter")
         if cause not in self._names:
             self._names.append(cause)
@@ -83,7 +80,7 @@ class LiveGoodput:
         self._sum_s += useful_s
         self._add(cause, passed_s - useful_s)
         self._met.clear()
-        self._has_newcomers = False
+        self.has_newcomers = False
 
     @property
     def goodput(self) -> float:
@@ -186,7 +183,7 @@ class Telemetry:
             case reports.GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
-                self._goodput.on_rejoin()
+                self._goodput.has_newcomers = True
             case RestartRecord(group=group, step=step, num_restarts=num_restarts, is_undo=is_undo):
                 self._absent.discard(GroupId(group))
                 if num_restarts > self._num_restarts:  # the first report of this restart or undo
@@ -249,7 +246,8 @@ class Telemetry:
             **self._of_recoveries(),
         }
         if self._config.data.access == "stacked":
-            values["spare/fewest_hosts"] = self._fewest_hosts()
+            # Survivors that hold the shard with the fewest: so many losses can wipe the run out, one less cannot.
+            values["spare/fewest_hosts"] = min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
         whole_s = update.step_s / self._run.size_of_step(update.step)
         values |= self._speed(whole_s, self._num_ranks(event))
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
@@ -280,10 +278,6 @@ class Telemetry:
             "perf/mfu": (flops_utilization(self._run, step_s, num_ranks), 6),
         }
         return {name: round(value, digits) for name, (value, digits) in figures.items() if value is not None}
-
-    def _fewest_hosts(self) -> int:
-        """Surviving hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
-        return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
 
 
 def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:

@@ -105,12 +105,7 @@ PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {FaultPoint.LOAD, FaultPoint.LOAD_R
 """Phases of loading a checkpoint. After a wipe-out they belong to the step that was wiped out."""
 
 PHASES_OF_AN_EVALUATION = frozenset(
-    {
-        FaultPoint.EVALUATION,
-        FaultPoint.EVALUATION_PATCH,
-        FaultPoint.EVALUATION_COMPUTED,
-        FaultPoint.EVALUATION_VOTED,
-    }
+    {FaultPoint.EVALUATION, FaultPoint.EVALUATION_PATCH, FaultPoint.EVALUATION_COMPUTED, FaultPoint.EVALUATION_VOTED}
 )
 """Reached only with `eval.every_steps`, between two steps or after the last."""
 

@@ -529,6 +529,14 @@ class StorageRecord(Record):
     """Bytes lost."""
 
 
+def by_shard(work: Iterable[tuple[int, int]]) -> dict[str, list[int]]:
+    """Microbatches as records have them: the indices of each shard."""
+    found: dict[str, list[int]] = {}
+    for shard, index in work:
+        found.setdefault(str(shard), []).append(index)
+    return found
+
+
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:
     """SHA-256 in hex of a set of microbatches, given as (shard, index) pairs in any order."""
     return hashlib.sha256(repr(sorted((int(shard), int(index)) for shard, index in work)).encode()).hexdigest()

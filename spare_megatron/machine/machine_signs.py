@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spare_megatron.machine.processor_quota import find_controller
@@ -135,21 +135,16 @@ def _read_of_thread(pid: int, thread: str, name: str) -> bytes:
         return file.read(_STAT_BYTES)
 
 
+@dataclass
 class Starvation:
     """Watches the threads of one rank: their times (`read_times`), and whether one is runnable (`is_ready`)."""
 
-    def __init__(
-        self,
-        pid: int,
-        read_times: Callable[[int], Mapping[str, tuple[int, int]]] = times_of,
-        is_ready: Callable[[int, str], bool] = is_ready,
-    ) -> None:
-        self._pid = pid
-        self._read_times = read_times
-        self._is_ready = is_ready
-        self._threads: dict[str, _Thread] = {}
-        self._beats = -1
-        self._total_s = 0.0
+    pid: int
+    read_times: Callable[[int], Mapping[str, tuple[int, int]]] = times_of
+    is_ready: Callable[[int, str], bool] = is_ready
+    _threads: dict[str, _Thread] = field(default_factory=dict)
+    _beats: int = -1
+    _total_s: float = 0.0
 
     def seconds(self, beats: int, now_s: float) -> float:
         """Total starvation in seconds up to the monotonic time `now_s`; never falls. The kernel counts a wait when it
@@ -157,7 +152,7 @@ class Starvation:
         """
         is_silent, self._beats = beats == self._beats, beats
         seen: dict[str, _Thread] = {}
-        for name, times in self._read_times(self._pid).items():
+        for name, times in self.read_times(self.pid).items():
             thread = self._threads.get(name, _Thread((0, 0)))
             if times != thread.times:
                 lacked_s = (times[1] - thread.times[1]) * 1e-9
@@ -167,7 +162,7 @@ class Starvation:
                 waited_s = now_s - thread.ready_since_s
                 self._total_s += waited_s
                 thread = _Thread(times, now_s, thread.ahead_s + waited_s)
-            elif is_silent and self._is_ready(self._pid, name):
+            elif is_silent and self.is_ready(self.pid, name):
                 thread.ready_since_s = now_s
             seen[name] = thread
         self._threads = seen

@@ -248,10 +248,7 @@ class GroupState:
             # On a full disk torch reports a corrupt archive, which hides the cause.
             raise files.error or error from None
         if ranks.rank() == 0 and partitions is None:
-            with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
-                torch.save(self._common, file)
-            with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
-                file.write(encode(FORMAT).encode())
+            write_common(files, folder, self._common)
         return files.written
 
 
@@ -411,6 +408,14 @@ def _cause(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
+
+
+def write_common(files: HashingFiles, folder: Path, common: Mapping[str, object]) -> None:
+    """Writes what is stored beside all tensors, and the format."""
+    with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
+        torch.save(dict(common), file)
+    with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
+        file.write(encode(FORMAT).encode())
 
 
 class HashingWriter(io.BufferedWriter):

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -40,8 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from spare_megatron.config.model.model_tensors import ModelTensor
-from spare_megatron.formats.codec import encode
-from spare_megatron.mcore.group_checkpoint import FORMAT, MAIN, METADATA_FNAME, HashingFiles, Written, model_state
+from spare_megatron.mcore.group_checkpoint import MAIN, METADATA_FNAME, HashingFiles, Written, model_state, write_common
 from spare_megatron.mcore.inert_pickle import named_damage, read_metadata, read_pickled
 from spare_megatron.mcore.model.model import Chunk
 
@@ -204,10 +201,7 @@ def write_weights(
     except CheckpointException as error:  # hides the cause: a part that cannot be read, a full disk, an interrupt
         [(cause, _)] = error.failures.values()
         raise files.error or cause from None
-    with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
-        torch.save(dict(common), file)
-    with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
-        file.write(encode(FORMAT).encode())
+    write_common(files, folder, common)
     return files.written
 
 

@@ -276,7 +276,6 @@ class EndAsked:
 class StoreAway:
     """The control store does not answer: training pauses until it does, for `limit_s` at most."""
 
-    node: int
     limit_s: float
 
 
@@ -290,7 +289,6 @@ class StoreGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBack:
-    node: int
     away_s: float
 
 

@@ -9,8 +9,7 @@ from spare_megatron.core.log.loss_sums import SetSum, added
 from spare_megatron.core.log.votes import Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import EvaluationRecord, digest_of_work
-from spare_megatron.rank.rank_reports import by_shard
+from spare_megatron.journal.records import EvaluationRecord, by_shard, digest_of_work
 from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.state_digests import StateDigests
 from spare_megatron.voting.voting import plain_vote

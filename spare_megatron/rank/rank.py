@@ -26,14 +26,7 @@ from spare_megatron.machine.gpus.device_errors import is_memory_error
 from spare_megatron.mcore.corruption import CORRUPTIONS, ChangedNothing
 from spare_megatron.process.heartbeats import HeartbeatWriter, RankProbe
 from spare_megatron.process.processes import close_or_report, leave, report_held, say
-from spare_megatron.process.reports import (
-    ExitCode,
-    FaultStruck,
-    FaultWanted,
-    RankRaised,
-    RanksReady,
-    RunStopped,
-)
+from spare_megatron.process.reports import ExitCode, FaultStruck, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.process.specs import RankSpec, fault_record
 from spare_megatron.rank.assembly import Assembly
 from spare_megatron.rank.bootstrap import pass_times_on, wait_for_all_groups
@@ -80,8 +73,7 @@ class _Rank:
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._progress = RankProgress(
-            is_leave_asked=lambda: bool(self._page.leave_asked),
-            is_end_asked=lambda: bool(self._page.end_asked),
+            is_leave_asked=lambda: bool(self._page.leave_asked), is_end_asked=lambda: bool(self._page.end_asked)
         )
         self._parts: Assembly | None = None
 

@@ -1,7 +1,7 @@
 """Where a rank puts what it has done: its journal, reports to its supervisor, and the times of recoveries."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.audits.suspects import Suspect
@@ -14,7 +14,6 @@ from spare_megatron.mcore.trainer import UpdateResult
 from spare_megatron.process.reports import EvaluationDecided, RunPaused, StepCommitted
 from spare_megatron.rank.recovery_clock import RecoveryClock
 from spare_megatron.stacking.layout import ShardId
-from spare_megatron.stacking.plans import Microbatch
 from spare_megatron.state.rank_context import RankContext
 
 
@@ -126,11 +125,3 @@ class RankReports:
     def _record_stage(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
         if self._ctx.agreement.is_leader:
             self._ctx.probe.heartbeat.spans.recovered(stage, began_s, ended_s)
-
-
-def by_shard(work: Iterable[Microbatch]) -> dict[str, list[int]]:
-    """Microbatches as records have them: the indices of each shard."""
-    found: dict[str, list[int]] = {}
-    for item in work:
-        found.setdefault(str(item.shard), []).append(item.index)
-    return found

@@ -8,13 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spare_megatron.core.log.actions import (
-    Action,
-    AdmitGroups,
-    LoadCheckpoint,
-    RefuseCheckpoint,
-    StopWipeOut,
-)
+from spare_megatron.core.log.actions import Action, AdmitGroups, LoadCheckpoint, RefuseCheckpoint, StopWipeOut
 from spare_megatron.core.log.entries import Commit, Entry, Fence, Restart, entry_fields
 from spare_megatron.core.log.events import EntryRead, RunStarted
 from spare_megatron.faults.points import FaultPoint

@@ -23,13 +23,13 @@ from spare_megatron.core.log.gradient_guard import GradientFinding
 from spare_megatron.core.log.votes import WRONG_NUMBERS, Digests
 from spare_megatron.core.machines.failure_detector import Operation
 from spare_megatron.faults.points import FaultPoint
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, digest_of_work
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, by_shard, digest_of_work
 from spare_megatron.journal.step_values import model_figures
 from spare_megatron.mcore.trainer import OnSlabReady
 from spare_megatron.rank.evaluation import attempt_evaluation
 from spare_megatron.rank.group_audits import GroupAudits
 from spare_megatron.rank.group_saves import GroupSaves
-from spare_megatron.rank.rank_reports import RankReports, by_shard
+from spare_megatron.rank.rank_reports import RankReports
 from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.step_profile import StepProfile
 from spare_megatron.rank.sync import Sites

@@ -181,26 +181,19 @@ class SlowMachineDrains:
         return "machine" if is_there else "none", None
 
 
+@dataclass
 class Culprits:
     """Judges the machines' windows together, and journals and reports each change. A window of the run has one of each
     machine, of about the same steps: the next begins when a machine reports again. `shares_processors`: as in `Window`.
     `on_named` is called after each window with what is named, and the length of a step.
     """
 
-    def __init__(
-        self,
-        journal: JournalWriter,
-        on_event: Callable[[CulpritRecord], None],
-        *,
-        shares_processors: bool,
-        on_named: Callable[[Culprit, float], None] = lambda *_: None,
-    ) -> None:
-        self._journal = journal
-        self._on_named = on_named
-        self._shares_processors = shares_processors
-        self._on_event = on_event
-        self._watch = CulpritWatch()
-        self._reports: dict[MachineId, NodeMeasured] = {}
+    journal: JournalWriter
+    on_event: Callable[[CulpritRecord], None]
+    shares_processors: bool
+    on_named: Callable[[Culprit, float], None] = lambda *_: None
+    _watch: CulpritWatch = field(default_factory=CulpritWatch)
+    _reports: dict[MachineId, NodeMeasured] = field(default_factory=dict)
 
     def add(self, report: NodeMeasured) -> None:
         if report.machine in self._reports:
@@ -214,7 +207,7 @@ class Culprits:
             step_s=median(report.step_s for report in reports.values()),
             ranks=[times for machine in sorted(reports) for times in reports[machine].ranks],
             machines={machine: reports[machine].signs for machine in sorted(reports)},
-            shares_processors=self._shares_processors,
+            shares_processors=self.shares_processors,
         )
         before = self._watch.named
         has_changed = self._watch.add(window)
@@ -225,12 +218,12 @@ class Culprits:
         elif has_changed and named is not None:
             self._report(named, is_over=False)
         if named is not None:
-            self._on_named(named, window.step_s)
+            self.on_named(named, window.step_s)
 
     def _report(self, culprit: Culprit, *, is_over: bool) -> None:
         record = record_of(culprit, is_over=is_over)
-        self._journal.write(record)
-        self._on_event(record)
+        self.journal.write(record)
+        self.on_event(record)
 
 
 def record_of(culprit: Culprit, *, is_over: bool = False) -> CulpritRecord:

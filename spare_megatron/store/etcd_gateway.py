@@ -237,7 +237,8 @@ class EtcdGateway:
         elif code == _MISSING:
             raise StoreLacks(f"etcd does not have what is asked for: {text}")
         elif code in (_INVALID, _DENIED, _FAILED):
-            raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
+            user = "" if self._spec.credentials is None else f" user {self._spec.credentials.user}"
+            raise StoreRefused(f"etcd refuses{user}: {text}")
         raise _Again(text)
 
     def _require_history(self, header: Mapping[str, str], known: int) -> None:
@@ -251,9 +252,6 @@ class EtcdGateway:
                 f"confirmed is lost; it was emptied, replaced, or restored from a backup"
             )
         session.revision = max(session.revision, revision)
-
-    def _as_user(self) -> str:
-        return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
 
     def _authenticate(self, timeout_s: float) -> None:
         if self._spec.credentials is not None and not self._session.token:

@@ -36,7 +36,7 @@ class EtcdControlStore:
     def put_if_absent(self, key: str, value: str, after: str | None = None) -> str:
         compare, reads = [_is_absent(self._key(key))], [self._range(key)]
         if after is not None:
-            compare.append(_is_present(self._key(after)))
+            compare.append(_compare_creation(self._key(after), "GREATER"))
             reads.append(self._range(after))
         answer = self._transact(compare, [self._put(key, value)], reads)
         if answer.get("succeeded"):
@@ -201,10 +201,6 @@ def _sum_of(digits: EtcdMessage, directory: str) -> int:
 
 def _is_absent(name: str) -> EtcdMessage:
     return _compare_creation(name, "EQUAL")
-
-
-def _is_present(name: str) -> EtcdMessage:
-    return _compare_creation(name, "GREATER")
 
 
 def _compare_creation(name: str, result: str) -> EtcdMessage:

@@ -242,18 +242,14 @@ class TcpControlStore:
             with without_name_lookups():
                 client = self._client.clone()
             if former is not None:
-                client.delete_key(_gloo_key(*former))
+                # Where gloo wrote the rank's addresses, one for each peer.
+                client.delete_key(f"{former[0]}/0/{former[1]}")
             store = dist.PrefixStore(prefix, client)
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
 
     def local_host(self) -> str:
         return address_on_the_way_to(self._address[0])
-
-
-def _gloo_key(prefix: str, rank: int) -> str:
-    """Key under which gloo writes a rank's addresses, one for each peer."""
-    return f"{prefix}/0/{rank}"
 
 
 @contextlib.contextmanager

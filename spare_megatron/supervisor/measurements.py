@@ -29,23 +29,17 @@ class _Begin:
     answers: tuple[int, float]
 
 
+@dataclass
 class Measurements:
     """The windows of one node. `answers` returns how often the control store has answered, and the seconds in all;
     `clocks` of each GPU why its clock is reduced.
     """
 
-    def __init__(
-        self,
-        ranks: RankProcesses,
-        machine: MachineId,
-        answers: Callable[[], tuple[int, float]],
-        clocks: Callable[[], Sequence[str]],
-    ) -> None:
-        self._ranks = ranks
-        self._machine = machine
-        self._answers = answers
-        self._clocks = clocks
-        self._begin: _Begin | None = None
+    ranks: RankProcesses
+    machine: MachineId
+    answers: Callable[[], tuple[int, float]]
+    clocks: Callable[[], Sequence[str]]
+    _begin: _Begin | None = None
 
     def poll(self, now_s: float) -> NodeMeasured | None:
         """The window that has ended by this monotonic time, if one has; another begins then."""
@@ -65,22 +59,22 @@ class Measurements:
         if not times:
             return None
         window_s = end.at_s - begin.at_s
-        clocks = self._clocks() if any(self._ranks.device_index(key) is not None for key in end.ranks) else ()
+        clocks = self.clocks() if any(self.ranks.device_index(key) is not None for key in end.ranks) else ()
         times = [replace(one, device=self._clock_of((one.group, one.rank), clocks)) for one in times]
         return NodeMeasured(
-            machine=self._machine,
+            machine=self.machine,
             step_s=window_s / max(one.num_steps for one in times),
             ranks=tuple(times),
             signs=_signs(begin, end, window_s),
         )
 
     def _clock_of(self, key: RankKey, clocks: Sequence[str]) -> str:
-        index = self._ranks.device_index(key)
+        index = self.ranks.device_index(key)
         return "" if index is None or index >= len(clocks) else clocks[index]
 
     def _has_steps(self, begin: _Begin) -> bool:
         """Whether some rank has done enough steps; whole groups may be gone."""
-        pages = {key: self._ranks.page(key) for key in begin.ranks}
+        pages = {key: self.ranks.page(key) for key in begin.ranks}
         return any(
             page is not None and page.num_steps - begin.ranks[key][1].num_steps >= _LEAST_STEPS
             for key, page in pages.items()
@@ -88,15 +82,15 @@ class Measurements:
 
     def _read(self, now_s: float) -> _Begin:
         # The ranks of a group with fewer stages compute more than those at their position elsewhere.
-        alike = {key: pid for key, pid in self._ranks.pids.items() if self._ranks.stages[key[0]] is None}
-        pages = {key: (pid, self._ranks.page(key)) for key, pid in alike.items()}
+        alike = {key: pid for key, pid in self.ranks.pids.items() if self.ranks.stages[key[0]] is None}
+        pages = {key: (pid, self.ranks.page(key)) for key, pid in alike.items()}
         ranks = {key: (pid, self._totals(key, pid, page)) for key, (pid, page) in pages.items() if page is not None}
-        return _Begin(now_s, ranks, read_machine(), self._answers())
+        return _Begin(now_s, ranks, read_machine(), self.answers())
 
     def _totals(self, key: RankKey, pid: int, page: HeartbeatPage) -> RankTimes:
         spent_s = dict(zip(OPERATIONS, page.spent_s, strict=True))
         return RankTimes(
-            machine=self._machine,
+            machine=self.machine,
             group=key[0],
             rank=key[1],
             num_steps=page.num_steps,

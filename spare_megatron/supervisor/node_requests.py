@@ -4,6 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -17,34 +18,25 @@ SHARE_OF_STEP = 0.6
 """Share of the grace period after which ranks give the step under way up and save alone."""
 
 
+@dataclass
 class EndRequests:
     """Requests by signals, by the driver, and of others. The first time limit holds; most signals set `grace_s`.
     `ask_ranks` has the ranks end with the step under way, also in a signal handler; `cut_off` is called after a share
     of the limit, `end_at_once` after all of it. `report` gets requests of which the driver may not know.
     """
 
-    def __init__(
-        self,
-        timers: Timers,
-        grace_s: float,
-        *,
-        ask_ranks: Callable[[], None],
-        cut_off: Callable[[], None],
-        end_at_once: Callable[[], None],
-        report: Callable[[EndAsked], None],
-    ) -> None:
-        self._timers = timers
-        self._grace_s = grace_s
-        self._ask_ranks = ask_ranks
-        self._cut_off = cut_off
-        self._end_at_once = end_at_once
-        self._report = report
-        self._signals: list[signal.Signals] = []  # not handled yet
-        self._asked: EndAsked | None = None
+    timers: Timers
+    grace_s: float
+    ask_ranks: Callable[[], None]
+    cut_off: Callable[[], None]
+    end_at_once: Callable[[], None]
+    report: Callable[[EndAsked], None]
+    _signals: list[signal.Signals] = field(default_factory=list)  # not handled yet
+    _asked: EndAsked | None = None
 
     def on_signal(self, number: signal.Signals) -> None:
         """Notes the signal; safe in its handler, which may break into anything."""
-        self._ask_ranks()
+        self.ask_ranks()
         self._signals.append(number)
 
     def poll(self) -> EndAsked | None:
@@ -56,17 +48,17 @@ class EndRequests:
 
     def request(self, by: str, *, is_limited: bool = True) -> None:
         """Ends the run as this machine is asked to, and reports that."""
-        asked = EndAsked(by=by, limit_s=self._grace_s if is_limited else None)
+        asked = EndAsked(by=by, limit_s=self.grace_s if is_limited else None)
         self.on_asked(asked)
-        self._report(asked)
+        self.report(asked)
 
     def on_asked(self, asked: EndAsked) -> None:
         """Ends the run after the step under way, within the time limit of the request if it has one."""
-        self._ask_ranks()
+        self.ask_ranks()
         is_first_limit = asked.limit_s is not None and (self._asked is None or self._asked.limit_s is None)
         if asked.limit_s is not None and is_first_limit:
-            self._timers.after(SHARE_OF_STEP * asked.limit_s, self._cut_off)
-            self._timers.after(asked.limit_s, self._end_at_once)
+            self.timers.after(SHARE_OF_STEP * asked.limit_s, self.cut_off)
+            self.timers.after(asked.limit_s, self.end_at_once)
         if self._asked is None or is_first_limit:
             self._asked = asked
 

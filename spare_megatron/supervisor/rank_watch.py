@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from spare_megatron.core.machines.failure_detector import (
     HOLDING_UP,
@@ -53,24 +54,19 @@ def _read(pid: int, name: str) -> bytes:
         return file.read(_FILE_BYTES)
 
 
+@dataclass
 class RankWatch:
     """A failure detector for each watched rank. `group_timeout_s`: longest wait of a rank for others of its group.
     `load_timeout_s`: longest time for a rank to read a checkpoint. `read_state`: what the kernel reports of a process.
     """
 
-    def __init__(
-        self,
-        ranks: RankProcesses,
-        interval_s: float,
-        group_timeout_s: float,
-        load_timeout_s: float,
-        read_state: Callable[[int], ProcessState] = read_state,
-    ) -> None:
-        self._ranks = ranks
-        self._interval_s = interval_s
-        self._group_timeout_s = group_timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._read_state = read_state
+    ranks: RankProcesses
+    interval_s: float
+    group_timeout_s: float
+    load_timeout_s: float
+    read_state: Callable[[int], ProcessState] = read_state
+
+    def __post_init__(self) -> None:
         self._detectors: dict[RankKey, FailureDetector] = {}
         self._stop_detectors: dict[RankKey, StopDetector] = {}  # of the same ranks
         self._starved_s: dict[RankKey, float] = {}  # at the last poll
@@ -79,7 +75,7 @@ class RankWatch:
 
     def start_watching(self, group: GroupId) -> None:
         """Watches the group's ranks on this node. Until then `control.startup_timeout_s` limits them."""
-        for key in self._ranks.of(group):
+        for key in self.ranks.of(group):
             self._detectors[key] = self._new_detector()
             self._stop_detectors[key] = StopDetector()
 
@@ -91,12 +87,12 @@ class RankWatch:
             self._waits.pop(key, None)
 
     def is_watched(self, group: GroupId) -> bool:
-        return any(key in self._detectors for key in self._ranks.of(group))
+        return any(key in self._detectors for key in self.ranks.of(group))
 
     def is_getting_on(self, group: GroupId, now_s: float) -> bool:
         """Whether the group is not watched because it is not up yet, but one of its ranks has made progress lately."""
-        progress_at_s = max(self._ranks.pulse(key).progress_at_s for key in self._ranks.of(group))
-        return not self.is_watched(group) and now_s - progress_at_s < _QUIET_INTERVALS * self._interval_s
+        progress_at_s = max(self.ranks.pulse(key).progress_at_s for key in self.ranks.of(group))
+        return not self.is_watched(group) and now_s - progress_at_s < _QUIET_INTERVALS * self.interval_s
 
     def forgive(self) -> None:
         """Restarts all detectors, so that what happened up to now does not count."""
@@ -107,7 +103,7 @@ class RankWatch:
         """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause. `known` has
         the groups that are lost already; the caller adds each group that it receives. `now_s` is monotonic.
         """
-        pulses = {key: self._ranks.pulse(key) for key in self._detectors}
+        pulses = {key: self.ranks.pulse(key) for key in self._detectors}
         self._add_starvation(pulses)
         holding = {
             key
@@ -125,18 +121,18 @@ class RankWatch:
 
     def find_stopped(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
         """Yields likewise the groups with a process that a signal stops or ends; for every `STOP_POLL_S`."""
-        pids = self._ranks.pids
-        states = {key: self._read_state(pids[key]) for key in self._stop_detectors}
+        pids = self.ranks.pids
+        states = {key: self.read_state(pids[key]) for key in self._stop_detectors}
         causes = {key: detector.poll(states[key], now_s) for key, detector in self._stop_detectors.items()}
         for (group, rank), cause in causes.items():
             if cause and group not in known:
-                pulse = self._ranks.pulse((group, rank))
+                pulse = self.ranks.pulse((group, rank))
                 is_killed = bool(states[group, rank].killed_by)
                 yield group, rank, cause if is_killed else f"{cause} in {pulse.operation} of step {pulse.step}"
 
     def _judge(self, key: RankKey, pulse: Pulse, holding: Collection[RankKey], now_s: float) -> str:
         group = key[0]
-        is_held_up = any(peer in holding for peer in self._ranks.of(group) if peer != key)
+        is_held_up = any(peer in holding for peer in self.ranks.of(group) if peer != key)
         return self._detectors[key].poll(
             pulse, now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
         )
@@ -147,4 +143,4 @@ class RankWatch:
             self._starved_s[key] = pulse.starved_s
 
     def _new_detector(self) -> FailureDetector:
-        return FailureDetector(self._interval_s, self._group_timeout_s, self._load_timeout_s)
+        return FailureDetector(self.interval_s, self.group_timeout_s, self.load_timeout_s)

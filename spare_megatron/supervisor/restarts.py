@@ -2,44 +2,38 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.machine.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 
 
+@dataclass(kw_only=True)
 class GroupRestarts:
     """The restarts of a node's groups: within `budget`, besides those after wipe-outs and in pauses. `restarts_all`:
     wipe-outs start all groups again, and pauses those that have used up their restarts. `wait_for_parts` gets groups on
-    several nodes that this node is ready to start; once all are, call `start` here. The parameter `start` starts one.
+    several nodes that this node is ready to start; once all are, call `start`. `start_ranks` starts those of a group.
     """
 
-    def __init__(
-        self,
-        *,
-        budget: RestartBudget,
-        restarts_all: bool,
-        whole_groups: frozenset[GroupId],
-        further_groups: frozenset[GroupId] = frozenset(),
-        timers: Timers,
-        wait_for_parts: Callable[[GroupId], None],
-        start: Callable[[GroupId, bool], None],
-    ) -> None:
-        self._restarts_all = restarts_all
-        self._whole_groups = whole_groups
-        self._timers = timers
-        self._wait_for_parts = wait_for_parts
-        self._start = start
+    budget: RestartBudget
+    restarts_all: bool
+    whole_groups: frozenset[GroupId]
+    further_groups: frozenset[GroupId] = frozenset()
+    timers: Timers
+    wait_for_parts: Callable[[GroupId], None]
+    start_ranks: Callable[[GroupId, bool], None]
+
+    def __post_init__(self) -> None:
         self._up_since_s: dict[GroupId, float] = {}
-        self._budget = budget
         self._takes_spares: dict[GroupId, bool] = {}
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()  # lost, and about to be started again
         self.not_admitted: set[GroupId] = set()  # these, and those that are started but not admitted yet
         # Groups that have left the run, and further ones that are not asked for yet: started when they are, and those
         # that have taken part also after a wipe-out or in a pause.
-        self.drained = set(further_groups)
-        self._leave_asked = further_groups
+        self.drained = set(self.further_groups)
+        self._leave_asked = self.further_groups
         self.wiped_out_at_s: float | None = None  # monotonic, of a wipe-out that the run has not recovered from
         self.is_paused = False  # survivors of a wipe-out wait for hosts
         self._is_held = False  # the machine is in quarantine
@@ -88,7 +82,7 @@ class GroupRestarts:
         if group in self._leave_asked and self.wiped_out_at_s is None and not self.is_paused:
             self.drained.add(group)
             return True
-        is_wanted = self._budget.most_restarts > 0 or self._is_free
+        is_wanted = self.budget.most_restarts > 0 or self._is_free
         return not is_wanted or self.is_over or self._bring_back(group, is_own=is_own)
 
     def on_missed(self, group: GroupId) -> None:
@@ -105,7 +99,7 @@ class GroupRestarts:
     def on_pause(self) -> None:
         """Schedules the restart of all lost groups, as some of them may host what is missing."""
         self.is_paused = True
-        for group in sorted(self._ended if self._restarts_all else self._ended & self.drained):
+        for group in sorted(self._ended if self.restarts_all else self._ended & self.drained):
             self._bring_back(group)
 
     def on_resume(self) -> None:
@@ -114,7 +108,7 @@ class GroupRestarts:
     @property
     def _is_free(self) -> bool:
         """Whether restarts do not count now: without them training cannot go on."""
-        return self.wiped_out_at_s is not None or (self.is_paused and self._restarts_all)
+        return self.wiped_out_at_s is not None or (self.is_paused and self.restarts_all)
 
     def _bring_back(self, group: GroupId, *, is_own: bool = True) -> bool:
         """Schedules the group's restart. Returns False if it is not to be started again."""
@@ -125,14 +119,14 @@ class GroupRestarts:
         now_s = time.monotonic()
         up_s = now_s - self._up_since_s.pop(group, now_s)
         is_free = self._is_free or group in self.drained
-        start = self._budget.spend(group, up_s, is_free=is_free, is_own=is_own)
+        start = self.budget.spend(group, up_s, is_free=is_free, is_own=is_own)
         if start is None:
             return False
         self.drained.discard(group)
         self._takes_spares[group] = start.takes_spares
         self.coming_back.add(group)
         self.not_admitted.add(group)
-        self._timers.after(start.delay_s, lambda: self._unless_held(group))
+        self.timers.after(start.delay_s, lambda: self._unless_held(group))
         return True
 
     def hold(self) -> None:
@@ -149,16 +143,16 @@ class GroupRestarts:
         if self._is_held:
             self._held.add(group)
         else:
-            (self.start if group in self._whole_groups else self._wait_for_parts)(group)
+            (self.start if group in self.whole_groups else self.wait_for_parts)(group)
 
     def start(self, group: GroupId) -> None:
         """Starts the group, unless the run is over."""
         self.coming_back.discard(group)
         if not self.is_over:
             self._ended.discard(group)
-            self._start(group, self._takes_spares[group])
+            self.start_ranks(group, self._takes_spares[group])
 
     @property
     def awaits_other_nodes(self) -> bool:
         """Whether some group cannot come back before other nodes are ready, or before an examination has passed."""
-        return self._is_held or not self.coming_back <= self._whole_groups
+        return self._is_held or not self.coming_back <= self.whole_groups

@@ -489,8 +489,7 @@ class StoreLink:
 class StoreWatch:
     """Judges how long the store is silent: away after `interval_s`, given up after `limit_s`, with `failure` why."""
 
-    def __init__(self, node: int, link: StoreLink, interval_s: float, limit_s: float) -> None:
-        self._node = node
+    def __init__(self, link: StoreLink, interval_s: float, limit_s: float) -> None:
         self._link = link
         self._interval_s = interval_s
         self._limit_s = limit_s
@@ -513,8 +512,8 @@ class StoreWatch:
             self._link.renew()
         if silent_s > self._interval_s and self._away_since_s is None:
             self._away_since_s = now_s - silent_s
-            return StoreAway(node=self._node, limit_s=self._limit_s)
+            return StoreAway(limit_s=self._limit_s)
         if silent_s <= self._interval_s and self._away_since_s is not None:
             away_s, self._away_since_s = now_s - self._away_since_s, None
-            return StoreBack(node=self._node, away_s=away_s)
+            return StoreBack(away_s=away_s)
         return None

@@ -122,8 +122,7 @@ class Supervisor:
         notice = spec.config.cluster.notice_file.replace("{node}", str(machine % layout.num_nodes))
         self._measurements = Measurements(self._ranks, machine, lambda: self._link.answers, ClockReader())
         self._requests = RequestWatch(spec.run_dir, sorted(self._ranks.groups), notice, layout.further_groups)
-        limit_s = self._control.store_timeout_s
-        self._store_watch = store_watch.StoreWatch(spec.node, self._link, self._interval_s, limit_s)
+        self._store_watch = store_watch.StoreWatch(self._link, self._interval_s, self._control.store_timeout_s)
 
     def _make_end_requests(self) -> EndRequests:
         return EndRequests(
@@ -144,7 +143,7 @@ class Supervisor:
             further_groups=frozenset() if self._spec.incarnation else self._ranks.further_groups,
             timers=self._timers,
             wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
-            start=self._start_again,
+            start_ranks=self._start_again,
         )
 
     def _make_link(self, machine: MachineId, outbox: Connection) -> store_watch.StoreLink:

@@ -26,9 +26,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
     partitions = None
     if config.optimizer.sharding == "stacked":
         partitions = PartitionSetup(
-            num_groups=num_groups,
-            redundancy=config.optimizer.redundancy,
-            groups_per_domain=spare.groups_per_domain,
+            num_groups=num_groups, redundancy=config.optimizer.redundancy, groups_per_domain=spare.groups_per_domain
         )
     return ControllerSetup(
         placement=config.placement,
@@ -40,10 +38,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         num_steps=config.train.steps,
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",
-        restarts=RestartLimits(
-            max_restarts=config.checkpoint.max_restarts,
-            wait_s=checkpoint.restart_wait_s,
-        ),
+        restarts=RestartLimits(max_restarts=config.checkpoint.max_restarts, wait_s=checkpoint.restart_wait_s),
         pause_s=checkpoint.restart_wait_s if spare.rejoins or checkpoint.max_restarts else None,
         saves=SavePolicy(
             interval_s=checkpoint.interval_s,

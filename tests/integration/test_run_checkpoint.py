@@ -236,7 +236,7 @@ def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again
     found = {"param": "parameters before step 2 differ from those", "moment": "state before step 2 differs from that"}
     assert fence["reason"].startswith(f"its {found[what]} of 3 groups")
     assert [entry["entry"] for entry in (retry, finish)] == ["retry", "finish"]
-    newest = newest_valid(tmp_path / "run" / "checkpoints").found
+    newest, _ = newest_valid(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert (newest.manifest.step, newest.manifest.group) == (2, 2)
     assert unsaved_end(config_of(text_corpus, steps=2), tmp_path / "run", run.summary) == ""
@@ -406,7 +406,7 @@ def test_moments_that_are_wrong_when_they_are_saved_refuse_the_checkpoint(text_c
     if EVERY in visible_steps(folder):  # else it was not written by then, and never is
         assert refusal_of(checkpoint_path(folder, EVERY)) == f"group 0: {reason}"
     assert not [record for record in run.journal.of(CheckpointRecord) if record.outcome == "failed"]
-    found = newest_valid(folder).found
+    found, _ = newest_valid(folder)
     assert found is not None
     assert found.manifest.step == 3 * EVERY
 

@@ -353,7 +353,7 @@ class Supervisor:
             whole_groups=frozenset(),
             timers=self.timers,
             wait_for_parts=lambda group: self.link.wait_for_parts(Member(group, self.incarnation + 1)),
-            start=self.start,
+            start_ranks=self.start,
         )
         self.on_asked()
         if taken is not None:

@@ -229,7 +229,8 @@ def test_a_training_goes_back_to_the_newest_audited_checkpoint_and_stays_there(t
     for refused in (["step-00000020", "step-00000015"], []):
         found = go_back_to_audited(tmp_path)
         assert found is not None
-        assert (found.path.name, [path.name for path in found.refused]) == ("step-00000010", refused)
+        path, _, later = found
+        assert (path.name, [one.name for one in later]) == ("step-00000010", refused)
         assert begun_with(tmp_path) == "step-00000010"
     assert "it is later: the first 14 steps are audited" in refusal_of(tmp_path / "step-00000015")
     save(tmp_path, 15, audited_steps=11)
@@ -244,7 +245,8 @@ def test_checkpoints_that_cannot_be_used_are_passed_over(tmp_path: Path) -> None
     mark_refused(tmp_path / "step-00000025", "wrong state")
     found = go_back_to_audited(tmp_path)
     assert found is not None
-    assert (found.path.name, len(found.refused)) == ("step-00000005", 2)
+    path, _, later = found
+    assert (path.name, len(later)) == ("step-00000005", 2)
 
 
 def test_a_folder_without_an_audited_checkpoint_is_refused_and_an_empty_one_is_none(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_what_dies_before_the_rename_is_never_visible_and_is_cleared_by_the_next
     with pytest.raises(Died):
         save(tmp_path, 20, dies_at=stage)
     assert visible_steps(tmp_path) == [10]
-    found = newest_valid(tmp_path)
-    assert found.found is not None
-    assert (found.found.manifest.step, found.rejected) == (10, ())
+    found, rejected = newest_valid(tmp_path)
+    assert found is not None
+    assert (found.manifest.step, rejected) == (10, [])
     clear_leftovers(tmp_path, MEMBERS)
     assert len(list(tmp_path.glob("*.tmp"))) == 1, "a group that takes part may still be writing"
     clear_leftovers(tmp_path, MEMBERS[1:])
@@ -152,10 +152,9 @@ def test_damage_is_named_and_the_checkpoint_before_takes_its_place(
     harm(path / name)
     with pytest.raises(DamagedCheckpoint, match=f"step-00000020: {name}"):
         verify(path)
-    search = newest_valid(tmp_path)
-    assert search.found is not None
-    assert search.found.manifest.step == 10
-    [rejected] = search.rejected
+    found, [rejected] = newest_valid(tmp_path)
+    assert found is not None
+    assert found.manifest.step == 10
     assert rejected.path == path
     assert name in rejected.reason
 
@@ -176,11 +175,11 @@ def test_every_single_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None
 
 
 def test_a_folder_without_a_checkpoint_has_none(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path / "missing").found is None
+    assert newest_valid(tmp_path / "missing") == (None, [])
     (tmp_path / "step-00000010").mkdir()
-    search = newest_valid(tmp_path)
-    assert search.found is None
-    assert [item.reason for item in search.rejected] == [f"step-00000010: {MANIFEST} is missing"]
+    found, rejected = newest_valid(tmp_path)
+    assert found is None
+    assert [item.reason for item in rejected] == [f"step-00000010: {MANIFEST} is missing"]
 
 
 def test_dropped_checkpoints_are_gone_and_dropping_twice_is_no_error(tmp_path: Path) -> None:

@@ -256,9 +256,9 @@ def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str
 def test_a_pause_for_the_control_store_is_reported_once(tmp_path: Path) -> None:
     console = RunConsole(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
-        for event in (*(StoreAway(node=node, limit_s=60.0) for node in (0, 1)), StoreBack(node=1, away_s=2.5)):
+        for event in (StoreAway(limit_s=60.0), StoreAway(limit_s=60.0), StoreBack(away_s=2.5)):
             progress.on_event(event)
-        progress.on_event(StoreBack(node=0, away_s=2.6))
+        progress.on_event(StoreBack(away_s=2.6))
     assert isinstance(console.file, io.StringIO)
     assert [line[len("2026-11-23 12:00:00 ") :] for line in console.file.getvalue().splitlines()] == [
         "the control store does not answer; training pauses for it, 60 s at most",

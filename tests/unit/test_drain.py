@@ -194,7 +194,7 @@ def restarts_of(timers: Timers, started: list[GroupId], most_restarts: int = 0) 
         whole_groups=frozenset({ONE}),
         timers=timers,
         wait_for_parts=lambda group: None,
-        start=lambda group, takes_spares: started.append(group),
+        start_ranks=lambda group, takes_spares: started.append(group),
     )
 
 

@@ -18,7 +18,7 @@ from spare_megatron.process.reports import (
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 
-REPORT = StoreAway(node=1, limit_s=2.0)
+REPORT = StoreAway(limit_s=2.0)
 WAIT_S = 30.0
 
 

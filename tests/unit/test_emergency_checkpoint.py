@@ -97,20 +97,19 @@ def saved(tmp_path: Path, *groups: int, entries: Sequence[Commit | Restart] = CO
 
 def refused(path: Path) -> str:
     """Why the checkpoint before takes its place."""
-    search = newest_valid(path.parent)
-    assert search.found is not None
-    assert search.found.manifest.step == 5
-    [rejected] = search.rejected
+    found, [rejected] = newest_valid(path.parent)
+    assert found is not None
+    assert found.manifest.step == 5
     assert rejected.path == path
     return rejected.reason
 
 
 def test_what_all_ranks_of_a_group_have_saved_is_the_newest_checkpoint(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
-    search = newest_valid(path.parent)
-    assert search.found is not None
-    assert (search.found.path, search.rejected) == (path, ())
-    manifest = search.found.manifest
+    found, rejected = newest_valid(path.parent)
+    assert found is not None
+    assert (found.path, rejected) == (path, [])
+    manifest = found.manifest
     assert (manifest.step, manifest.group, manifest.log_head) == (STEP, 1, STEP)
     assert sorted(manifest.files) == [f"group-0001-rank-{rank}.state" for rank in range(NUM_RANKS)]
     assert files_for(path, manifest.files, 1) == [path / "group-0001-rank-1.state"]
@@ -147,9 +146,9 @@ def test_files_may_differ_where_the_state_does_not(tmp_path: Path) -> None:
     """A group that came back lists its optimizer's state in another order."""
     path = saved(tmp_path, 0, 1, rest="of all")
     save_rank(path, tmp_path, 1, 1, content=b"other", rest="of all")
-    search = newest_valid(path.parent)
-    assert search.found is not None
-    assert (search.found.path, search.rejected) == (path, ())
+    found, rejected = newest_valid(path.parent)
+    assert found is not None
+    assert (found.path, rejected) == (path, [])
     save_rank(path, tmp_path, 1, 1, rest="of one")
     assert refused(path) == "step-00000007.state: groups [0, 1] have saved different optimizer state of rank 1"
 

@@ -28,7 +28,7 @@ def test_events_come_one_by_one_as_json(tmp_path: Path) -> None:
     failures: list[Message] = []
     command = EventCommand([sys.executable, "-c", _APPEND, str(tmp_path / "events")], tmp_path, failures.append)
     command.on_event(CULPRIT)
-    command.on_event(StoreBack(node=0, away_s=1.0))  # none of those that it gets
+    command.on_event(StoreBack(away_s=1.0))  # none of those that it gets
     command.on_event(GroupLost(record=LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)))
     command.on_event(GroupRejoined(member=Member(GroupId(1), 1), step=7))
     command.close()

@@ -313,7 +313,7 @@ class Node:
             whole_groups=frozenset(),
             timers=self.timers,
             wait_for_parts=self.wait,
-            start=self.start,
+            start_ranks=self.start,
         )
         if incarnation:
             world.store.put(f"life/{number}", str(incarnation))

@@ -252,7 +252,7 @@ def test_a_width_is_planned_as_that_many_groups_with_less_between_them() -> None
     expected = optimize(replace(FACTS, num_groups=6, times=times), "microbatch")
     assert found.plan.redundancy == expected.redundancy
     assert found.plan.time_to_train_ratio == pytest.approx(expected.time_to_train_ratio * 63 / 66)
-    assert (found.num_groups, found.lost_share, found.rank_share) == (6, 1 / 6, 1 / 4)
+    assert (found.num_lanes, found.num_groups, found.lost_share) == (4, 6, 1 / 6)
 
 
 def test_what_a_group_has_of_machines_spares_and_domains_follows_its_width() -> None:

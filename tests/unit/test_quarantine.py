@@ -241,7 +241,7 @@ def test_groups_of_a_machine_in_quarantine_start_when_it_ends() -> None:
         whole_groups=frozenset({GroupId(0)}),
         timers=timers,
         wait_for_parts=started.append,
-        start=lambda group, _: started.append(group),
+        start_ranks=lambda group, _: started.append(group),
     )
     restarts.hold()
     assert restarts.on_fenced(GroupId(0))

@@ -75,11 +75,9 @@ def score_of(before: Places, idle: Idle, after: Places, size: int, per_domain: i
 
 
 def applied(places: Places, moves: tuple[Move, ...]) -> Places:
-    after = dict(places)
-    for move in moves:
-        if move.from_place is not None:
-            assert places[move.from_place] == move.machine
-            after[move.from_place] = None
+    moved = {move.machine for move in moves}
+    assert len(moved) == len(moves), "a machine takes one place"
+    after = {place: None if machine in moved else machine for place, machine in places.items()}
     for move in moves:
         assert after[move.place] is None, "the place is taken"
         after[move.place] = move.machine
@@ -202,14 +200,14 @@ def test_moves_across_domains_are_as_few_as_an_exact_assignment_has() -> None:
 
 def test_two_broken_groups_become_one_whole_group() -> None:
     moves = moves_of(layout_of(5, 2), places_of(2, {0: "xo", 1: "ox"}), {})
-    assert moves == (Move(machine=MachineId(2), place=PlaceId(0), from_place=PlaceId(2)),)
+    assert moves == (Move(machine=MachineId(2), place=PlaceId(0)),)
 
 
 def test_a_spare_and_a_machine_of_a_broken_group_are_the_same() -> None:
     places = places_of(2, {0: "xo", 1: "ox"})
-    for spare, taken, left in ((MachineId(9), MachineId(2), PlaceId(2)), (MachineId(1), MachineId(1), None)):
+    for spare, taken in ((MachineId(9), MachineId(2)), (MachineId(1), MachineId(1))):
         moves = moves_of(layout_of(5, 2), {**places, PlaceId(1): MachineId(7)}, {spare: None})
-        assert moves == (Move(machine=taken, place=PlaceId(0), from_place=left),), "the lowest id, whichever it is"
+        assert moves == (Move(machine=taken, place=PlaceId(0)),), "the lowest id, whichever it is"
 
 
 def test_nothing_moves_where_no_group_can_be_whole() -> None:
@@ -218,7 +216,7 @@ def test_nothing_moves_where_no_group_can_be_whole() -> None:
 
 def test_a_group_that_lacks_nothing_keeps_its_machines() -> None:
     places = places_of(2, {0: "xo", 1: "oo", 2: "xo"})
-    assert {move.from_place for move in moves_of(layout_of(5, 2), places, {})} == {5}
+    assert {move.machine for move in moves_of(layout_of(5, 2), places, {})} == {5}
 
 
 def test_a_machine_of_the_same_domain_is_taken_first() -> None:
@@ -256,7 +254,7 @@ def test_lanes_and_stages_of_a_machine_move_together() -> None:
     layout = Layout(num_groups=3, tensor_parallel=2, data_parallel=2, pipeline_parallel=2, num_nodes=6)
     machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in (1, 2, 4, 5)}
     (move,) = reform(layout, machines, [GroupId(0), GroupId(1)]).moves
-    assert move == Move(MachineId(2), PlaceId(0), PlaceId(2))
+    assert move == Move(MachineId(2), PlaceId(0))
     stands = {
         place: [(layout.lane_of(rank), rank // layout.ranks_per_stage) for _, rank in layout.ranks_on(place)]
         for place in (move.place, 1)
@@ -269,7 +267,7 @@ def test_machines_of_single_lanes_fill_places_of_other_lanes() -> None:
     assert places_per_group(layout) == 4
     machines = {MachineId(place): Machine("placed", PlaceId(place)) for place in range(12) if place not in (1, 4, 7)}
     moves, stages = reform(layout, machines, [GroupId(0), GroupId(1)])
-    assert (moves, stages) == ((Move(MachineId(5), PlaceId(1), PlaceId(5)),), {0: 1})
+    assert (moves, stages) == ((Move(MachineId(5), PlaceId(1)),), {0: 1})
     assert [layout.lane_of(rank) for _, rank in layout.ranks_on(1)] == [1, 1]
 
 
@@ -415,13 +413,13 @@ def made_of(letters: Mapping[int, str], others: Sequence[int] = (), unhosted: Un
 
 def test_a_group_that_lacks_a_machine_goes_on_with_the_others_in_its_first_places() -> None:
     assert made_of({1: "ooox"}, [4, 4, 4]) == ((), {1: 3})
-    assert made_of({1: "oxoo"}, [4, 4, 4]) == ((Move(MachineId(7), PlaceId(5), PlaceId(7)),), {1: 3})
+    assert made_of({1: "oxoo"}, [4, 4, 4]) == ((Move(MachineId(7), PlaceId(5)),), {1: 3})
     assert made_of({1: "ooxx"}, [4, 4, 4]) == ((), {})
 
 
 def test_broken_groups_share_their_machines_as_evenly_as_possible() -> None:
     assert made_of({0: "ooox", 1: "xoxo", 2: "oxxo"}, [4]).stages == {0: 3, 1: 4}, "place 7 has a machine"
-    assert made_of({0: "ooox", 2: "ooxo"}, [4, 3]) == ((Move(MachineId(11), PlaceId(10), PlaceId(11)),), {0: 3, 2: 3})
+    assert made_of({0: "ooox", 2: "ooxo"}, [4, 3]) == ((Move(MachineId(11), PlaceId(10)),), {0: 3, 2: 3})
 
 
 def test_whole_groups_alone_are_made_where_that_is_as_fast() -> None:

@@ -32,7 +32,7 @@ from spare_megatron.supervisor.run_end import end_in_log, end_without_driver, ou
 from spare_megatron.supervisor.store_watch import FenceWanted, NodeReplaced, StoreLink
 from tests.unit.memory_store import MemoryStore
 
-REPORT = StoreAway(node=1, limit_s=2.0)
+REPORT = StoreAway(limit_s=2.0)
 WAIT_S = 30.0
 
 

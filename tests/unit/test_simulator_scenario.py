@@ -62,6 +62,7 @@ def test_overrides_are_texts_or_values() -> None:
     assert load_scenario("paper_n200", ["save_interval_s=inf"]).save_cadence_s() == inf
     assert load_scenario("paper_n200", ["repair_s=none"]).repair_s is None
     assert load_scenario("paper_n200", ["slice_redundancy=2"]).partition_redundancy == 2, "as it was called"
+    assert load_scenario("paper_n200", ["name=1\nseed = 2"]).name == "1\nseed = 2", "no value of TOML"
 
 
 def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:

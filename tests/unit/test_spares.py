@@ -59,7 +59,7 @@ class RestartedNode:
             whole_groups=frozenset(map(GroupId, whole)),
             timers=self.timers,
             wait_for_parts=lambda group: self.waiting.append((group, self.now_s)),
-            start=lambda group, takes_spares: self.started.append((group, self.now_s, takes_spares)),
+            start_ranks=lambda group, takes_spares: self.started.append((group, self.now_s, takes_spares)),
         )
 
     def wait(self) -> None:

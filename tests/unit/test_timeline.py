@@ -187,7 +187,7 @@ class Ranks:
 
 @pytest.mark.parametrize(
     "event",
-    [committed(5, num_alive=3), StoreAway(node=0, limit_s=9.0), GroupRejoined(member=Member(GroupId(1)), step=5)],
+    [committed(5, num_alive=3), StoreAway(limit_s=9.0), GroupRejoined(member=Member(GroupId(1)), step=5)],
     ids=["a group is lost elsewhere", "a pause of the store", "a return"],
 )
 def test_a_window_is_on_disk_two_steps_after_its_event_and_nothing_before(tmp_path: Path, event: object) -> None:

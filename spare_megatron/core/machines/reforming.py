@@ -28,11 +28,10 @@ class Machine(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A machine takes a place, and leaves another of a broken group, or None if it was idle."""
+    """A machine takes a place; it was idle, or leaves another place of a broken group."""
 
     machine: MachineId
     place: PlaceId
-    from_place: PlaceId | None
 
 
 class Reformed(NamedTuple):
@@ -41,10 +40,6 @@ class Reformed(NamedTuple):
     moves: tuple[Move, ...]
     stages: dict[GroupId, int]
     """Of the groups that have the machines for these; those that need no move are among them."""
-
-
-Source = tuple[MachineId, PlaceId | None]
-"""A machine that may be moved, and the place that it holds."""
 
 
 def places_per_group(layout: Layout) -> int:
@@ -92,11 +87,11 @@ def reform(
     """
     size = places_per_group(layout)
     holders: dict[PlaceId, MachineId] = {}
-    sources: defaultdict[int | None, list[Source]] = defaultdict(list)
+    sources: defaultdict[int | None, list[MachineId]] = defaultdict(list)
     groups = set(broken)
     for machine, (state, place, domain) in machines.items():
         if state == "idle":
-            sources[domain].append((machine, None))
+            sources[domain].append(machine)
         elif state == "placed" and place is not None and place // size in groups:
             assert place not in holders, f"place {place} is held by machines {holders[place]} and {machine}"
             holders[place] = machine
@@ -115,7 +110,7 @@ def reform(
         domain, number = group // groups_per_domain, places_for(layout, stages.get(group, 0))
         places = list(map(PlaceId, range(group * size, (group + 1) * size)))
         wanted[domain] += [place for place in places[:number] if place not in holders]
-        sources[domain] += [(holders[place], place) for place in places[number:] if place in holders]
+        sources[domain] += [holders[place] for place in places[number:] if place in holders]
     return Reformed(_assigned(wanted, sources), stages)
 
 
@@ -283,15 +278,15 @@ def _chosen(
     return chosen
 
 
-def _assigned(wanted: Mapping[int, list[PlaceId]], sources: Mapping[int | None, list[Source]]) -> tuple[Move, ...]:
+def _assigned(wanted: Mapping[int, list[PlaceId]], sources: Mapping[int | None, list[MachineId]]) -> tuple[Move, ...]:
     """A machine for each wanted place: first those of its domain, then of those that are left."""
-    pairs: list[tuple[PlaceId, Source]] = []
+    pairs: list[tuple[PlaceId, MachineId]] = []
     open_places: list[PlaceId] = []
-    left: list[Source] = []
+    left: list[MachineId] = []
     for domain in {*wanted, *sources}:
         own, places = sorted(sources.get(domain, ())), [] if domain is None else wanted.get(domain, [])
         pairs += zip(places, own, strict=False)
         open_places += places[len(own) :]
         left += own[len(places) :]
     pairs += zip(sorted(open_places), sorted(left), strict=False)
-    return tuple(Move(machine, place, old) for place, (machine, old) in sorted(pairs))
+    return tuple(Move(machine, place) for place, machine in sorted(pairs))

@@ -8,13 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spare_megatron.mcore.gradients.flat_gradients import (
-    FlatSpace,
-    ScatterRange,
-    buffers,
-    flat_parameters,
-    segments,
-)
+from spare_megatron.mcore.gradients.flat_gradients import FlatSpace, ScatterRange, buffers, flat_parameters, segments
 from spare_megatron.mcore.gradients.partitions import ParameterRange
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.model.process_groups import all_gather

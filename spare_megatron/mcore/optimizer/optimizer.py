@@ -25,12 +25,7 @@ from spare_megatron.mcore.model.compatibility import require_muon
 from spare_megatron.mcore.model.model import Chunk
 from spare_megatron.mcore.optimizer.lane_buffers import LaneBuffers
 from spare_megatron.mcore.optimizer.outer_step import OuterState
-from spare_megatron.mcore.optimizer.parameters import (
-    GradientsForNorm,
-    named_parameters,
-    optimized,
-    whole_for_norm,
-)
+from spare_megatron.mcore.optimizer.parameters import GradientsForNorm, named_parameters, optimized, whole_for_norm
 
 _MAIN = "fp32_from_fp16_params"
 """Megatron's key of the fp32 parameters of a bf16 model: a list for each group of parameters."""

@@ -3,7 +3,6 @@ audited at its save (`core.audits.clean_prefix`), which are fewer than its own: 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.config.training.terms import step_of
@@ -12,14 +11,8 @@ from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint import verification
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WentBack:
-    """The newest audited checkpoint of a folder, and the later ones, which no run loads any more."""
-
-    path: Path
-    audited_steps: int
-    refused: Sequence[Path]
+WentBack = tuple[Path, int, Sequence[Path]]
+"""The newest audited checkpoint of a folder, audited steps, and the later ones, which no run loads any more."""
 
 
 def audited_steps_in(checkpoints: Sequence[Path]) -> int | None:
@@ -74,7 +67,7 @@ def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
         reason = f"it is later: {text_of_audited(steps)}, and a run went back to {path.name}"
         for one in later:
             verification.mark_refused(one, reason, audited_steps=found.manifest.step)
-        return WentBack(path=path, audited_steps=steps, refused=later)
+        return path, steps, later
     raise ValueError(
         f"--restart-from=audited: {text_of_audited(steps)}, and no valid checkpoint in {folder} is of so few; leave "
         f"it out to start from the newest, or set checkpoint.folder to an empty one to start from the beginning"

@@ -263,15 +263,25 @@ def _rename(path: Path, new: Path) -> None:
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
     content = {"format": FORMAT, **asdict(manifest)}
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({**content, "sha256": digest_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / MANIFEST, json.dumps({**content, "sha256": digest_of(content)}, indent=1))
     sync_folder(folder)
+
+
+def stored(written: Mapping[str, tuple[int, str]]) -> dict[str, StoredFile]:
+    """The files of a manifest by the size and SHA-256 of each."""
+    return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a file and syncs it; its name is on the disk once the folder is synced."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ of groups that hold every partition), if all groups that have saved hold the sam
 the last step was committed and not undone. It loads only at the layout that wrote it, and this module without torch.
 """
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,10 +81,7 @@ def describe(path: Path, saved: SavedRank) -> None:
     """Makes a rank's file count: its description appears by one rename, once the file is on the disk."""
     file = path / f"{_stem(saved.group, saved.rank)}{_DESCRIPTION}"
     aside = file.with_suffix(".tmp")
-    with aside.open("w") as out:
-        out.write(encode(saved))
-        out.flush()
-        os.fsync(out.fileno())
+    folders.write_synced(aside, encode(saved))
     aside.rename(file)
 
 

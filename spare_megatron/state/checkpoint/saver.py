@@ -290,11 +290,11 @@ class Saver:
 
     def _write(self, save: SaveJob, state: GroupState) -> dict[str, folders.StoredFile]:
         if save.dispute is not None:
-            return stored(state.write(save.aside, self._ranks, lambda: None))
+            return folders.stored(state.write(save.aside, self._ranks, lambda: None))
         return self._verified(save.aside, partial(state.write, save.aside))
 
     def _verified(self, folder: Path, write: Callable[..., Written]) -> dict[str, folders.StoredFile]:
-        files = stored(write(self._ranks, partial(self._ctx.probe, FaultPoint.SAVE_WRITE)))
+        files = folders.stored(write(self._ranks, partial(self._ctx.probe, FaultPoint.SAVE_WRITE)))
         for name, file in files.items():
             verify_file(folder, name, file)
         return files
@@ -320,7 +320,7 @@ class Saver:
         for share in shares:
             everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
         if shares:
-            everything |= stored(join_partitions(save.aside, [share.folder for share in shares]))
+            everything |= folders.stored(join_partitions(save.aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = folders.manifest_of(self._ctx.config, save.action, save.head, everything, writers)
         reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
@@ -400,10 +400,6 @@ def agreed(work: Callable[[], T], ranks: dist.ProcessGroup) -> Sequence[T]:
     if own or common:
         raise SaveFailed("; ".join(own) or common[0])
     return [value for value, *_ in gathered]
-
-
-def stored(written: Written) -> dict[str, folders.StoredFile]:
-    return {name: folders.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
 
 
 def with_folder(reason: str, folder: Path) -> str:

@@ -38,7 +38,7 @@ def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """This training's valid checkpoint after all of its steps; None if the folder does not have it yet."""
     if not any(step_of(path) >= config.train.steps for path in folders.all_checkpoints(folder)):
         return None  # decided by names: no file is read
-    found = verification.newest_valid(folder).found
+    found, _ = verification.newest_valid(folder)
     if found is None or found.manifest.step < config.train.steps or _differences(found.manifest, config):
         return None
     return found.path
@@ -168,14 +168,14 @@ def _find(path: Path, rejected: list[verification.Rejected], setting: str = "che
             return verification.verify(path)
         except verification.DamagedCheckpoint as error:
             raise ValueError(f"{setting}={path} cannot be used: {error}; choose an earlier one") from error
-    search = verification.newest_valid(folders.below(path))
-    rejected.extend(search.rejected)
-    if search.found is None and search.rejected:
-        reasons = "; ".join(item.reason for item in search.rejected)
+    found, newer = verification.newest_valid(folders.below(path))
+    rejected.extend(newer)
+    if found is None and newer:
+        reasons = "; ".join(item.reason for item in newer)
         raise ValueError(f"{setting}={path} holds no checkpoint that can be used ({reasons}); {_WHAT_TO_SET}")
-    if search.found is None:
+    if found is None:
         raise ValueError(f"{setting}={path} {_what_is_missing(path)}")
-    return search.found
+    return found
 
 
 def _what_is_missing(path: Path) -> str:

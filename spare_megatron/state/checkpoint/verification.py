@@ -5,7 +5,7 @@ and epoch, not a later one of that step. Loads without torch.
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,12 +66,10 @@ def _mark(path: Path, action: RefuseCheckpoint) -> None:
 
 def mark_refused(path: Path, reason: str, audited_steps: int | None = None) -> None:
     """Keeps every run from loading a checkpoint; `audited_steps`: because it is later than these."""
-    fd, aside = tempfile.mkstemp(prefix=REFUSAL, dir=path)
-    with os.fdopen(fd, "w") as file:
-        json.dump({"reason": reason} | ({} if audited_steps is None else {"audited_steps": audited_steps}), file)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(aside).rename(path / REFUSAL)
+    aside = path / f"{REFUSAL}.{secrets.token_hex(8)}"
+    content = {"reason": reason} | ({} if audited_steps is None else {"audited_steps": audited_steps})
+    folders.write_synced(aside, json.dumps(content))
+    aside.rename(path / REFUSAL)
     folders.sync_folder(path)
 
 
@@ -117,14 +115,6 @@ class UnfinishedSave(DamagedCheckpoint):
 class Rejected:
     path: Path
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The newest usable checkpoint of a folder, if any, and the newer ones that are not usable."""
-
-    found: folders.Checkpoint | None
-    rejected: tuple[Rejected, ...]
 
 
 def read_manifest(path: Path) -> folders.Manifest:
@@ -218,12 +208,12 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: folders.Store
         raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
 
 
-def newest_valid(folder: Path) -> SearchResult:
-    """The newest usable checkpoint of a folder, every byte of which is read."""
+def newest_valid(folder: Path) -> tuple[folders.Checkpoint | None, list[Rejected]]:
+    """The newest usable checkpoint of a folder, if any, every byte of which is read; and the newer, not usable ones."""
     rejected: list[Rejected] = []
     for path in folders.all_checkpoints(folder):
         try:
-            return SearchResult(found=verify(path), rejected=tuple(rejected))
+            return verify(path), rejected
         except DamagedCheckpoint as error:
             rejected.append(Rejected(path=path, reason=str(error)))
-    return SearchResult(found=None, rejected=tuple(rejected))
+    return None, rejected

@@ -40,18 +40,15 @@ class _Unusable(Exception):
     """The copy held there differs from the snapshot."""
 
 
+_Servers = dict[str, tuple[Member, str]]
+"""Address -> the group that has announced a copy there, and the SHA-256 of the copy."""
+
+
 class _Copy(NamedTuple):
     """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
     partition: PartKey
-
-
-class _Holder(NamedTuple):
-    """A group that has announced a copy, and the SHA-256 of the copy."""
-
-    member: Member
-    sha256: str
 
 
 class SnapshotLoader:
@@ -140,17 +137,15 @@ class SnapshotLoader:
             return str(error)
         return ""
 
-    def _load_from(
-        self, servers: dict[str, _Holder], copy: _Copy, prepare: Callable[[bytes], TensorBytes], failure: str
-    ) -> None:
+    def _load_from(self, servers: _Servers, copy: _Copy, prepare: Callable[[bytes], TensorBytes], failure: str) -> None:
         """Loads the copy from the first of these servers that has it; asks again for as long as some server is busy."""
         name = Part(self._ctx.spec.rank, copy.partition).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
-            for server, holder in list(servers.items()):
+            for server, (holder, sha256) in list(servers.items()):
                 try:
-                    with contextlib.closing(self._connected(server, holder.member)) as client:
-                        self._read(partial(client.fetch, name, copy.attempt), holder.sha256, prepare)
+                    with contextlib.closing(self._connected(server, holder)) as client:
+                        self._read(partial(client.fetch, name, copy.attempt), sha256, prepare)
                     self._broken.discard(server)
                     return
                 except TurnedAway as error:
@@ -183,14 +178,14 @@ class SnapshotLoader:
         self._lost.add(holder)
         return True
 
-    def _servers(self, copy: _Copy, holders: Collection[Member], members: Collection[Member]) -> dict[str, _Holder]:
+    def _servers(self, copy: _Copy, holders: Collection[Member], members: Collection[Member]) -> _Servers:
         """The servers that should have the copy, in the order in which to ask, broken ones last."""
-        found: dict[str, _Holder] = {}
+        found: _Servers = {}
         for holder in in_order_to_ask(holders, members, self._ctx.member.group):
             text = self._ctx.store.wait(keys.snapshot_server(holder, self._ctx.spec.rank), self._timeout_s)
             server, copies = decode(text, tuple[str, list[tuple[_Copy, str]]])
             if sha256 := dict(copies).get(copy):
-                found[server] = _Holder(holder, sha256)
+                found[server] = holder, sha256
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
     def _read(self, read: _Read, sha256: str, prepare: Callable[[bytes], TensorBytes]) -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spare_megatron.core.log.actions import StartRepairs
 from spare_megatron.core.saves.partition_copies import PartitionCopies
@@ -63,27 +64,21 @@ def partition_contents(optimizer: StackedOptimizer) -> list[PartitionContent]:
     return [PartitionContent(optimizer, number) for number in optimizer.partitions.numbers]
 
 
+@dataclass
 class PartitionRepairs:
     """The copies that one rank makes: assigned and queried by the main thread, made by a background thread."""
 
-    def __init__(
-        self,
-        ctx: RankContext,
-        optimizer: StackedOptimizer,
-        contents: Sequence[PartitionContent],
-        *,
-        awaits_update: bool,  # gradients are summed only for the groups that were to receive them then
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
-        self._ctx = ctx
-        self._optimizer = optimizer
-        self._contents = contents
-        self._awaits_update = awaits_update
-        self._timeout_s = timeout_s
+    ctx: RankContext
+    optimizer: StackedOptimizer
+    contents: Sequence[PartitionContent]
+    awaits_update: bool  # gradients are summed only for the groups that were to receive them then
+    timeout_s: float = _TIMEOUT_S
+
+    def __post_init__(self) -> None:
         self._error: Exception | None = None  # that ended the thread
-        self._copying = PartitionCopies(ctx.member, lambda number: contents[number].num_pieces)
+        self._copying = PartitionCopies(self.ctx.member, lambda number: self.contents[number].num_pieces)
         self._servers: dict[Member, Address] = {}  # of the donors
-        self._bytes_per_s = ctx.config.optimizer.repair_mib_per_s * 2**20
+        self._bytes_per_s = self.ctx.config.optimizer.repair_mib_per_s * 2**20
         self._bucket: TokenBucket | None = None
         self._earned_at_s: float | None = None
         self._client: tuple[Member, PieceClient] | None = None
@@ -100,17 +95,17 @@ class PartitionRepairs:
         """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied. Hosted ones
         without state begin here at the start of a run; later that raises `ValueError`.
         """
-        hosted = set(hosted_by(action.hosts, self._ctx.member))
+        hosted = set(hosted_by(action.hosts, self.ctx.member))
         with self._lock:
-            first_step = action.first_step if self._awaits_update else 0
+            first_step = action.first_step if self.awaits_update else 0
             kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
             for number in range(len(action.hosts)):
                 if number not in kept:
-                    self._optimizer.drop(PartitionId(number))
-            if missing := hosted - self._optimizer.hosted:
-                self._optimizer.start_partitions(sorted(missing))
+                    self.optimizer.drop(PartitionId(number))
+            if missing := hosted - self.optimizer.hosted:
+                self.optimizer.start_partitions(sorted(missing))
             donors = self._copying.donors
-            self._servers = {donor: self._servers.get(donor) or self._ctx.find_server(donor) for donor in donors}
+            self._servers = {donor: self._servers.get(donor) or self.ctx.find_server(donor) for donor in donors}
         self._wake.set()
 
     def whole(self) -> dict[PartitionId, bool]:
@@ -127,10 +122,10 @@ class PartitionRepairs:
     @property
     def step(self) -> int:
         """Committed steps in the partitions held here."""
-        return self._optimizer.num_updates
+        return self.optimizer.num_updates
 
     def num_bytes(self, number: PartitionId) -> int:
-        return self._contents[number].num_bytes
+        return self.contents[number].num_bytes
 
     # ------------------------------------------------------------------------------------------- the thread of its own
 
@@ -148,7 +143,7 @@ class PartitionRepairs:
         with self._lock:
             job = self._copying.next()
             server = None if job is None else self._servers[job[0].donor]
-            is_early = job is not None and self._copying.first_step(job[0]) > self._optimizer.num_updates
+            is_early = job is not None and self._copying.first_step(job[0]) > self.optimizer.num_updates
         if is_early:
             return _OTHER_STEP_S
         if job is None or server is None:
@@ -158,7 +153,7 @@ class PartitionRepairs:
         repair, index = job
         self._bucket = self._bucket or TokenBucket(self._bytes_per_s, now_s)
         if self._earned_at_s is None:
-            self._earned_at_s = self._bucket.reserve(self._contents[repair.partition].piece(index).size, now_s)
+            self._earned_at_s = self._bucket.reserve(self.contents[repair.partition].piece(index).size, now_s)
         if self._earned_at_s > now_s:
             return self._earned_at_s - now_s
         try:
@@ -174,10 +169,10 @@ class PartitionRepairs:
 
     def _copy(self, repair: Repair, index: int, server: Address) -> None:
         """Copies one piece; drops it if the step has changed meanwhile or the copy is not wanted any more."""
-        content = self._contents[repair.partition]
-        step = self._optimizer.num_updates
+        content = self.contents[repair.partition]
+        step = self.optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
-        self._ctx.probe(FaultPoint.REPAIR)
+        self.ctx.probe(FaultPoint.REPAIR)
         with self._lock:
             if self._copying.is_wanted(repair) and content.install(index, step, bytes(data)):
                 self._copying.install(repair, index, time.monotonic())
@@ -185,7 +180,7 @@ class PartitionRepairs:
     def _connected(self, donor: Member, server: Address) -> PieceClient:
         if self._client is None or self._client[0] != donor:
             self._hang_up()
-            self._client = donor, PieceClient(server, self._timeout_s, is_over=lambda: donor not in self._servers)
+            self._client = donor, PieceClient(server, self.timeout_s, is_over=lambda: donor not in self._servers)
         return self._client[1]
 
     def _hang_up(self) -> None:

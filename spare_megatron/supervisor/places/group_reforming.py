@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.machines.failure_detector import ENDED
-from spare_megatron.core.machines.places import (
-    Assignment,
-    Holding,
-    Places,
-    Quarantine,
-)
+from spare_megatron.core.machines.places import Assignment, Holding, Places, Quarantine
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.journal.records import PlacesRecord
 from spare_megatron.stacking.layout import GroupId, Layout, MachineId, Member, PlaceId, ShardId

@@ -185,10 +185,7 @@ def _version(package: str) -> str:
 
 
 def _own_versions() -> dict[str, str]:
-    return {
-        "Python": platform.python_version(),
-        "spare_megatron": f"{__version__} ({code_digest()[:12]})",
-    }
+    return {"Python": platform.python_version(), "spare_megatron": f"{__version__} ({code_digest()[:12]})"}
 
 
 def _gpu_driver() -> str:

@@ -12,26 +12,21 @@ from spare_megatron.core.audits.audits import default_every_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPrice:
-    """Audits every `every_steps` steps."""
-
     every_steps: int
+    """Steps between audits, within which a lasting fault is found."""
     price: float
-    """Share of a step's compute that they add; less where groups have slack."""
-    horizon_steps: int
-    """Steps within which a lasting fault is found."""
-    found_share: float
-    """Share of faults in a single microbatch that are found; more where groups have slack."""
+    """Share of a step's compute that they add, less where groups have slack; also the share of faults in a single
+    microbatch that they find, more where groups have slack."""
 
 
 def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditPrice:
     """For m = `num_microbatches` per shard; by default as often as `audit.every_steps` is.
 
     >>> audit_price(16)
-    AuditPrice(every_steps=7, price=0.008928571428571428, horizon_steps=7, found_share=0.008928571428571428)
+    AuditPrice(every_steps=7, price=0.008928571428571428)
     """
     every_steps = every_steps or default_every_steps(num_microbatches)
-    price = 1 / (num_microbatches * every_steps)
-    return AuditPrice(every_steps=every_steps, price=price, horizon_steps=every_steps, found_share=price)
+    return AuditPrice(every_steps=every_steps, price=1 / (num_microbatches * every_steps))
 
 
 def num_judges(redundancy: int, *, last_resort: bool) -> int:

@@ -79,11 +79,6 @@ class ClusterFacts:
         return self.domain_interval_s < inf
 
     @property
-    def sudden_share(self) -> float:
-        """The share of losses of which no group knows at the commit before, which lies up to a step back."""
-        return max(1 - self.notice_s / self.times.step_s, 0.0)
-
-    @property
     def num_domains(self) -> int:
         """The number of domains; the last may be smaller."""
         return -(-self.num_groups // self.groups_per_domain)

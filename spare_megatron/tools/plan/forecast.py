@@ -162,9 +162,11 @@ class _StepCosts:
         patch = patch_stacks(n, redundancy, num_microbatches, k, fetch=fetch)
         if fetch is not None:
             makespans = makespans + wait_for_data(n, redundancy, num_microbatches, fetch, k)
+        # Losses of which no group knows at the commit before, which lies up to a step back.
+        sudden_share = max(1 - facts.notice_s / facts.times.step_s, 0.0)
         return cls(
             makespans=makespans,
-            patch=patch * facts.sudden_share,
+            patch=patch * sudden_share,
             times=replace(facts.times, loss_interval_s=facts.event_interval_s),
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spare_megatron.cli.command import do_each, with_options
 from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.printing import say, say_json
-from spare_megatron.formats.quantities import format_duration
+from spare_megatron.formats.quantities import format_duration, parse_duration_s
 from spare_megatron.tools.plan import plan_options as options
 
 if TYPE_CHECKING:
@@ -93,11 +93,12 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         names["steps"] = given.steps
     lanes, over_groups_s = options.widths_of(given, facts.times.reduce_s)
     config = None if given.preset is None or given.step is None else load_run_config(given.preset).config
+    copy_s = parse_duration_s("--slice-copy", given.partition_copy or options.ASSUMED_PARTITION_COPY)
     return PlanResult(
         facts=facts,
         plan=best,
         frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
-        partitions=plan_partitions(facts, best, options.partition_copy_s_of(given)),
+        partitions=plan_partitions(facts, best, copy_s),
         alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(given)),
         limits=limits,
         preset="" if given.preset is None else str(given.preset),

@@ -397,10 +397,6 @@ def policy_of(given: PlanOptions) -> "Policy":
             raise ValueError(f"--policy {given.policy} is unknown; known: stack, microbatch, rejoin, reform")
 
 
-def partition_copy_s_of(given: PlanOptions) -> float:
-    return parse_duration_s("--slice-copy", given.partition_copy or ASSUMED_PARTITION_COPY)
-
-
 def policies_of(given: PlanOptions) -> "tuple[Policy, ...]":
     found: list[Policy] = [] if given.last_resort else ["stack"]
     found.append("microbatch")

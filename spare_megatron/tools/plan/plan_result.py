@@ -216,7 +216,7 @@ def _audit_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     audits = audit_price(result.facts.num_microbatches)
     every = f"{audits.every_steps} steps" if audits.every_steps > 1 else "step"
     yield "audits every", f"{every}: {audits.price:.1%} of a step more, which is not in the time to train"
-    yield "they find", f"lasting faults of a group within {every}, {audits.found_share:.1%} of those in one microbatch"
+    yield "they find", f"lasting faults of a group within {every}, {audits.price:.1%} of those in one microbatch"
     if judges == 2:
         yield "a mismatch", "may halt the run: with 3 hosts per shard a third one says who is wrong"
 

@@ -21,8 +21,6 @@ class WidthPlan:
     lost_share: float
     """Share of all ranks that a loss takes away until a group is whole again: a group, or with the policy "reform" at
     most a group."""
-    rank_share: float
-    """Share of its gradients that a rank sums over groups, and of its optimizer state that it holds."""
 
 
 def plans_by_width(
@@ -51,7 +49,6 @@ def plans_by_width(
                 num_groups=wide.num_groups,
                 plan=replace(plan, time_to_train_ratio=ratio),
                 lost_share=1 / wide.num_groups,
-                rank_share=1 / width,
             )
         )
     return tuple(found)

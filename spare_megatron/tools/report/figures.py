@@ -20,11 +20,7 @@ SKY_BLUE = "#56B4E9"
 _NAMED = (BLUE, ORANGE, GREEN, VERMILION, SKY_BLUE, "#CC79A7")
 MOST_NAMED = 2 * len(_NAMED)
 """Limit of lines of a plot by names."""
-_STATES: Mapping[Presence, tuple[str, str]] = {
-    "training": (GREEN, ""),
-    "lost": (VERMILION, "x"),
-    "away": (GREY, "/"),
-}
+_STATES: Mapping[Presence, tuple[str, str]] = {"training": (GREEN, ""), "lost": (VERMILION, "x"), "away": (GREY, "/")}
 MOST_COLUMNS, MOST_ROWS = 1000, 250
 """Limits of a map. Beyond them neighbours are merged into their maximum."""
 MOST_PACE_COLUMNS = 96

@@ -159,7 +159,7 @@ class Fleet:
 
     def ready_by(self, until_s: float) -> dict[GroupId, float]:
         """When each lost group can be admitted, of those that are whole by then if no further machine is lost."""
-        coming = [] if self._machines is None else self._machines.whole_by(until_s)
+        coming = [] if self._machines is None else deepcopy(self._machines).return_until(until_s)
         return self._ready_s | {group: self._formed_s(whole_at_s) for group, whole_at_s in coming}
 
     def ready_from(self, group: GroupId, at_s: float) -> None:
@@ -316,10 +316,6 @@ class Machines:
             found += [(group, at_s) for group in self._reform()]
             self._grow(machine)
         return found
-
-    def whole_by(self, until_s: float) -> list[tuple[GroupId, float]]:
-        """What `return_until` will return if no further machine is lost."""
-        return deepcopy(self).return_until(until_s)
 
     def admit(self, group: GroupId) -> int:
         """The machines with which the group takes part from now on."""

@@ -305,11 +305,7 @@ def _compare_recovery(times: MeasuredRecovery, predicted_s: dict[int, float]) ->
 def _compare_joins(measured: Sequence[JoinTime], predicted: Sequence[JoinTime]) -> tuple[JoinPrediction, ...]:
     predicted_s = {join.step: join.pause_s for join in predicted}
     return tuple(
-        JoinPrediction(
-            step=join.step,
-            groups=join.groups,
-            time=_prediction(join.pause_s, predicted_s.get(join.step)),
-        )
+        JoinPrediction(step=join.step, groups=join.groups, time=_prediction(join.pause_s, predicted_s.get(join.step)))
         for join in measured
     )
 

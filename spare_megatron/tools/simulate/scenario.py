@@ -167,11 +167,6 @@ class Scenario:
         return self.max_groups * self.machines_per_group + self.num_spares
 
     @property
-    def shard_machines(self) -> int:
-        """Machines that compute the shards without losses."""
-        return self.num_groups * self.machines_per_group
-
-    @property
     def placed_groups_per_domain(self) -> int:
         """Groups per domain for the placement; 1 for consecutive offsets, which ignore domains."""
         if self.groups_per_domain is not None:

@@ -1,13 +1,13 @@
 """Loads scenarios from presets and TOML files, and holds the published results of SPARe (arXiv 2603.00357)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from spare_megatron.config.building import advice, convert, leaf_kinds
+from spare_megatron.config.building import advice, convert, flattened, leaf_kinds, parsed_value
 from spare_megatron.formats.codec import parsed_toml
 from spare_megatron.tools.simulate.failures import LossCause, MachineDomain
 from spare_megatron.tools.simulate.scenario import Scenario
@@ -74,7 +74,7 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
     """
     text, folder = _read(name_or_path)
     try:
-        values = dict(_flatten(parsed_toml(text), ""))
+        values = dict(flattened(parsed_toml(text)))
     except ValueError as error:
         raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
     values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
@@ -128,22 +128,11 @@ def _take_named(values: dict[str, Any], prefix: str, kind: type[T]) -> tuple[T, 
     return tuple(_build(kind, found | {f"{name}.name": name[len(prefix) + 1 :]}, f"{name}.") for name in names)
 
 
-def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _parse_override(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise ScenarioError(f"{text} must have the form key=value")
-    try:
-        return key.strip(), parsed_toml(f"value = {value.strip()}")["value"]
-    except ValueError:
-        return key.strip(), value.strip()
+    return key.strip(), parsed_value(value.strip())
 
 
 def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:

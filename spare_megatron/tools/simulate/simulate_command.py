@@ -157,14 +157,12 @@ def scenario_of(given: SimulateOptions, measured: "Measured | None") -> "Scenari
 
 
 def asked_for(given: SimulateOptions, base: "Scenario") -> tuple["Scenario", ...]:
-    from spare_megatron.tools.simulate.sweep import VARIANTS, Variant, grid
+    from spare_megatron.tools.simulate.sweep import VARIANTS, grid
 
     if given.policy != ALL_POLICIES and given.sweep is None:
         return (base,)
-    own = Variant(policy=base.policy, granularity=base.granularity)
-    return grid(
-        base, VARIANTS if given.policy == ALL_POLICIES else (own,), _redundancies(given, base, (base.redundancy,))
-    )
+    variants = VARIANTS if given.policy == ALL_POLICIES else ((base.policy, base.granularity),)
+    return grid(base, variants, _redundancies(given, base, (base.redundancy,)))
 
 
 def for_the_plot(given: SimulateOptions, base: "Scenario") -> tuple["Scenario", ...]:

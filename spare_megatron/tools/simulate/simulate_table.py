@@ -16,15 +16,12 @@ def print_figures(listed: Sequence[SweepFigures], console: RunConsole) -> None:
     """Prints one scenario in full, or one line for each of several and the best in full."""
     best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
     tables = [_comparison(listed, best)] if len(listed) > 1 else []
-    tables.append(Table(title=_title(best, is_best=len(listed) > 1), rows=list(_rows(best))))
+    name = f"{best.name}, {variant_name(best.policy, best.granularity)}"
+    tables.append(Table(title=f"best: {name}" if tables else name, rows=list(_rows(best))))
     tables.append(Table(title="terms of the ratio", rows=list(_term_rows(best))))
     if best.losses_by_cause.keys() - {UNNAMED}:
         tables.append(Table(title="losses by cause", rows=list(_cause_rows(best))))
     console.tables(*tables)
-
-
-def _title(figures: SweepFigures, *, is_best: bool) -> str:
-    return f"{'best: ' if is_best else ''}{figures.name}, {variant_name(figures.policy, figures.granularity)}"
 
 
 def _rows(figures: SweepFigures) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """Writes the journal of a simulated run: the records that a real run of the same history would write."""
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -97,7 +96,7 @@ class SimulatedJournal:
                 attempt=action.attempt,
                 epoch=action.epoch,
                 members=list(action.members),
-                microbatches=self._by_shard(group),
+                microbatches=records.by_shard(self._computed(group)),
                 incarnation=incarnations[group],
             )
             self._write(contribution, self._computed_at_s.get(group))
@@ -113,7 +112,7 @@ class SimulatedJournal:
                 group=group,
                 step=action.step,
                 attempt=action.attempt,
-                microbatches=self._by_shard(group),
+                microbatches=records.by_shard(self._computed(group)),
                 sums=[],
                 incarnation=incarnations[group],
             )
@@ -192,12 +191,6 @@ class SimulatedJournal:
         for group in members:
             record = records.ParamsRecord(group=group, step=step, digest=digest, num_restarts=self._num_restarts)
             self._write(record)
-
-    def _by_shard(self, group: GroupId) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = defaultdict(list)
-        for item in self._computed(group):
-            found[str(item.shard)].append(item.index)
-        return dict(found)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:
         return [item for plan in self._plans for item in plan.work.of(group)]

@@ -25,19 +25,14 @@ _CODE = ("stacking", "core", "tools/plan", "tools/simulate")
 """Packages whose code determines the result of a simulation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A policy and its granularity, which matters only to "spare"."""
+Variant = tuple[SimulatedPolicy, Granularity]
+"""A policy and its granularity, which matters only to "spare"."""
 
-    policy: SimulatedPolicy
-    granularity: Granularity
-
-
-VARIANTS = (
-    Variant(policy="checkpoint_only", granularity="stack"),
-    Variant(policy="replication", granularity="stack"),
-    Variant(policy="spare", granularity="stack"),
-    Variant(policy="spare", granularity="microbatch"),
+VARIANTS: Sequence[Variant] = (
+    ("checkpoint_only", "stack"),
+    ("replication", "stack"),
+    ("spare", "stack"),
+    ("spare", "microbatch"),
 )
 
 
@@ -145,22 +140,22 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
     return tuple(
         replace(
             base,
-            policy=variant.policy,
-            granularity=variant.granularity,
+            policy=policy,
+            granularity=granularity,
             redundancy=redundancy,
-            last_resort=base.last_resort and variant.granularity == "microbatch",
-            reform_s=base.reform_s if variant.policy == "spare" else None,
-            further_groups=base.further_groups if variant == Variant(policy="spare", granularity="microbatch") else 0,
-            slow=SlowRate() if variant.policy == "replication" else base.slow,
-            notice_s=base.notice_s if variant.policy == "spare" else 0.0,
-            history_s=base.history_s if variant.policy == "spare" else 0.0,
-            failures=base.failures if variant.policy == "spare" else replace(base.failures, domains=()),
-            machines_per_group=base.machines_per_group if variant.policy == "spare" else 1,
-            least_machines=base.least_machines if variant.policy == "spare" else None,
-            num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
+            last_resort=base.last_resort and granularity == "microbatch",
+            reform_s=base.reform_s if policy == "spare" else None,
+            further_groups=base.further_groups if (policy, granularity) == ("spare", "microbatch") else 0,
+            slow=SlowRate() if policy == "replication" else base.slow,
+            notice_s=base.notice_s if policy == "spare" else 0.0,
+            history_s=base.history_s if policy == "spare" else 0.0,
+            failures=base.failures if policy == "spare" else replace(base.failures, domains=()),
+            machines_per_group=base.machines_per_group if policy == "spare" else 1,
+            least_machines=base.least_machines if policy == "spare" else None,
+            num_spares=0 if policy == "checkpoint_only" else base.num_spares,
         )
-        for variant in variants
-        for redundancy in ((1,) if variant.policy == "checkpoint_only" else redundancies)
+        for policy, granularity in variants
+        for redundancy in ((1,) if policy == "checkpoint_only" else redundancies)
     )
 
 

@@ -104,8 +104,6 @@ class Result:
     drains: int
     """Groups that left before they were lost."""
     saves: int
-    save_cadence_s: float
-    """Planned seconds between saves."""
     mean_down: float
     """Mean number of groups down, over the time outside restarts."""
     max_down: int
@@ -271,6 +269,7 @@ class World:
 
     def result(self, decision_s: float) -> Result:
         terms = self.ledger.terms()
+        num_computing = self.scenario.num_groups * self.scenario.machines_per_group
         return Result(
             end_s=self.now_s,
             failure_free_s=self.failure_free_s,
@@ -283,10 +282,9 @@ class World:
             losses_by_cause=dict(self.fleet.losses_by_cause),
             drains=self.fleet.num_drained,
             saves=self.num_saves,
-            save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),
             max_down=self.fleet.max_down,
-            goodput=terms["compute"] / self.now_s * self.scenario.shard_machines / self.scenario.num_machines,
+            goodput=terms["compute"] / self.now_s * num_computing / self.scenario.num_machines,
             terms=terms,
             decision_s=decision_s,
         )

@@ -51,10 +51,7 @@ _MODULES_OF_QWEN3_MOE: Mapping[str, Sequence[str]] = {
     **_MODULES,
     "decoder.layers.pre_mlp_layernorm": ["post_attention_layernorm"],
     "decoder.layers.mlp.router": ["mlp.gate"],
-    "decoder.layers.mlp.experts.experts.linear_fc1": [
-        "mlp.experts.{expert}.gate_proj",
-        "mlp.experts.{expert}.up_proj",
-    ],
+    "decoder.layers.mlp.experts.experts.linear_fc1": ["mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"],
     "decoder.layers.mlp.experts.experts.linear_fc2": ["mlp.experts.{expert}.down_proj"],
 }
 """The same of Qwen3's mixtures."""

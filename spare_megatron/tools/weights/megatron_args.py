@@ -228,10 +228,7 @@ def _require_divisible(found: ModelArgs) -> None:
 
 def _positions(found: ModelArgs) -> dict[str, Any]:
     if not found.use_rotary_position_embeddings and found.position_embedding_type == "learned_absolute":
-        return {
-            "position_embedding": "learned_absolute",
-            "seq_length": _given(found, "max_position_embeddings"),
-        }
+        return {"position_embedding": "learned_absolute", "seq_length": _given(found, "max_position_embeddings")}
     if found.use_rope_scaling and found.rope_scaling_factor != _LLAMA3_FACTOR:
         raise ValueError(
             f"rope_scaling_factor={found.rope_scaling_factor} is ambiguous: pretrain_gpt.py 0.16.1 computes "

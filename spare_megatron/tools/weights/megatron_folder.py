@@ -3,7 +3,6 @@
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,12 +182,8 @@ def _iteration_at(path: Path) -> Path:
     return folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """Where the rows of a tensor are: in these keys one after the other, in each at `offset` of a stack if set."""
-
-    keys: tuple[str, ...]
-    offset: int | None
+_Source = tuple[tuple[str, ...], int | None]
+"""Where the rows of a tensor are: in these keys one after the other, in each at this offset of a stack if set."""
 
 
 def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: Path) -> weights_folder.Reader:
@@ -197,7 +192,7 @@ def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: P
     for tensor in model_tensors(config):
         sources[tensor] = _source(tensor, names, folder)
         _require_shape(stored, tensor, sources[tensor], config.model.num_layers, folder)
-    used = {key for source in sources.values() for key in source.keys}
+    used = {key for keys, _ in sources.values() for key in keys}
     if foreign := sorted(names - used):
         raise ValueError(
             f"{folder} has a tensor {foreign[0]}, which has no place in the model of its arguments, and {len(foreign)} "
@@ -205,8 +200,8 @@ def _reader(stored: StoredWeights, names: Set[str], config: RunConfig, folder: P
         )
 
     def read(tensor: ModelTensor) -> Tensor:
-        source = sources[tensor]
-        parts = [_read(stored, key, source.offset) for key in source.keys]
+        keys, offset = sources[tensor]
+        parts = [_read(stored, key, offset) for key in keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return read
@@ -218,7 +213,7 @@ def _source(tensor: ModelTensor, names: Set[str], folder: Path) -> _Source:
         for keys in _keys_of(tensor):
             found = tuple(key.replace(LAYERS, prefix, 1) for key in keys)
             if names >= set(found):
-                return _Source(keys=found, offset=offset)
+                return found, offset
     usual = f" nor {tensor.key_in_layer}" if tensor.layer is not None else ""
     raise ValueError(f"{folder} has no tensor {tensor.key}{usual}, which the model of its arguments has")
 
@@ -232,10 +227,10 @@ def _keys_of(tensor: ModelTensor) -> Iterator[Sequence[str]]:
 
 
 def _require_shape(stored: StoredWeights, tensor: ModelTensor, source: _Source, num_layers: int, folder: Path) -> None:
-    num_rows, *others = tensor.shape
-    stack = () if source.offset is None else (num_layers,)
-    wanted = (*stack, num_rows // len(source.keys), *others)
-    for key in source.keys:
+    (num_rows, *others), (keys, offset) = tensor.shape, source
+    stack = () if offset is None else (num_layers,)
+    wanted = (*stack, num_rows // len(keys), *others)
+    for key in keys:
         if stored.shape(key) != wanted:
             raise ValueError(f"{folder}: {key} is of {stored.shape(key)}, and {wanted} by its arguments")
 

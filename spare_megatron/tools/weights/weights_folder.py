@@ -189,10 +189,7 @@ def _write_checkpoint(run_dir: Path, config: RunConfig, read: Reader) -> checkpo
         return stacked_part(tensor, config.model.num_layers, kind, lambda: read(tensor).to(kind))
 
     parts = [part(each) for each in model_tensors(config)]
-    written = write_weights(unfinished, parts)
-    files = {
-        name: checkpoint_folder.StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()
-    }
+    files = checkpoint_folder.stored(write_weights(unfinished, parts))
     manifest = checkpoint_folder.Manifest(
         step=0,
         num_samples=0,

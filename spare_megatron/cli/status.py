@@ -134,14 +134,15 @@ def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
 
 def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
     """A sentence if an unfinished run has no driver; empty if it has one, or if that is unknown."""
-    from spare_megatron.machine.lock import is_held
+    from spare_megatron.machine.lock import is_held, is_locked
 
     silent_s = now_s - run_state.newest_at_s
-    if run_state.run is None or run_state.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
+    if run_state.run is None or run_state.end is not None or silent_s < _SILENCE_S or is_locked(run_dir) is not False:
         return ""
     return (
         f"its driver is gone, and has not written how the run ended: it was killed, or its machine is lost. The last "
-        f"line of the journal is {format_duration(round(silent_s))} old; on other nodes the run may go on"
+        f"line of the journal is {format_duration(round(silent_s))} old; on other nodes the run "
+        f"{'goes' if is_held(run_dir) else 'may go'} on"
     )
 
 

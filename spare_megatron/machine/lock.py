@@ -67,16 +67,33 @@ def _leads_others(path: Path, fd: int) -> bool:
     return is_shown and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE) == 1
 
 
-def is_held(folder: Path) -> bool | None:
-    """Whether a process holds the directory; None if that cannot be determined here. Only for the directory of a run
-    that has begun: one that is starting could find the lock taken by this check.
+def hold_shared(folder: Path) -> None:
+    """Holds the directory until this process and all that it forks from now on have ended, as several processes may.
+    Waits until none holds it `locked`. OSError: it has no lock file, or its file system no locks.
     """
+    fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)  # stays open
+    fcntl.flock(fd, fcntl.LOCK_SH)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process holds the directory `locked`, as a driver does; None if that cannot be determined here. Only
+    for the directory of a run that has begun: one that is starting could find the lock taken by this check.
+    """
+    return _is_refused(folder, os.O_RDONLY, fcntl.LOCK_SH)
+
+
+def is_held(folder: Path) -> bool | None:
+    """As `is_locked`, or whether any process has called `hold_shared` for it."""
+    return is_locked(folder) or _is_refused(folder, os.O_RDWR, fcntl.LOCK_EX)  # NFS locks only what is open for writing
+
+
+def _is_refused(folder: Path, access: int, lock: int) -> bool | None:
     try:
-        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(folder / LOCK, access | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -90,6 +107,11 @@ def is_held(folder: Path) -> bool | None:
 def _holder(fd: int) -> str:
     try:
         holder = parsed_json(os.pread(fd, 1024, 0))
-        return f"process {holder['pid']} on host {holder['host']}"
+        driver = f"process {holder['pid']} on host {holder['host']}"
     except (ValueError, KeyError, TypeError):
-        return "a process that has not written its name yet"
+        driver = "a process that has not written its name yet"
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return driver
+    return f"a run whose nodes train on without their driver, {driver}"

@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 class DriverLink:
     """The connection, with a thread that sends. `is_needed`: the node ends when the driver is gone; else it goes on
-    alone. `listener`, which may change, gets every report, even if the driver is gone.
+    alone, and a thread calls `on_lost`. `listener`, which may change, gets every report, even if the driver is gone.
     """
 
     def __init__(
@@ -33,12 +33,14 @@ class DriverLink:
         *,
         is_needed: bool,
         listener: Callable[[NodeReport], None] = lambda _: None,
+        on_lost: Callable[[], None] = lambda: None,
         most_unread: int = _MOST_UNREAD,
         last_report_s: float = _LAST_REPORT_S,
     ) -> None:
         self._connection: Connection | None = connection
         self._is_needed = is_needed
         self.listener = listener
+        self._on_lost = on_lost
         self._unread: Queue[bytes | None] = Queue(most_unread)
         self._last_report_s = last_report_s
         self._failure: OSError | None = None  # of the thread
@@ -124,3 +126,4 @@ class DriverLink:
             raise Stopped from error
         say(f"the driver is gone ({error or type(error).__name__}); the node goes on without it")
         self._connection = None
+        Thread(target=self._on_lost, name="driver-lost", daemon=True).start()

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.gpus import XidWatch, gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
-from spare_megatron.machine.lock import held_path
+from spare_megatron.machine.lock import held_path, hold_shared
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.process import processes
 from spare_megatron.process.node_connection import connect
@@ -30,6 +31,7 @@ from spare_megatron.process.requests import asked_to_leave
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import Examinations, Examiner
 from spare_megatron.stacking.layout import GroupId, MachineId
+from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
@@ -56,7 +58,7 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
     """Supervises the places that this machine holds one after another. Returns the last one if it has ended without a
     driver, which else gets the text of an exception that ends this.
     """
-    link = DriverLink(driver, is_needed=not spec.is_remote)
+    link = DriverLink(driver, is_needed=not spec.is_remote, on_lost=partial(_hold_directories, spec))
     try:
         processes.log_to_file(spec.run_dir, spec.name)
         return _look_after(spec, link)
@@ -65,6 +67,17 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
         with contextlib.suppress(Stopped):
             link.close(NodeEnded(node=spec.node, exits={}, failure=failure))
         raise
+
+
+def _hold_directories(spec: NodeSpec) -> None:
+    """Keeps other runs out of this one's directories in the place of the lost driver, once that holds them no longer:
+    one that is only cut off still does.
+    """
+    for folder in (spec.run_dir, folder_of(spec.config.checkpoint, spec.run_dir)):
+        try:
+            hold_shared(folder)
+        except OSError as error:
+            processes.say(real_paths(f"{folder} cannot be locked ({error}): start no run there while this one goes on"))
 
 
 def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:

@@ -1,5 +1,6 @@
 """What commands say of what a user got wrong, before anything is started for it."""
 
+import fcntl
 import io
 import json
 import os
@@ -95,6 +96,11 @@ def test_status_says_that_a_run_has_lost_its_driver(run_dir: Path) -> None:
     (run_dir / LOCK).touch()
     assert "its driver is gone, and has not written how the run ended" in spare("status", run_dir)
     assert '"driverless": "its driver is gone' in spare("status", run_dir, "--json")
+    assert "on other nodes the run may go on" in spare("status", run_dir)
+    with (run_dir / LOCK).open() as file:  # as a supervisor that goes on alone
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert "on other nodes the run goes on" in spare("status", run_dir)
+        assert is_held(run_dir)
     with locked(run_dir):
         assert "its driver" not in spare("status", run_dir)
         assert is_held(run_dir)

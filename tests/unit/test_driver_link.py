@@ -1,12 +1,18 @@
 """A supervisor's connection to the driver: its messages, and when the other side counts as gone."""
 
 import contextlib
+import multiprocessing
 import threading
+import unittest.mock
 from collections.abc import Sequence
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 
 import pytest
 
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.machine.lock import LOCK, is_held
+from spare_megatron.process import processes
 from spare_megatron.process.reports import (
     EndEarly,
     LastReportAcknowledged,
@@ -15,7 +21,10 @@ from spare_megatron.process.reports import (
     StopProcess,
     StoreAway,
 )
+from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import node_process
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 
 REPORT = StoreAway(limit_s=2.0)
@@ -30,6 +39,57 @@ def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:
     assert link.next_order() is None
     link.report(REPORT)
     assert (link.is_there, link.pipes) == (False, [])
+
+
+def no_main(spec: object, pipe: object) -> None:
+    raise AssertionError("no rank is started")
+
+
+def go_on_alone(spec: NodeSpec, driver: Connection, pipe: Connection) -> None:
+    """A supervisor that does nothing but lose its driver. Sends what it prints then."""
+    messages: list[str] = []
+
+    def look_after(_: NodeSpec, link: DriverLink) -> None:
+        assert link.next_order() is None
+        for thread in threading.enumerate():
+            if thread.name == "driver-lost":
+                thread.join()
+        pipe.send(messages)
+        pipe.recv()
+
+    with (
+        unittest.mock.patch.object(node_process, "_look_after", look_after),
+        unittest.mock.patch.object(processes, "say", messages.append),
+    ):
+        node_process.look_after(spec, driver)
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_node_that_goes_on_without_a_driver_keeps_other_runs_out(tmp_path: Path, *, has_folder: bool) -> None:
+    """The next run saved into the same folder, and removed what this one was saving."""
+    folders = [tmp_path, tmp_path / "checkpoints"]
+    for folder in folders[: 1 + has_folder]:
+        folder.mkdir(exist_ok=True)
+        (folder / LOCK).touch()
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    spec = NodeSpec(
+        config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main, is_remote=True
+    )
+    context = multiprocessing.get_context("fork")
+    (driver, theirs), (ours, pipe) = context.Pipe(), context.Pipe()
+    driver.close()
+    assert not is_held(tmp_path)
+    node = context.Process(target=go_on_alone, args=(spec, theirs, pipe))
+    node.start()
+    try:
+        assert ours.poll(60.0)
+        messages = ours.recv()
+        assert ["checkpoints cannot be locked" in text for text in messages] == ([] if has_folder else [True])
+        assert [is_held(folder) for folder in folders] == [True, True if has_folder else None]
+    finally:
+        node.kill()
+        node.join()
+    assert not is_held(tmp_path)
 
 
 @pytest.mark.parametrize("is_needed", [True, False])

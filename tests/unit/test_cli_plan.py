@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from spare_megatron.cli.config import fitting_machine
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.tools.plan.partition_redundancy import update_share
@@ -231,13 +233,12 @@ def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
         "spare.microbatches_per_shard": 64,
         "checkpoint.cadence": "optimal",
         "checkpoint.group_life_s": round(2 * 365.25 * 86400 / 4),
+        "cluster.num_nodes": 512,
     }
-    overrides = [f"{name}={value}" for name, value in found["settings"].items()]
-    assert load_run_config(Path("llama3_70b_h100"), overrides).config.layout.num_groups == 128
     alike = spare_plan(
         "--groups", "128", "--gpus-per-node", "8", "--gpus-per-group", "32", "--microbatches", "64", *times
     )
-    assert json.loads(alike.output)["settings"].keys() == found["settings"].keys()
+    assert json.loads(alike.output)["settings"].keys() == found["settings"].keys() - {"cluster.num_nodes"}
     small = spare_plan("--preset", "llama3_70b_h100", "--nodes", "3", *times)
     assert small.exit_code == 2
     assert "--nodes 3: 8 GPUs of each do not make a group of 32" in small.stderr
@@ -245,8 +246,43 @@ def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
     assert own["facts"]["num_groups"] == 8
     shown = spare_plan(*EXAMPLE, "--microbatches", "16").output
     assert "spare train PRESET --set layout.num_groups=600 --set spare.redundancy=" in shown
+    assert "--set data.access=shared" in spare_plan(*EXAMPLE, "--last-resort").output
     assert "--set spare.granularity=stack" in spare_plan(*EXAMPLE).output
     assert "--set spare.granularity=stack" not in shown
+
+
+DOMAINS = "--groups-per-domain 2 --domain-mtbf 10d"
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        ("llama3_70b_h100", "--nodes 512 --node-mtbf 2y", {"cluster.num_nodes": 512}),
+        ("llama3_70b_h100", "--groups 16 --mtbf 1h", {"cluster.num_nodes": 64}),
+        ("llama3_70b_h100", "--groups 1 --mtbf 1h", {"optimizer.redundancy": 1}),
+        ("llama3_70b_h100", "--mtbf 1h --policy stack", {"spare.granularity": "stack", "data.access": "stacked"}),
+        ("gpt_1p3b_node", "--mtbf 1h --last-resort", {"data.access": "shared", "cluster.num_nodes": None}),
+        ("tp4.toml", "--node-mtbf 2y --gpus-per-node 4", {"slurm.gpus_per_node": 4, "cluster.num_nodes": 64}),
+        (
+            "gpt_1p3b_node",
+            f"--mtbf 1h {DOMAINS}",
+            {"spare.groups_per_domain": 2, "checkpoint.group_life_s": round(8 / (1 / 3600 + 2 / 864_000))},
+        ),
+        ("campaign_nodes_cpu", "--mtbf 1h --groups 16", {"cluster.num_nodes": 8}),
+    ],
+)
+def test_the_settings_of_a_plan_run_and_are_the_plan(
+    preset: str, options: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tp4.toml").write_text('include = ["llama3_70b_h100"]\n[layout]\ntensor_parallel = 4\npipeline_parallel = 8\n')
+    times = ("--restart", "20m", "--save", "30s", "--json")
+    result = spare_plan("--preset", preset, *options.split(), *times)
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.output)["settings"]
+    assert {name: settings.get(name) for name in expected} == expected
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    load_without_problems(Path(preset), [*overrides, "data.corpus=any"], fitting_machine)
 
 
 def test_what_adam_costs_in_every_group_is_said_where_partitions_or_lanes_would_pay() -> None:

@@ -275,9 +275,13 @@ def completed(given: PlanOptions) -> PlanOptions:
                 f"--nodes {given.nodes}: {per_node} GPUs of each do not make a group of {per_group}, as "
                 f"--preset {given.preset} has them; take more nodes"
             )
+    num_nodes, cluster = -(-groups * per_group // per_node), config.cluster
+    if given.nodes is None and (cluster.launcher, cluster.device) != ("srun", "gpu"):  # tests, on one machine
+        num_nodes = 1 if cluster.num_nodes == 1 else -(-groups * cluster.num_nodes // config.layout.num_groups)
     return replace(
         given,
         groups=groups,
+        nodes=num_nodes,
         gpus_per_node=per_node if given.mtbf is None else given.gpus_per_node,
         gpus_per_group=per_group if given.mtbf is None else given.gpus_per_group,
         least_machines=given.least_machines or (size and -(-size * least // stages)),

@@ -161,6 +161,7 @@ def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
     assert with_racks["time_to_train_ratio"] > without["time_to_train_ratio"]
     found = figures("--last-resort", "--fetch", "1s", "--repair", "10m")
     assert (found["policy"], set(found["alternatives"])) == ("rejoin", {"microbatch", "rejoin"})
+    assert figures("--groups", "1", "--last-resort")["audits"] is None, "there is no other group"
     assert found["facts"]["last_resort"]
 
 
@@ -176,6 +177,9 @@ def test_slow_groups_are_set_beside_what_they_cost_with_work_dealt_by_pace() -> 
     assert 1.0 < figures(*replaced)["slow"]["replaced_ratio"] < figures(*replaced)["slow"]["dealt_ratio"]
     assert "x, one at a time" in spare_plan(*EXAMPLE, *replaced).stdout
     assert figures(*replaced, "--slow-factor", "1")["slow"]["replaced_ratio"] is None
+    reformed = (*options, "--groups", "40", "--reform", "60s", "--machines-per-group", "2", "--join", "1s")
+    alike = figures(*reformed, "--spares", "1")["slow"]["replaced_ratio"]
+    assert alike == figures(*replaced)["slow"]["replaced_ratio"]
 
 
 def test_the_table_shows_the_assumptions_of_a_plan() -> None:
@@ -251,6 +255,12 @@ def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
     assert "--set spare.granularity=stack" not in shown
 
 
+def test_the_lanes_of_a_wide_group_compute_side_by_side() -> None:
+    times = ("--restart", "20m", "--save", "30s", "--mtbf", "1h", "--preset", "llama3_70b_wide_h100")
+    assert json.loads(spare_plan(*times, "--json").output)["facts"]["num_microbatches"] == 16
+    assert re.search(r"microbatches per shard +16 for each of 4 lanes", spare_plan(*times).output)
+
+
 DOMAINS = "--groups-per-domain 2 --domain-mtbf 10d"
 
 
@@ -269,6 +279,8 @@ DOMAINS = "--groups-per-domain 2 --domain-mtbf 10d"
             {"spare.groups_per_domain": 2, "checkpoint.group_life_s": round(8 / (1 / 3600 + 2 / 864_000))},
         ),
         ("campaign_nodes_cpu", "--mtbf 1h --groups 16", {"cluster.num_nodes": 8}),
+        ("llama3_70b_wide_h100", "--mtbf 1h", {"spare.microbatches_per_shard": 64}),
+        ("llama3_70b_wide_h100", "--mtbf 1h --microbatches 96", {"spare.microbatches_per_shard": 96}),
     ],
 )
 def test_the_settings_of_a_plan_run_and_are_the_plan(
@@ -371,6 +383,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --steps 4", "--steps 4 needs --reform"),
         ("--mtbf 300s --least-machines 4", "--least-machines 4 needs --reform"),
         ("--mtbf 300s --reform 60s --machines-per-group 4 --least-machines 5", "least_machines=5 from 1 to that"),
+        ("--mtbf 1h --reform 60s --machines-per-group 4 --least-machines 0 --preset demo_cpu", "least_machines=0 from"),
         ("--mtbf 300s --reform 60s --machines-per-group 0", "--machines-per-group 0 is below 1"),
         ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
         (

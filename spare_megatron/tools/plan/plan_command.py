@@ -116,7 +116,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
 def _slow(given: options.PlanOptions, facts: "ClusterFacts", num_microbatches: int) -> "SlowCost | None":
     from spare_megatron.tools.plan.slow_group_costs import replaced_ratio, slow_cost
 
-    rate, back = options.slow_rate_of(given), facts.rejoin
+    rate, back = options.slow_rate_of(given), facts.reform or facts.rejoin
     if rate is None:
         return None
     found = slow_cost(facts.num_groups, num_microbatches, facts.times, rate)

@@ -83,7 +83,7 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
         "slices": asdict(result.partitions),
         "update_share": result.update_share,
         "audits": None
-        if num_judges(plan.redundancy, last_resort=result.facts.last_resort) == 1
+        if num_judges(result.facts, plan.redundancy) == 1
         else asdict(audit_price(result.facts.num_microbatches))
         | {"curve": [asdict(one) for one in audit_curve(result.facts.num_microbatches)]},
         "facts": _as_facts(result.facts),
@@ -239,7 +239,7 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
 
 
 def _audit_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
-    judges = num_judges(result.plan.redundancy, last_resort=result.facts.last_resort)
+    judges = num_judges(result.facts, result.plan.redundancy)
     if judges == 1:
         yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
         return

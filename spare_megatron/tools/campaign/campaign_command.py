@@ -46,10 +46,10 @@ def campaign(
     ] = None,
     days: Annotated[
         tuple[float, float] | None,
-        typer.Option(help="First day of --trace that is replayed, and its end.", show_default="0 7"),
+        typer.Option(help="First day of --trace that is replayed, and its end. [default: 0 7]"),
     ] = None,
     day: Annotated[
-        str | None, typer.Option(help="How long a day of --trace takes, such as 30s.", show_default="60s")
+        str | None, typer.Option(help="How long a day of --trace takes, such as 30s. [default: 60s]")
     ] = None,
     overrides: OverridesOption = None,
     run_dir: Annotated[

@@ -69,8 +69,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     from spare_megatron.tools.plan.width import plans_by_width
 
     facts = options.facts_of(given)
-    limits = options.limits_of(given)
-    chosen = options.policy_of(given)
+    limits, chosen = options.limits_of(given), options.policy_of(given)
     options.check_redundancy_asked(given, facts, limits)
     fixed = given.redundancy
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)

@@ -376,3 +376,20 @@ def test_a_campaign_without_faults_is_refused_before_it_has_trained_for_hours(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--days", "40", "60"), "--days 40 60 are those of --trace; give that, or leave it out"),
+        (("--day", "30s"), "--day 30s is how long a day of --trace takes; give that, or leave it out"),
+    ],
+)
+def test_days_without_a_trace_are_refused(
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = "spare_megatron.tools.campaign.campaign_command.load_runnable"
+    monkeypatch.setattr(loader, lambda *_: RunConfig(faults=FaultsConfig(mean_steps=1.0)))
+    result = CliRunner().invoke(app, ["campaign", "any.toml", "--run-dir", str(tmp_path / "run"), *words])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr

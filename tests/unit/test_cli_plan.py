@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from spare_megatron.cli.config import fitting_machine
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.commands import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.tools.plan.partition_redundancy import update_share
@@ -159,6 +161,7 @@ def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
     assert with_racks["time_to_train_ratio"] > without["time_to_train_ratio"]
     found = figures("--last-resort", "--fetch", "1s", "--repair", "10m")
     assert (found["policy"], set(found["alternatives"])) == ("rejoin", {"microbatch", "rejoin"})
+    assert figures("--groups", "1", "--last-resort")["audits"] is None, "there is no other group"
     assert found["facts"]["last_resort"]
 
 
@@ -174,6 +177,9 @@ def test_slow_groups_are_set_beside_what_they_cost_with_work_dealt_by_pace() -> 
     assert 1.0 < figures(*replaced)["slow"]["replaced_ratio"] < figures(*replaced)["slow"]["dealt_ratio"]
     assert "x, one at a time" in spare_plan(*EXAMPLE, *replaced).stdout
     assert figures(*replaced, "--slow-factor", "1")["slow"]["replaced_ratio"] is None
+    reformed = (*options, "--groups", "40", "--reform", "60s", "--machines-per-group", "2", "--join", "1s")
+    alike = figures(*reformed, "--spares", "1")["slow"]["replaced_ratio"]
+    assert alike == figures(*replaced)["slow"]["replaced_ratio"]
 
 
 def test_the_table_shows_the_assumptions_of_a_plan() -> None:
@@ -231,13 +237,12 @@ def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
         "spare.microbatches_per_shard": 64,
         "checkpoint.cadence": "optimal",
         "checkpoint.group_life_s": round(2 * 365.25 * 86400 / 4),
+        "cluster.num_nodes": 512,
     }
-    overrides = [f"{name}={value}" for name, value in found["settings"].items()]
-    assert load_run_config(Path("llama3_70b_h100"), overrides).config.layout.num_groups == 128
     alike = spare_plan(
         "--groups", "128", "--gpus-per-node", "8", "--gpus-per-group", "32", "--microbatches", "64", *times
     )
-    assert json.loads(alike.output)["settings"].keys() == found["settings"].keys()
+    assert json.loads(alike.output)["settings"].keys() == found["settings"].keys() - {"cluster.num_nodes"}
     small = spare_plan("--preset", "llama3_70b_h100", "--nodes", "3", *times)
     assert small.exit_code == 2
     assert "--nodes 3: 8 GPUs of each do not make a group of 32" in small.stderr
@@ -245,8 +250,51 @@ def test_a_preset_says_what_a_group_is_and_the_plan_what_to_set() -> None:
     assert own["facts"]["num_groups"] == 8
     shown = spare_plan(*EXAMPLE, "--microbatches", "16").output
     assert "spare train PRESET --set layout.num_groups=600 --set spare.redundancy=" in shown
+    assert "--set data.access=shared" in spare_plan(*EXAMPLE, "--last-resort").output
     assert "--set spare.granularity=stack" in spare_plan(*EXAMPLE).output
     assert "--set spare.granularity=stack" not in shown
+
+
+def test_the_lanes_of_a_wide_group_compute_side_by_side() -> None:
+    times = ("--restart", "20m", "--save", "30s", "--mtbf", "1h", "--preset", "llama3_70b_wide_h100")
+    assert json.loads(spare_plan(*times, "--json").output)["facts"]["num_microbatches"] == 16
+    assert re.search(r"microbatches per shard +16 for each of 4 lanes", spare_plan(*times).output)
+
+
+DOMAINS = "--groups-per-domain 2 --domain-mtbf 10d"
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        ("llama3_70b_h100", "--nodes 512 --node-mtbf 2y", {"cluster.num_nodes": 512}),
+        ("llama3_70b_h100", "--groups 16 --mtbf 1h", {"cluster.num_nodes": 64}),
+        ("llama3_70b_h100", "--groups 1 --mtbf 1h", {"optimizer.redundancy": 1}),
+        ("llama3_70b_h100", "--mtbf 1h --policy stack", {"spare.granularity": "stack", "data.access": "stacked"}),
+        ("gpt_1p3b_node", "--mtbf 1h --last-resort", {"data.access": "shared", "cluster.num_nodes": None}),
+        ("tp4.toml", "--node-mtbf 2y --gpus-per-node 4", {"slurm.gpus_per_node": 4, "cluster.num_nodes": 64}),
+        (
+            "gpt_1p3b_node",
+            f"--mtbf 1h {DOMAINS}",
+            {"spare.groups_per_domain": 2, "checkpoint.group_life_s": round(8 / (1 / 3600 + 2 / 864_000))},
+        ),
+        ("campaign_nodes_cpu", "--mtbf 1h --groups 16", {"cluster.num_nodes": 8}),
+        ("llama3_70b_wide_h100", "--mtbf 1h", {"spare.microbatches_per_shard": 64}),
+        ("llama3_70b_wide_h100", "--mtbf 1h --microbatches 96", {"spare.microbatches_per_shard": 96}),
+    ],
+)
+def test_the_settings_of_a_plan_run_and_are_the_plan(
+    preset: str, options: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tp4.toml").write_text('include = ["llama3_70b_h100"]\n[layout]\ntensor_parallel = 4\npipeline_parallel = 8\n')
+    times = ("--restart", "20m", "--save", "30s", "--json")
+    result = spare_plan("--preset", preset, *options.split(), *times)
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.output)["settings"]
+    assert {name: settings.get(name) for name in expected} == expected
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    load_without_problems(Path(preset), [*overrides, "data.corpus=any"], fitting_machine)
 
 
 def test_what_adam_costs_in_every_group_is_said_where_partitions_or_lanes_would_pay() -> None:
@@ -335,6 +383,7 @@ def test_the_plan_is_printed_even_if_the_plot_cannot_be_written(tmp_path: Path) 
         ("--mtbf 300s --steps 4", "--steps 4 needs --reform"),
         ("--mtbf 300s --least-machines 4", "--least-machines 4 needs --reform"),
         ("--mtbf 300s --reform 60s --machines-per-group 4 --least-machines 5", "least_machines=5 from 1 to that"),
+        ("--mtbf 1h --reform 60s --machines-per-group 4 --least-machines 0 --preset demo_cpu", "least_machines=0 from"),
         ("--mtbf 300s --reform 60s --machines-per-group 0", "--machines-per-group 0 is below 1"),
         ("--mtbf 300s --reform 60s --machines-per-group 4 --spares -1", "--spares -1 is below 0"),
         (

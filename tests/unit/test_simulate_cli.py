@@ -124,6 +124,9 @@ def test_all_policies_are_compared(small: str) -> None:
     table = spare_simulate("--preset", small, "--seeds", "1", "--policy", "all").stdout
     for name in ("checkpoint-only", "replication", "spare, stack", "spare, microbatch"):
         assert name in table
+    slow = spare_simulate("--preset", small, "--seeds", "1", "--policy", "all", "--set", "slow.group_interval_s=1e5")
+    assert "left out: replication, not simulated with slow.group_interval_s" in slow.stderr
+    assert "replication" not in slow.stdout
 
 
 def test_a_sweep_that_was_cut_off_simulates_only_the_rest(small: str, tmp_path: Path) -> None:

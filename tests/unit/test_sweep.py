@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from spare_megatron.tools.plan.slow_group_costs import SlowRate
 from spare_megatron.tools.simulate import simulate_jobs
 from spare_megatron.tools.simulate.engine import timeline_of
-from spare_megatron.tools.simulate.failures import FailureSpec
+from spare_megatron.tools.simulate.failures import FailureSpec, MachineDomain
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.sweep import (
     VARIANTS,
@@ -58,6 +59,14 @@ def test_the_grid_has_every_policy_and_redundancy_and_one_checkpoint_only() -> N
         ("spare", "microbatch", 3),
     ]
     assert {one.failures for one in found} == {BASE.failures}
+
+
+def test_policies_without_some_of_the_losses_are_left_out() -> None:
+    slow = replace(BASE, slow=SlowRate(group_interval_s=1e5))
+    assert [one.policy for one in grid(slow, VARIANTS, (2,))] == ["checkpoint_only", "spare", "spare"]
+    racks = FailureSpec(mean_s=400.0, domains=(MachineDomain(name="rack", machines=2, mean_s=1e4),))
+    found = grid(replace(BASE, failures=racks, reform_s=10.0), VARIANTS, (2,))
+    assert [(one.policy, one.failures) for one in found] == [("spare", racks), ("spare", racks)]
 
 
 def test_a_digest_names_scenario_and_seed() -> None:

@@ -81,6 +81,23 @@ def test_merged_losses_are_those_of_a_grid_of_seconds(seed: int) -> None:
     assert mean == pytest.approx(counts.sum() / max(map(end_of, losses)))
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([(5.0, None), (5.0, None)], None),
+        ([(5.0, None), (5.0, 3.0)], 3.0),
+        ([(5.0, 10.0), (7.0, None)], 10.0),
+        ([(5.0, 10.0), (15.0, None)], None),
+        ([(5.0, 0.0), (5.0, None)], None),
+    ],
+)
+def test_an_end_that_is_not_known_is_not_made_one(
+    losses: list[tuple[float, float | None]], expected: float | None
+) -> None:
+    (found,) = merged(away("a", at_s, repair_s) for at_s, repair_s in losses)
+    assert (found.at_s, found.repair_s) == (5.0, expected)
+
+
 def test_a_file_of_losses_is_read_in_the_order_of_time_and_merged(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("seconds,machine,repair_s,cause\n9,b,,fan\n2,a,5,gpu\n6.5,a,1.5,\n8.5,a,1,\n")
     found = [(loss.at_s, loss.machine, loss.repair_s, loss.cause) for loss in read_trace(tmp_path / "trace.csv")]
@@ -260,6 +277,9 @@ def test_records_of_others_are_imported(
         (JOBS.replace("2026-01-02T00:01:00", "Unknown"), r"records:5: the fault of gpu-1 has no beginning"),
         ('{"kind": "Event"}\n{"kind"', r"records:2: not valid JSON"),
         ('{"kind": "Event"}\n5', r"records:2: no JSON object"),
+        ('{"items": null}', r"records:1: items=None has to be a list of JSON objects"),
+        ('{"items": [7]}', r"records:1: items=\[7\] has to be a list of JSON objects"),
+        ('{"involvedObject": 7}', r"records:1: the object of an event is 7, no JSON object"),
         (
             json.dumps(NODE_EVENTS[0]).replace("10:01", "10-01"),
             r"records:1: firstTimestamp='2026-01-01T10-01:00Z' is no",
@@ -314,6 +334,9 @@ def test_an_imported_trace_is_simulated(tmp_path: Path) -> None:
             ["129600.0", "0", "86400.0", "Hardware Failure: GPU"],
             ["259200.0", "17", "0.0", "Other Failure: Stress Test Failure"],
         ]
+    (tmp_path / "jobs.txt").write_text(JOBS)
+    done = spare("import-trace", tmp_path / "jobs.txt", "--out", tmp_path / "jobs.csv")
+    assert "2 machines in 50 s: machines away not known, as the ends of 2 are not; trace in" in done.stdout
     done = spare("import-trace", tmp_path / "hbd.csv", "--out", tmp_path / "some.csv", "--ignore", "stress TEST")
     assert done.exit_code == 0, done.output
     assert "1 Other Failure: Stress Test Failure (ignored)" in done.stdout

@@ -44,11 +44,13 @@ def campaign(
         Path | None,
         typer.Option(help="Suspend nodes as machines were away in this file: seconds,machine,repair_s[,cause]."),
     ] = None,
-    days: Annotated[tuple[float, float], typer.Option(help="First day of --trace that is replayed, and its end.")] = (
-        0.0,
-        7.0,
-    ),
-    day: Annotated[str, typer.Option(help="How long a day of --trace takes, such as 30s.")] = "60s",
+    days: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="First day of --trace that is replayed, and its end. [default: 0 7]"),
+    ] = None,
+    day: Annotated[
+        str | None, typer.Option(help="How long a day of --trace takes, such as 30s. [default: 60s]")
+    ] = None,
     overrides: OverridesOption = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the new run, empty or absent. [default: runs/NAME-TIME]")
@@ -77,10 +79,11 @@ def campaign(
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         if trace is None:
+            _refuse_without_trace(days, day)
             _refuse_a_run_without_faults(loaded)
             replay = None
         else:
-            loaded, replay = _replayed(loaded, trace, days, day)
+            loaded, replay = _replayed(loaded, trace, days or (0.0, 7.0), day or "60s")
         directory = RunDirectory(choose_run_dir(loaded, run_dir))
         check_folders(loaded, directory.path)
         summary, processes, outside = _train(loaded, directory, console, replay)
@@ -150,6 +153,13 @@ def _replayed(
     if config.train.max_minutes is None:
         config = replace(config, train=replace(config.train, max_minutes=replay.minutes))
     return config, replay
+
+
+def _refuse_without_trace(days: tuple[float, float] | None, day: str | None) -> None:
+    if days is not None:
+        raise ValueError(f"--days {days[0]:g} {days[1]:g} are those of --trace; give that, or leave it out")
+    if day is not None:
+        raise ValueError(f"--day {day} is how long a day of --trace takes; give that, or leave it out")
 
 
 def _refuse_a_run_without_faults(config: "RunConfig") -> None:

@@ -8,6 +8,7 @@ steps, so that the share found equals the price.
 from dataclasses import dataclass
 
 from spare_megatron.core.audits.audits import default_every_steps
+from spare_megatron.tools.plan.facts import ClusterFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,11 @@ def audit_price(num_microbatches: int, every_steps: int | None = None) -> AuditP
     return AuditPrice(every_steps=every_steps, price=1 / (num_microbatches * every_steps))
 
 
-def num_judges(redundancy: int, *, last_resort: bool) -> int:
+def num_judges(facts: ClusterFacts, redundancy: int) -> int:
     """Groups that can compute a microbatch, up to the three that settle which of two is wrong: its hosts, or any group
     where all read the same data. With one there are no audits; with two a mismatch may halt the run.
     """
-    return 3 if last_resort else min(redundancy, 3)
+    return min(facts.num_groups if facts.last_resort else redundancy, 3)
 
 
 def audit_curve(num_microbatches: int) -> tuple[AuditPrice, ...]:

@@ -69,8 +69,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     from spare_megatron.tools.plan.width import plans_by_width
 
     facts = options.facts_of(given)
-    limits = options.limits_of(given)
-    chosen = options.policy_of(given)
+    limits, chosen = options.limits_of(given), options.policy_of(given)
     options.check_redundancy_asked(given, facts, limits)
     fixed = given.redundancy
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
@@ -92,7 +91,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
     if given.reform is not None:
         names["steps"] = given.steps
     lanes, over_groups_s = options.widths_of(given, facts.times.reduce_s)
-    config = None if given.preset is None or given.step is None else load_run_config(given.preset).config
+    config = None if given.preset is None else load_run_config(given.preset).config
     copy_s = parse_duration_s("--slice-copy", given.partition_copy or options.ASSUMED_PARTITION_COPY)
     return PlanResult(
         facts=facts,
@@ -102,9 +101,12 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
         alternatives=tuple(optimize(facts, policy, limits) for policy in options.policies_of(given)),
         limits=limits,
         preset="" if given.preset is None else str(given.preset),
+        config=config,
+        num_nodes=given.nodes,
+        gpus_per_node=None if config is None else given.gpus_per_node,
         assumed=frozenset(name for name, value in names.items() if value is None),
         widths=plans_by_width(facts, chosen, lanes, over_groups_s=over_groups_s, redundancy=fixed, limits=limits),
-        update_share=None if config is None else update_share(config, facts.times.step_s),
+        update_share=None if config is None or given.step is None else update_share(config, facts.times.step_s),
         whole=without_smaller_groups(facts, best.redundancy) if chosen == "reform" else (),
         sites=options.sites_of(given, facts.times.step_s),
         slow=_slow(given, facts, 1 if chosen == "stack" else facts.num_microbatches),
@@ -114,7 +116,7 @@ def result_of(given: options.PlanOptions) -> "PlanResult":
 def _slow(given: options.PlanOptions, facts: "ClusterFacts", num_microbatches: int) -> "SlowCost | None":
     from spare_megatron.tools.plan.slow_group_costs import replaced_ratio, slow_cost
 
-    rate, back = options.slow_rate_of(given), facts.rejoin
+    rate, back = options.slow_rate_of(given), facts.reform or facts.rejoin
     if rate is None:
         return None
     found = slow_cost(facts.num_groups, num_microbatches, facts.times, rate)

@@ -260,7 +260,8 @@ def completed(given: PlanOptions) -> PlanOptions:
     per_group = given.gpus_per_group
     if per_group is None:
         per_group = -(-config.parallel.ranks_per_group // per_gpu)
-    for name, number in (("--nodes", given.nodes), ("--gpus-per-node", per_node), ("--gpus-per-group", per_group)):
+    counts = ("--nodes", given.nodes), ("--gpus-per-node", per_node), ("--gpus-per-group", per_group)
+    for name, number in (*counts, ("--microbatches", given.microbatches)):
         if number is not None and number < 1:
             raise ValueError(f"{name} {number} is below 1")
     stages, size = config.layout.pipeline_parallel, given.machines_per_group
@@ -275,13 +276,17 @@ def completed(given: PlanOptions) -> PlanOptions:
                 f"--nodes {given.nodes}: {per_node} GPUs of each do not make a group of {per_group}, as "
                 f"--preset {given.preset} has them; take more nodes"
             )
+    num_nodes, cluster = -(-groups * per_group // per_node), config.cluster
+    if given.nodes is None and (cluster.launcher, cluster.device) != ("srun", "gpu"):  # tests, on one machine
+        num_nodes = 1 if cluster.num_nodes == 1 else -(-groups * cluster.num_nodes // config.layout.num_groups)
     return replace(
         given,
         groups=groups,
+        nodes=num_nodes,
         gpus_per_node=per_node if given.mtbf is None else given.gpus_per_node,
         gpus_per_group=per_group if given.mtbf is None else given.gpus_per_group,
-        least_machines=given.least_machines or (size and -(-size * least // stages)),
-        microbatches=config.spare.microbatches_per_shard if given.microbatches is None else given.microbatches,
+        least_machines=-(-size * least // stages) if given.least_machines is None and size else given.least_machines,
+        microbatches=-(-(given.microbatches or config.spare.microbatches_per_shard) // config.layout.data_parallel),
         last_resort=given.last_resort or (config.data.access == "shared" and given.policy != "stack"),
     )
 

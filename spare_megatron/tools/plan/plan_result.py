@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spare_megatron.cli.console import RunConsole, Table
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.formats.quantities import format_bytes, format_count, format_duration, format_steps
 from spare_megatron.tools.plan.audit_costs import audit_curve, audit_price, num_judges
 from spare_megatron.tools.plan.facts import ClusterFacts, HoldingLimits
@@ -44,6 +45,12 @@ class PlanResult:
     """Names of the facts that were not given."""
     preset: str = ""
     """The run preset that was asked about."""
+    config: RunConfig | None = None
+    """Its configuration."""
+    num_nodes: int | None = None
+    """Nodes that the groups of the preset fill."""
+    gpus_per_node: int | None = None
+    """Of these nodes; None: as the preset has it."""
     widths: tuple[WidthPlan, ...] = ()
     """The plan of the policy for groups of each number of lanes asked for."""
     update_share: float | None = None
@@ -76,7 +83,7 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
         "slices": asdict(result.partitions),
         "update_share": result.update_share,
         "audits": None
-        if num_judges(plan.redundancy, last_resort=result.facts.last_resort) == 1
+        if num_judges(result.facts, plan.redundancy) == 1
         else asdict(audit_price(result.facts.num_microbatches))
         | {"curve": [asdict(one) for one in audit_curve(result.facts.num_microbatches)]},
         "facts": _as_facts(result.facts),
@@ -102,13 +109,13 @@ def _as_facts(facts: ClusterFacts) -> dict[str, Any]:
 
 def settings_of(result: PlanResult) -> dict[str, Any]:
     """The settings of `spare train` that follow the plan."""
-    facts = result.facts
+    facts, config = result.facts, result.config or RunConfig()
     settings: dict[str, Any] = {
         "layout.num_groups": facts.num_groups,
         "spare.redundancy": result.plan.redundancy,
-        "spare.microbatches_per_shard": facts.num_microbatches,
+        "spare.microbatches_per_shard": _microbatches_per_shard(facts, config),
         "checkpoint.cadence": "optimal",
-        "checkpoint.group_life_s": round(facts.num_groups * facts.times.loss_interval_s) or 1,
+        "checkpoint.group_life_s": round(facts.num_groups * facts.lost_group_interval_s) or 1,
     }
     rejoin, reform = facts.rejoin, facts.reform
     if result.plan.policy == "reform" and reform is not None:
@@ -116,7 +123,30 @@ def settings_of(result: PlanResult) -> dict[str, Any]:
     elif result.plan.policy == "rejoin" and rejoin is not None:
         wait_s = hardware_wait_s(rejoin.num_spares, 1 / facts.times.loss_interval_s, rejoin.repair_s)
         settings["checkpoint.group_absence_s"] = wait_s + rejoin.transfer_s
-    return settings | ({"spare.granularity": "stack"} if result.plan.policy == "stack" else {})
+    return settings | _changes(result, config)
+
+
+def _microbatches_per_shard(facts: ClusterFacts, config: RunConfig) -> int:
+    """The lanes of a group compute one each at a time; the preset's number may leave some without work at the end."""
+    own, lanes = config.spare.microbatches_per_shard, config.layout.data_parallel
+    return own if -(-own // lanes) == facts.num_microbatches else facts.num_microbatches * lanes
+
+
+def _changes(result: PlanResult, config: RunConfig) -> dict[str, Any]:
+    """What the plan needs, and the preset does not have."""
+    facts, spare = result.facts, config.spare
+    rows = [
+        ("cluster.num_nodes", config.cluster.num_nodes, result.num_nodes or config.cluster.num_nodes),
+        ("slurm.gpus_per_node", config.slurm.gpus_per_node, result.gpus_per_node or config.slurm.gpus_per_node),
+        ("spare.granularity", spare.granularity, "stack" if result.plan.policy == "stack" else "microbatch"),
+        ("data.access", config.data.access, "shared" if facts.last_resort else "stacked"),
+    ]
+    if facts.has_domains:
+        rows.append(("spare.groups_per_domain", spare.groups_per_domain, facts.groups_per_domain))
+    if config.optimizer.sharding == "stacked":
+        most = min(config.optimizer.redundancy, facts.num_groups)
+        rows.append(("optimizer.redundancy", config.optimizer.redundancy, most))
+    return {name: planned for name, own, planned in rows if planned != own}
 
 
 def read_s(result: PlanResult) -> float | None:
@@ -209,7 +239,7 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
 
 
 def _audit_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
-    judges = num_judges(result.plan.redundancy, last_resort=result.facts.last_resort)
+    judges = num_judges(result.facts, result.plan.redundancy)
     if judges == 1:
         yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
         return
@@ -242,7 +272,9 @@ def _fact_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
     yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
     yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
-    yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
+    lanes = 1 if result.config is None else result.config.layout.data_parallel
+    at_once = "" if lanes == 1 else f" for each of {lanes} lanes"
+    yield "microbatches per shard", f"{facts.num_microbatches}{at_once}" + mark.get("microbatches", "")
     reform = facts.reform
     if reform is not None:
         least = "" if reform.least == reform.machines_per_group else f", at least {reform.least}"

@@ -56,9 +56,12 @@ def import_trace(given: ImportTraceOptions) -> None:
             rows.writerow((round(loss.at_s, 3), loss.machine, repair_s, loss.cause))
     for cause, count in causes.most_common():
         say(f"{count:7} {cause}{' (ignored)' if cause in ignored else ''}")
-    mean, most = machines_away(losses)
+    if num_unknown := sum(loss.repair_s is None for loss in losses):
+        away = f"machines away not known, as the ends of {num_unknown} are not"
+    else:
+        mean, most = machines_away(losses)
+        away = f"{mean:.1f} machines away on average, {most} at most"
     say(
         f"{len(losses)} absences of {len({loss.machine for loss in losses})} machines in "
-        f"{format_duration(max(map(end_of, losses)))}: {mean:.1f} machines away on average, {most} at most; "
-        f"trace in {given.out}"
+        f"{format_duration(max(map(end_of, losses)))}: {away}; trace in {given.out}"
     )

@@ -93,6 +93,8 @@ def simulate(given: SimulateOptions) -> None:
     measured = _measured(given)
     base = scenario_of(given, measured)
     wanted, drawn = asked_for(given, base), for_the_plot(given, base)
+    if given.policy == ALL_POLICIES or given.plot is not None:
+        _name_left_out(base)
     journaled = () if given.journal is None else (base,)
     if given.journal is not None:
         _check_journal(given.journal, base)
@@ -173,6 +175,20 @@ def for_the_plot(given: SimulateOptions, base: "Scenario") -> tuple["Scenario", 
         return ()
     default = tuple(r for r in PLOTTED_REDUNDANCIES if r <= base.num_groups)
     return grid(base, VARIANTS, _redundancies(given, base, default))
+
+
+def _name_left_out(base: "Scenario") -> None:
+    from spare_megatron.tools.simulate.sweep import VARIANTS, unsimulated, variant_name
+
+    found = {
+        variant_name(policy, granularity): what
+        for policy, granularity in VARIANTS
+        if (what := unsimulated(base, policy))
+    }
+    if found:
+        message(
+            "simulate", "left out: " + ", ".join(f"{name}, not simulated with {what}" for name, what in found.items())
+        )
 
 
 def _redundancies(given: SimulateOptions, base: "Scenario", default: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from scipy.special import stdtrit
 
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.stacking.order import Granularity
-from spare_megatron.tools.plan.slow_group_costs import SlowRate
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.scenario import Scenario, SimulatedPolicy
 from spare_megatron.tools.simulate.spare_run import Clock
@@ -135,8 +134,17 @@ class SweepFigures:
     """Real seconds of all simulations together, as is decision_s."""
 
 
+def unsimulated(base: Scenario, policy: SimulatedPolicy) -> str:
+    """The setting of losses or slow groups that is not simulated with this policy; empty if all are."""
+    if base.failures.domains and policy != "spare":
+        return "failures.domains"
+    return "slow.group_interval_s" if base.slow.group_interval_s is not None and policy == "replication" else ""
+
+
 def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int]) -> tuple[Scenario, ...]:
-    """The base scenario for every variant and redundancy; once for checkpoint_only, which has none."""
+    """The base scenario for every redundancy and variant that is not `unsimulated`; once for checkpoint_only, which has
+    no redundancy.
+    """
     return tuple(
         replace(
             base,
@@ -146,15 +154,14 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             last_resort=base.last_resort and granularity == "microbatch",
             reform_s=base.reform_s if policy == "spare" else None,
             further_groups=base.further_groups if (policy, granularity) == ("spare", "microbatch") else 0,
-            slow=SlowRate() if policy == "replication" else base.slow,
             notice_s=base.notice_s if policy == "spare" else 0.0,
             history_s=base.history_s if policy == "spare" else 0.0,
-            failures=base.failures if policy == "spare" else replace(base.failures, domains=()),
             machines_per_group=base.machines_per_group if policy == "spare" else 1,
             least_machines=base.least_machines if policy == "spare" else None,
             num_spares=0 if policy == "checkpoint_only" else base.num_spares,
         )
         for policy, granularity in variants
+        if not unsimulated(base, policy)
         for redundancy in ((1,) if policy == "checkpoint_only" else redundancies)
     )
 

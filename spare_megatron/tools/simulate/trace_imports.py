@@ -79,8 +79,13 @@ def _of_kubernetes(path: Path, text: str, head: str) -> Iterator[Loss]:
             raise ValueError(f"{where}: not valid JSON: {error}") from error
         if not isinstance(found, dict):
             raise ValueError(f"{where}: no JSON object")
-        for event in found.get("items", [found]):
+        listed = found.get("items", [found])
+        if not isinstance(listed, list) or not all(isinstance(event, dict) for event in listed):
+            raise ValueError(f"{where}: items={listed} has to be a list of JSON objects")
+        for event in listed:
             node = event.get("involvedObject") or event.get("regarding") or {}
+            if not isinstance(node, dict):
+                raise ValueError(f"{where}: the object of an event is {node}, no JSON object")
             if node.get("kind") == "Node" and event.get("reason") in (_STOP, _END):
                 times_s = {_time_s(where, event, column) for column in ("firstTimestamp", "lastTimestamp", "eventTime")}
                 events |= {(at_s, event["reason"], node.get("name", "")) for at_s in times_s if at_s is not None}

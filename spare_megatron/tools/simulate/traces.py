@@ -37,13 +37,16 @@ def _loss(where: str, row: dict[str, str]) -> Loss:
 
 
 def merged(losses: Iterable[Loss]) -> tuple[Loss, ...]:
-    """In the order of time. A loss of a machine that is away extends its absence, which keeps its cause."""
+    """In the order of time. A loss of a machine that is away extends its absence, which keeps its cause; the end is not
+    known if that of the loss that ends last is not.
+    """
     found: list[Loss] = []
     latest: dict[str, int] = {}
     for loss in sorted(losses, key=lambda loss: loss.at_s):
         index = latest.get(loss.machine or "")
-        if index is not None and (before_s := end_of(found[index])) >= loss.at_s:
-            found[index] = replace(found[index], repair_s=max(before_s, end_of(loss)) - found[index].at_s)
+        if index is not None and end_of(before := found[index]) >= loss.at_s:
+            last = max(before, loss, key=lambda one: (end_of(one), one.repair_s is None))
+            found[index] = replace(before, repair_s=None if last.repair_s is None else end_of(last) - before.at_s)
         else:
             latest |= {loss.machine: len(found)} if loss.machine else {}
             found.append(loss)

@@ -78,7 +78,7 @@ def test_one_site_that_takes_its_own_mean_is_the_plain_run_bit_by_bit(
     fault_free: "FaultFreeRuns",
     tmp_path: Path,
 ) -> None:
-    """Also if the group that speaks for it is lost in a round, or one that has voted."""
+    """Also if the group that speaks for it is lost in a round, or one that has voted, before that is back."""
     sites = SitesConfig(
         endpoints=(f"tcp://127.0.0.1:{later_port()}",),
         num_sites=1,
@@ -88,7 +88,7 @@ def test_one_site_that_takes_its_own_mean_is_the_plain_run_bit_by_bit(
         bits=32,
         wait_s=10.0,
     )
-    config = site_config(random_corpus, sites, steps=6, layout=TWO_GROUPS, faults=faults, rejoins=2)
+    config = site_config(random_corpus, sites, steps=6, layout=LayoutConfig(num_groups=3), faults=faults, rejoins=2)
     config = replace(config, optimizer=optimizer)
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)

@@ -180,7 +180,7 @@ def _left_out(spec: NodeSpec) -> frozenset[GroupId]:
 
 @contextlib.contextmanager
 def children_killed_on_error() -> Iterator[None]:
-    """Python waits for children when a process ends: after an error these would train on, with nobody to watch them."""
+    """Python waits for children when a process ends: after an error these would train on without a supervisor."""
     try:
         yield
     except BaseException:

@@ -10,7 +10,17 @@ import pytest
 
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.core.log.votes import RoundResult
-from spare_megatron.core.outer.entries import CommitRound, Contribution, OpenRound, Revision, SiteId, encode_entry
+from spare_megatron.core.outer.decisions import WENT_ON
+from spare_megatron.core.outer.entries import (
+    CommitRound,
+    Contribution,
+    OpenRound,
+    Revision,
+    SiteId,
+    WithoutSite,
+    decode_entry,
+    encode_entry,
+)
 from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.rank import sync
 from spare_megatron.rank.outer_link import Arriving, OuterLink, View
@@ -158,6 +168,7 @@ def test_a_round_that_all_sites_have_gone_on_from_is_given_up_at_once_though_it_
     until(lambda: all(link.view.head == 3 and link.view.revision == FIRST for link in sites.links))
     sites.arrive(24)
     until(lambda: all(link.view.round == 2 and len(link.view.sites) == 2 for link in sites.links))
+    assert [one.step for one in sites.links[0].view.sites.values()] == [24, 24]
 
 
 def test_a_site_that_has_gone_on_computes_no_result_for_the_round_that_it_left() -> None:
@@ -212,7 +223,8 @@ def test_what_a_site_arrived_with_in_a_lost_log_keeps_it_out_of_no_round_of_the_
     until(lambda: first.view.is_wanted)
     first.arriving = Arriving(9, 45, "{}")
     first.hurry()
-    until(lambda: [one.weight for one in second.view.sites.values()] == [9, 4])
+    until(lambda: len(second.view.sites) == 2)
+    assert (second.view.round, [one.weight for one in second.view.sites.values()]) == (1, [9, 4])
 
 
 def test_a_round_that_an_earlier_leader_of_the_site_has_closed_is_left_by_the_next(sites: Sites) -> None:
@@ -227,7 +239,9 @@ def test_a_round_that_an_earlier_leader_of_the_site_has_closed_is_left_by_the_ne
     sites.links[0].join(10.0)
     sites.links[0] = sites.start(0)
     sites.links[0].arriving = Arriving(8, 24, "{}")
-    until(lambda: sites.links[0].view.head == 3 and sites.links[0].view.phase is RoundPhase.IDLE)
+    until(lambda: sites.links[0].view.head == 3)
+    assert decode_entry(sites.data[keys.entry(2)]) == WithoutSite(round=1, site=SiteId(0), reason=WENT_ON)
+    assert sites.links[0].view.phase is RoundPhase.IDLE
 
 
 def test_a_site_that_has_its_result_waits_while_another_makes_progress() -> None:

@@ -122,10 +122,13 @@ def supervise(
     code, concluded = 0, look_after_node(run_dir, node, wait_s)
     if concluded is not None:
         summary, config = concluded
-        if summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
+        if summary is None:
+            code = 1
+        elif summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
             code = exit_code(summary.outcome, summary.verdict)
-    if concluded is not None and config.cluster.launcher == "srun":
-        end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out"))
+        if summary is not None and config.cluster.launcher == "srun":
+            # A run that has failed here has mostly lost its store with the driver: that of the next attempt judges.
+            end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out", "failed"))
     os._exit(code)  # a thread may be waiting for a store that does not answer
 
 

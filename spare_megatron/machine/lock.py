@@ -67,12 +67,25 @@ def _leads_others(path: Path, fd: int) -> bool:
     return is_shown and ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE) == 1
 
 
-def hold_shared(folder: Path) -> None:
+def hold_shared(folder: Path) -> int:
     """Holds the directory until this process and all that it forks from now on have ended, as several processes may.
-    Waits until none holds it `locked`. OSError: it has no lock file, or its file system no locks.
+    Waits until none holds it `locked`. Returns the descriptor. OSError: no lock file, or a file system without locks.
     """
-    fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)  # stays open
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)  # stays open; to be held alone NFS wants it open for writing
     fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def hold_alone(fd: int) -> bool:
+    """Gives up what `hold_shared` holds, and holds it alone if no other process does. Of several that call this, the
+    last is alone.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def is_locked(folder: Path) -> bool | None:

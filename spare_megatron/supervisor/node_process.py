@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,10 +20,11 @@ from spare_megatron.core.log.actions import FinishRun, StopHalted
 from spare_megatron.core.machines.failure_detector import BEATS_PER_INTERVAL
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.state.summary import UNKNOWN, Summary, conclude
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.gpus import XidWatch, gpus_of_machine, list_file, read_list, show, visible_gpus, write_list
-from spare_megatron.machine.lock import held_path, hold_shared
+from spare_megatron.machine.lock import held_path, hold_alone, hold_shared
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.process import processes
 from spare_megatron.process.node_connection import connect
@@ -32,6 +34,7 @@ from spare_megatron.process.specs import NodeSpec
 from spare_megatron.slow_machines.examination import Examinations, Examiner
 from spare_megatron.stacking.layout import GroupId, MachineId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
@@ -47,18 +50,26 @@ from spare_megatron.voting.log_follower import LogFollower, controller_setup
 def supervise(spec: NodeSpec, driver: Connection) -> None:
     """Main function of a supervisor that the driver starts. Ends with its ranks, the driver, or an order of it."""
     try:
-        look_after(spec, driver)
+        look_after(spec, driver, [])
     except Exception:  # noqa: BLE001  (the driver knows of it)
         processes.say(real_paths(traceback.format_exc()))
         processes.leave(1)
     processes.leave(0)  # the store link's thread may be blocked
 
 
-def look_after(spec: NodeSpec, driver: Connection) -> int | None:
-    """Supervises the places that this machine holds one after another. Returns the last one if it has ended without a
-    driver, which else gets the text of an exception that ends this.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphaned:
+    """A node has ended without a driver. `store_failure`: it does not know how, as it has lost the store."""
+
+    place: int
+    store_failure: str
+
+
+def look_after(spec: NodeSpec, driver: Connection, locks: list[int]) -> Orphaned | None:
+    """Supervises the places that this machine holds one after another. None: the driver, which also gets the text of an
+    exception, knows the end. If it is lost, `locks` gets descriptors of `hold_shared`, that of the run first.
     """
-    link = DriverLink(driver, is_needed=not spec.is_remote, on_lost=partial(_hold_directories, spec))
+    link = DriverLink(driver, is_needed=not spec.is_remote, on_lost=partial(_hold_directories, spec, locks))
     try:
         processes.log_to_file(spec.run_dir, spec.name)
         return _look_after(spec, link)
@@ -69,18 +80,18 @@ def look_after(spec: NodeSpec, driver: Connection) -> int | None:
         raise
 
 
-def _hold_directories(spec: NodeSpec) -> None:
+def _hold_directories(spec: NodeSpec, locks: list[int]) -> None:
     """Keeps other runs out of this one's directories in the place of the lost driver, once that holds them no longer:
     one that is only cut off still does.
     """
     for folder in (spec.run_dir, folder_of(spec.config.checkpoint, spec.run_dir)):
         try:
-            hold_shared(folder)
+            locks.append(hold_shared(folder))
         except OSError as error:
             processes.say(real_paths(f"{folder} cannot be locked ({error}): start no run there while this one goes on"))
 
 
-def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
+def _look_after(spec: NodeSpec, link: DriverLink) -> Orphaned | None:
     construct_first()  # before ranks are forked beside the thread that connects to the store
     num_places = spec.config.parallel.num_nodes
     machine = MachineId(spec.node + num_places * spec.incarnation)
@@ -109,9 +120,9 @@ def _look_after(spec: NodeSpec, link: DriverLink) -> int | None:
             supervisor.end_requests.on_asked(asked)
         end = supervisor.run()
         if isinstance(end, str):
-            is_orphaned = supervisor.close(end)
+            store_failure = supervisor.close(end)
             sys.stdout.flush()
-            return spec.node if is_orphaned else None
+            return None if store_failure is None else Orphaned(place=spec.node, store_failure=store_failure)
         supervisor.leave()
         former, taken, is_placed = supervisor, end.to, end.to is not None
 
@@ -189,7 +200,7 @@ def children_killed_on_error() -> Iterator[None]:
         raise
 
 
-def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, RunConfig] | None:
+def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary | None, RunConfig] | None:
     """Supervises a node for a driver on another machine. Returns how the run has ended, and its configuration, if the
     driver is lost. ValueError: the node is not awaited, its code is another one, or it cannot use the control store.
     """
@@ -200,20 +211,41 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary, R
     spec: NodeSpec = driver.recv()
     if mismatch := code_mismatch(spec.code):
         raise ValueError(f"{mismatch}: install the same on all nodes")
-    config = spec.config
     with held_path(run_dir) as held:
-        store = with_credentials(spec.store, config.control, os.environ)
+        store = with_credentials(spec.store, spec.config.control, os.environ)
         spec = dataclasses.replace(spec, store=store, run_dir=held)
+        locks: list[int] = []
         with children_killed_on_error():
-            place = look_after(spec, driver)
-        if place is None:
+            orphaned = look_after(spec, driver, locks)
+        if orphaned is None:
             return None
-        nodes, interval_s, end = config.parallel.num_nodes, config.control.heartbeat_interval_s, None
-        with contextlib.suppress(StoreLost):
-            wait_for_others(client := open_store(store), place, nodes, interval_s)
-            end = end_in_log(client, config)
-        summary = conclude(held)
-        if summary.outcome == UNKNOWN and end is not None:  # no group was left that knew it
-            write_end(dataclasses.replace(spec, node=place), end)
-            summary = conclude(held)
-        return summary, config
+        spec = dataclasses.replace(spec, node=orphaned.place)
+        if failure := orphaned.store_failure:
+            return _end_without_store(spec, failure, locks), spec.config
+        return _end_with_others(spec), spec.config
+
+
+def _end_with_others(spec: NodeSpec) -> Summary:
+    """Sums up a run without driver when all nodes have ended."""
+    config, end = spec.config, None
+    with contextlib.suppress(StoreLost):
+        store = open_store(spec.store)
+        wait_for_others(store, spec.node, config.parallel.num_nodes, config.control.heartbeat_interval_s)
+        end = end_in_log(store, config)
+    summary = conclude(spec.run_dir)
+    if summary.outcome == UNKNOWN and end is not None:  # no group was left that knew it
+        write_end(spec, end)
+        summary = conclude(spec.run_dir)
+    return summary
+
+
+def _end_without_store(spec: NodeSpec, failure: str, locks: list[int]) -> Summary | None:
+    """Sums up a run that has lost its driver and its store. None: other nodes have not ended, perhaps as they have not
+    lost the store; without locks of files that is not known.
+    """
+    if not (locks and hold_alone(locks[0])):
+        processes.say(f"{failure}; the driver is lost, too, and other nodes may go on")
+        return None
+    state = saved_state(spec.config.checkpoint, spec.run_dir, num_committed=0)
+    write_end(spec, EndRecord(outcome="failed", reason=f"{failure}, and the driver is lost{state}"))
+    return conclude(spec.run_dir)

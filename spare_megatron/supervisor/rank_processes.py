@@ -18,6 +18,7 @@ from spare_megatron.core.machines.failure_detector import Pulse
 from spare_megatron.faults.points import Fault
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import faults_struck
+from spare_megatron.journal.records import StartRecord
 from spare_megatron.machine.gpus import shown_to_children
 from spare_megatron.machine.gpus.device_errors import code_of
 from spare_megatron.machine.machine_signs import Starvation
@@ -179,9 +180,11 @@ class RankProcesses:
     def warm_spares(self) -> None:
         self._spares.warm()
 
-    def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
+    def start_again(
+        self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool
+    ) -> tuple[StartRecord, str]:
         """Starts the next incarnation of the group's ranks on this node; `wiped_out_at_s`: monotonic time of the
-        wipe-out that caused it. With `takes_spares`, spares become ranks; returns how many do.
+        wipe-out that caused it. With `takes_spares`, spares become ranks. Also returns why it has no processes, if so.
         """
         self._incarnations[group] += 1
         keys = self.of(group)
@@ -191,13 +194,28 @@ class RankProcesses:
             self.sentinels.pop(child.process.sentinel, None)
         if self._spec.config.cluster.device == "gpu":  # a GPU has no room for both
             _end_all(former)
-        gpus = [self._gpu_of(key) for key in keys]
-        spares = [self._spares.pop(gpu) if takes_spares else None for gpu in gpus]
-        starting = [spare or self._spares.new(gpu) for gpu, spare in zip(gpus, spares, strict=True)]
-        for key, process in zip(keys, starting, strict=True):
-            self._start(key, process, wiped_out_at_s)
+        num_spares, failure = 0, ""
+        starting: list[RankProcess] = []
+        try:
+            for gpu in map(self._gpu_of, keys):
+                spare = self._spares.pop(gpu) if takes_spares else None
+                num_spares += spare is not None
+                starting.append(spare or self._spares.new(gpu))
+        except OSError as error:  # such as a limit on processes
+            failure = f"its processes cannot be started: {error}"
+            _end_all([process.child for process in starting])
+        else:
+            for key, process in zip(keys, starting, strict=True):
+                self._start(key, process, wiped_out_at_s)
         _end_all(former)  # last: they were killed before, and end while the new ones start
-        return len(spares) - spares.count(None)
+        started = StartRecord(
+            group=group,
+            incarnation=self._incarnations[group],
+            num_ranks=len(keys),
+            num_spares=num_spares,
+            stages=self.stages[group],
+        )
+        return started, failure
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key

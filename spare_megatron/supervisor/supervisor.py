@@ -10,7 +10,7 @@ from spare_megatron.core.machines.group_starts import RestartBudget
 from spare_megatron.core.machines.reforming import can_reform
 from spare_megatron.journal.event_texts import groups_named
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, ExaminationRecord, LossRecord, RestartRecord, StartRecord
+from spare_megatron.journal.records import LOST_A_PEER, ExaminationRecord, LossRecord, RestartRecord
 from spare_megatron.machine.gpus import ClockReader, XidWatch
 from spare_megatron.machine.network import NodeNetwork
 from spare_megatron.machine.timers import Timers
@@ -208,8 +208,10 @@ class Supervisor:
         self._timeline.close()
         close_or_report(self._journal, self._driver.report)
 
-    def close(self, failure: str) -> bool:
-        """Ends all processes and connections. Returns whether the run has ended without a driver."""
+    def close(self, failure: str) -> str | None:
+        """Ends all processes and connections. None: the driver knows how the run has ended. Without one it is written
+        here, unless the node does not know it as it has lost the store, too: returns that failure, else nothing.
+        """
         self._examiner.end_all()
         self._ranks.end_all()
         if not failure:
@@ -221,10 +223,12 @@ class Supervisor:
             node=self._spec.node, exits=self._ranks.exits, failure=failure, is_cut_off=self._is_cut_off
         )
         self._driver.close(ended)
-        if self._driver.is_there or (failure and not self._is_cut_off):
-            return False
+        if self._driver.is_there:
+            return None
+        if failure and not self._is_cut_off:
+            return failure if self._store_failure else None
         write_end(self._spec, stopped(failure) if failure else end_without_driver(self._ranks.exits, self._lost))
-        return True
+        return ""
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -566,21 +570,19 @@ class Supervisor:
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._receive_all_reports(group)
-        num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
+        started, failure = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
         self._started_again_at_s[group] = time.monotonic()
         self._raised.forget(group)  # reports of the lost incarnation
         self._rank_watch.stop_watching(*self._ranks.of(group))
         self._lost.discard(group)
-        member, stages = self._ranks.member(group), self._ranks.stages[group]
-        incarnation, num_ranks = member.incarnation, len(self._ranks.of(group))
-        started = StartRecord(
-            group=group, incarnation=incarnation, num_ranks=num_ranks, num_spares=num_spares, stages=stages
-        )
+        member = self._ranks.member(group)
         self._journal.write(started)
-        self._link.publish_incarnation(member, stages)
+        self._link.publish_incarnation(member, started.stages)
         self._is_following = False
         self._driver.report(reports.RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._timers.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
+        if failure:
+            self._lose(group, self._ranks.of(group)[0][1], failure)
 
     def _give_up_if_not_ready(self, member: Member) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost

@@ -143,6 +143,23 @@ def test_pods_that_are_all_to_end_save_the_run(text_corpus: Path, tmp_path: Path
     assert (run_dir / f"checkpoints/step-{summary['steps_committed']:08d}").is_dir()
 
 
+def test_a_node_that_loses_its_store_with_the_driver_concludes_the_run(text_corpus: Path, tmp_path: Path) -> None:
+    """An embedded store ends with the driver. The node ended with exit code 0, and the run had no end."""
+    run_dir = tmp_path / "run"
+    preset = write_preset(text_corpus, tmp_path, None, "hand")
+    with started(tmp_path / "0", "train", "--config", preset, "--run-dir", run_dir) as driver:
+        wait_until(lambda: (run_dir / "config.toml").exists(), driver)
+        with started(tmp_path / "1", "supervise", run_dir, "--node", "1") as node:
+            wait_until(lambda: committed(run_dir, 1) > 0, driver, node)
+            driver.kill()
+            assert exit_code(node, tmp_path / "1") == 1
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    assert "the driver is lost; the state is in " in summary["outcome_reason"], summary
+    (end,) = read_journal(run_dir).of(EndRecord)
+    assert (end.outcome, end.reason) == (summary["outcome"], summary["outcome_reason"])
+
+
 def journal_of(run_dir: Path) -> str:
     return "".join(file.read_text() for file in run_dir.glob("journal/group-*.jsonl"))
 
@@ -156,7 +173,7 @@ def end_machine(pod: subprocess.Popen[bytes]) -> None:
     assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
 
 
-def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str, notice_file: str = "") -> Path:
+def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster | None, launcher: str, notice_file: str = "") -> Path:
     config = tiny_config(
         corpus,
         LayoutConfig(num_groups=2),
@@ -170,8 +187,8 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str, n
     )
     control = dataclasses.replace(
         config.control,
-        store="etcd",
-        endpoints=etcd.endpoints,
+        store="embedded" if etcd is None else "etcd",
+        endpoints=() if etcd is None else etcd.endpoints,
         heartbeat_interval_s=4.0,  # no other group may be lost, however busy the machine
         startup_timeout_s=TIMEOUT_S,  # supervisors import Megatron one by one
     )

@@ -61,7 +61,7 @@ def go_on_alone(spec: NodeSpec, driver: Connection, pipe: Connection) -> None:
         unittest.mock.patch.object(node_process, "_look_after", look_after),
         unittest.mock.patch.object(processes, "say", messages.append),
     ):
-        node_process.look_after(spec, driver)
+        node_process.look_after(spec, driver, [])
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

@@ -20,7 +20,7 @@ from spare_megatron.driver.storage_watch import DirectoryWatch
 from spare_megatron.formats.output import real_paths
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EndRecord
-from spare_megatron.machine.lock import LOCK, Locked, held_path, hold_shared, is_held, is_locked, locked
+from spare_megatron.machine.lock import LOCK, Locked, held_path, hold_alone, hold_shared, is_held, is_locked, locked
 from spare_megatron.process.reports import RunDirectoryMoved
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
 from spare_megatron.state.checkpoint.start_checkpoint import require_own_checkpoints
@@ -63,16 +63,18 @@ def test_a_lock_that_says_nothing_yet_is_a_lock(tmp_path: Path) -> None:
 
 def hold_with_others(folder: Path, pipe: Connection) -> None:
     pipe.send("waits")
-    hold_shared(folder)
+    fd = hold_shared(folder)
     pipe.send("held")
+    pipe.recv()
+    pipe.send(hold_alone(fd))
     pipe.recv()
 
 
 def test_processes_that_follow_a_killed_holder_keep_others_out_until_the_last_has_ended(tmp_path: Path) -> None:
     """A second run saved into the folder of one whose nodes trained on without their driver."""
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in range(3)]
-    mains = [hold, hold_with_others, hold_with_others]
+    pipes = [context.Pipe() for _ in range(4)]
+    mains = [hold, *[hold_with_others] * 3]
     processes = [
         context.Process(target=main, args=(tmp_path, theirs)) for main, (_, theirs) in zip(mains, pipes, strict=True)
     ]
@@ -91,12 +93,14 @@ def test_processes_that_follow_a_killed_holder_keep_others_out_until_the_last_ha
         assert (is_locked(tmp_path), is_held(tmp_path)) == (True, True)
         driver.kill()
         driver.join()
-        assert [next_of(1), next_of(2)] == ["held", "held"]
+        assert [next_of(number) for number in (1, 2, 3)] == ["held"] * 3
         expected = f"by a run whose nodes train on without their driver, process {driver.pid} on host"
         for node in nodes:
             assert (is_locked(tmp_path), is_held(tmp_path)) == (False, True)
             with pytest.raises(Locked, match=expected), locked(tmp_path):
                 pass
+            pipes[nodes.index(node) + 1][0].send("ends")
+            assert next_of(nodes.index(node) + 1) == str(node is nodes[-1])
             node.kill()
             node.join()
         assert (is_locked(tmp_path), is_held(tmp_path)) == (False, False)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -243,7 +244,9 @@ def test_a_fault_strikes_once_whichever_machine_has_the_place(tmp_path: Path) ->
 
 def lose(ranks: RankProcesses, group: int, *, takes_spares: bool = True) -> int:
     ranks.kill(GroupId(group))
-    return ranks.start_again(GroupId(group), None, takes_spares=takes_spares)
+    started, failure = ranks.start_again(GroupId(group), None, takes_spares=takes_spares)
+    assert not failure
+    return started.num_spares
 
 
 def waiting(ranks: RankProcesses) -> list[int]:
@@ -374,6 +377,32 @@ def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: 
         assert "--multiprocessing-fork" in psutil.Process(process.child.pid).cmdline()
     finally:
         end_child(process.child)
+
+
+def test_a_group_whose_processes_cannot_be_started_leaves_none_behind_and_starts_later(
+    monkeypatch: pytest.MonkeyPatch, node: RankProcesses
+) -> None:
+    """At a limit on processes the restart of one group ended its node."""
+    start_child, calls = processes.start_child, iter([None, BlockingIOError(errno.EAGAIN, "no process")] * 2)
+
+    def start_or_refuse(*words: Any) -> Any:
+        if error := next(calls, None):
+            raise error
+        return start_child(*words)
+
+    def of_group() -> set[int]:
+        return {pid for (group, _), pid in node.pids.items() if group == 0}
+
+    others = {child.pid for child in active_children()} - of_group()
+    monkeypatch.setattr(processes, "start_child", start_or_refuse)
+    for incarnation in (1, 2):
+        node.kill(GroupId(0))
+        _, failure = node.start_again(GroupId(0), None, takes_spares=True)
+        assert failure == "its processes cannot be started: [Errno 11] no process"
+        assert node.member(GroupId(0)).incarnation == incarnation
+        assert {child.pid for child in active_children()} == others
+    assert lose(node, 0) == 0
+    assert {child.pid for child in active_children()} == others | of_group()
 
 
 def test_where_no_process_can_be_started_there_are_no_spares_and_no_snapshots_for_now(

@@ -300,11 +300,18 @@ def kill(children: Collection[Child]) -> None:
 
 
 def describe_exit(code: int | None) -> str:
+    """The exit code, or the signal that ended the process.
+
+    >>> describe_exit(3), describe_exit(-9), describe_exit(-40)
+    ('exit code 3', 'SIGKILL', 'signal 40')
+    """
     if code is None:
         return "still running"
     if code >= 0:
         return f"exit code {code}"
-    return signal.Signals(-code).name
+    with contextlib.suppress(ValueError):  # most real-time signals have no name
+        return signal.Signals(-code).name
+    return f"signal {-code}"
 
 
 def die_with(parent_pid: int) -> None:

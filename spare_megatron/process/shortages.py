@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import resource
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -57,6 +58,8 @@ def shortage_in(error: BaseException) -> str:
     """What the error says that this process lacks, with the remedy; empty for another kind. Where libraries hide the
     system error, a limit that is nearly reached is the cause. Not for errors that a lost peer explains.
     """
+    if re.search(r"\b(cuda|hip|nccl)\b.*out of memory", str(error), re.IGNORECASE | re.DOTALL):
+        return "the GPU lacks memory for communicators; lower train.micro_batch_size or reduce.bucket_mib"
     number = _number_of(error)
     limits = "; ".join(limits_reached(os.getpid()))
     if number is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spare_megatron.machine import end_signal
 from spare_megatron.machine.timers import Timers
+from spare_megatron.process.processes import say
 from spare_megatron.process.reports import EndAsked
 from spare_megatron.process.requests import asked_to_leave, request
 from spare_megatron.stacking.layout import GroupId
@@ -80,6 +81,7 @@ class RequestWatch:
         self._groups = groups
         self._notice = Path(notice_file) if notice_file else None
         self._further = self._last = further
+        self._failure = ""  # to follow the notice
         self._is_ended = threading.Event()
         self.inbox, self._outbox = Pipe(duplex=False)
 
@@ -97,9 +99,14 @@ class RequestWatch:
 
     def poll(self) -> None:
         """Looks once. OSError: the storage does not answer."""
-        if self._notice is not None and self._notice.exists():
-            request(self._run_dir, self._groups, "drain")
-            self._notice = None  # the groups may be asked for again, wherever they then run
+        try:
+            if self._notice is not None and self._notice.exists():
+                request(self._run_dir, self._groups, "drain")
+                self._notice = None  # the groups may be asked for again, wherever they then run
+        except OSError as error:
+            if str(error) != self._failure:
+                self._failure = str(error)
+                say(f"warning: cluster.notice_file={self._notice} cannot be followed: {error}")
         asked = asked_to_leave(self._run_dir, self._further)
         if asked != self._last:
             self._last = asked

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -179,6 +180,23 @@ def test_the_notice_of_a_machine_asks_its_groups_to_leave_once(tmp_path: Path) -
     watch.poll()
     assert watch.receive() == frozenset()
     assert not watch.inbox.poll()
+
+
+def test_a_notice_that_cannot_be_followed_is_shown_once_and_keeps_no_request_from_the_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Requests of people were not read any more, and nothing showed it."""
+    watch = RequestWatch(tmp_path, [ONE], str(tmp_path / "notice"))
+    (tmp_path / "notice").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", Mock(side_effect=PermissionError(13, "Permission denied")))
+        watch.poll()
+        request(tmp_path, [GroupId(7)], "drain")
+        watch.poll()
+    assert watch.receive() == {7}
+    assert capfd.readouterr().out.count("/notice cannot be followed: [Errno 13] Permission denied") == 1
+    watch.poll()
+    assert watch.receive() == {1, 7}
 
 
 def test_a_rank_that_has_left_costs_nothing() -> None:

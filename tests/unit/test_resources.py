@@ -119,7 +119,8 @@ def raised_from(error: Exception) -> RuntimeError:
         (MemoryError(), "cannot allocate memory; "),
         (RuntimeError("std::bad_alloc"), "cannot allocate memory; "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "cannot allocate"),
-        (RuntimeError("CUDA error: out of memory"), "cannot allocate memory; "),
+        (RuntimeError("CUDA error: out of memory"), "the GPU lacks memory for communicators; lower train.micro"),
+        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "the GPU lacks memory for communicators"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "make room in /dev/shm"),
         (
             RuntimeError("NCCL: creating shared memory segment /dev/shm/nccl-1 failed: No space left on device (28)"),

@@ -28,18 +28,28 @@ class SumWatch:
     connect: Callable[[], ControlStore]
     head: Callable[[], int]
     _log: DecisionLog | None = None
-    _last: object | None = None
+    _last: Transfer | None = None
     """The oldest sum in flight at the last check."""
     _obsolete_at: int | None = None
     """The head at the last check, if the next entry had been written by then."""
+    _failed: Transfer | None = None
+    """The oldest sum in flight when the store last failed to answer."""
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="sum-watch", daemon=True).start()
 
     def poll(self) -> None:
-        """Aborts the sums in flight if the oldest was obsolete at the previous check too. StoreLost: the store does not
-        answer.
+        """Aborts the sums in flight if the oldest was obsolete at the previous check too, or if the store answered at
+        neither, on a connection of its own each time: then nothing can be committed.
         """
+        try:
+            self._poll()
+        except StoreLost:  # also of a connection that was idle for long
+            self._log, failed, self._failed = None, self._failed, self._last
+            if failed is not None and failed is self._last:
+                self.communicator.abort_sum(failed, "the control store does not answer")
+
+    def _poll(self) -> None:
         first, head = self.communicator.first_in_flight(), self.head()
         is_same, self._last = first is not None and first is self._last, first
         was_obsolete_at, self._obsolete_at = self._obsolete_at, None
@@ -56,12 +66,9 @@ class SumWatch:
         return self._log.has(index)
 
     def _run(self) -> None:
-        try:
-            while True:
-                time.sleep(_INTERVAL_S)
-                self.poll()
-        except StoreLost:
-            return  # the main thread notices this itself
+        while True:
+            time.sleep(_INTERVAL_S)
+            self.poll()
 
 
 @dataclass

@@ -26,6 +26,7 @@ from spare_megatron.config.training.run_sizes import MOST_CHANNELS
 from spare_megatron.devices import gpu
 from spare_megatron.process.reports import ExitCode
 from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.interface import StoreLost
 from spare_megatron.supervisor.rank_exits import Consequence, cause_of_end, consequence_of
 from tests.unit.nccl_stand_in import GPU, PATIENCE, Backend, Work, new_communicator, post
 
@@ -519,14 +520,20 @@ class Scene:
         self.num_written = 7
         self.ended: list[object] = []
         self.num_connections = 0
-        monkeypatch.setattr(
-            sum_watch, "DecisionLog", lambda _store: SimpleNamespace(has=lambda index: index < self.num_written)
+        self.num_broken = 0
+        monkeypatch.setattr(sum_watch, "DecisionLog", lambda _store: SimpleNamespace(has=self._has))
+        watched: Any = SimpleNamespace(
+            first_in_flight=lambda: self.in_flight, abort_sum=lambda one, _reason="": self.ended.append(one)
         )
-        watched: Any = SimpleNamespace(first_in_flight=lambda: self.in_flight, abort_sum=self.ended.append)
         self.watch = SumWatch(watched, self._connect, lambda: self.head)
 
     def _connect(self) -> Any:
         self.num_connections += 1
+
+    def _has(self, index: int) -> bool:
+        if self.num_broken >= self.num_connections:
+            raise StoreLost("broken pipe")
+        return index < self.num_written
 
     def look(self, times: int) -> None:
         for _ in range(times):
@@ -564,3 +571,23 @@ def test_a_main_thread_that_gets_on_is_left_alone(scene: Scene) -> None:
     scene.in_flight, scene.num_written = None, scene.head + 1
     scene.look(3)
     assert scene.ended == []
+
+
+def test_a_broken_connection_of_the_watch_is_replaced(scene: Scene) -> None:
+    """One that a firewall had dropped while it was idle ended the watch."""
+    scene.in_flight = stuck = object()
+    scene.num_written, scene.num_broken = 8, 1
+    scene.look(2)
+    assert (scene.ended, scene.num_connections) == ([], 1)
+    scene.look(2)
+    assert (scene.ended, scene.num_connections) == ([stuck], 2)
+
+
+def test_sums_in_flight_are_ended_if_the_store_is_lost(scene: Scene) -> None:
+    """A main thread that a kernel blocks would not save its state before it is killed."""
+    scene.in_flight = stuck = object()
+    scene.num_broken = 9
+    scene.look(2)
+    assert scene.ended == []
+    scene.look(1)
+    assert scene.ended == [stuck]

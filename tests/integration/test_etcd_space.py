@@ -114,12 +114,13 @@ def test_its_size_and_quota_are_known_before_and_that_it_is_full(small_cluster: 
     assert before.used_bytes < QUOTA_BYTES / 10
     assert not before.is_full
     filling_bytes = fill(small_cluster)
-    assert etcd_space(spec).is_full
     alone = [dataclasses.replace(small_cluster, endpoints=(endpoint,)) for endpoint in small_cluster.endpoints]
-    used_bytes = max(etcd_space(spec_of(member)).used_bytes for member in alone)
+    spaces = [etcd_space(spec_of(member)) for member in alone]
+    used_bytes = max(space.used_bytes for space in spaces)
     # Members may lack what others have acknowledged. The quota is of the file, which has free pages too; a write that
     # is sent again takes its room twice.
     assert QUOTA_BYTES / 4 <= filling_bytes < used_bytes < QUOTA_BYTES * 3
+    assert any(space.is_full for space in spaces)
     relieve(small_cluster)
     with closing(EtcdControlStore(spec)) as store:
         store.put("key", "value")

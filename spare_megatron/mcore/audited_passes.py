@@ -134,6 +134,11 @@ class AuditedPasses:
         self._found.clear()
         self._num_added = 0
 
+    def drop(self, microbatches: Collection[Microbatch]) -> None:
+        """Forgets these alone, which any lane may compute again: each has the digests of one lane."""
+        for one in microbatches:
+            self._found.pop(one, None)
+
     @property
     def num_added(self) -> int:
         """Microbatches whose gradients the sums of this lane have got since `forget`; 0 but on its first rank."""

@@ -218,6 +218,7 @@ class GroupTrainer:
         self._probe.begin_passes(len(share))
         if not work:
             return []
+        self._drop([*audited, *audits])
         items = self._audits(audits, beside=work) + [Item(one, is_digested=one.unit in audited) for one in share]
         self._seen.clear()
         is_counted = False
@@ -250,9 +251,15 @@ class GroupTrainer:
 
     def audit(self, microbatches: Sequence[Microbatch]) -> None:
         """Computes some microbatches for their digests alone. Collective as `compute`."""
+        self._drop(microbatches)
         items = self._audits(microbatches)
         with self.passes.watching(items), self.injector or nullcontext():
             self._pipeline.run(items, self._forward, self.passes.on_backward, around=self.checks.around)
+
+    def _drop(self, units: Collection[Microbatch]) -> None:
+        """Drops what is known of audited units: this time another lane may compute them."""
+        self.passes.drop(units)
+        self._audited_losses = {one: loss for one, loss in self._audited_losses.items() if one.unit not in units}
 
     def _audits(self, microbatches: Sequence[Microbatch], beside: Sequence[Microbatch] = ()) -> list[Item]:
         """Those that this lane computes: the first lanes that have less to do of what stands beside take them."""

@@ -8,7 +8,7 @@ import torch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.audits.audits import Boundary
 from spare_megatron.mcore.trainer import GroupTrainer, OnSlabReady
-from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.plans import Microbatch, Numbered
 from tests.integration.mcore_group import CPU, staged, work_of
 
 OWN, OTHERS = work_of((0, 0), (0, 1), (0, 2)), work_of((1, 0), (1, 1), (1, 2))
@@ -17,25 +17,25 @@ STEP = 3
 Found = dict[Microbatch, list[Boundary]]
 
 
-def computed_on_both_sides(config: RunConfig) -> tuple[bool, bool, Found, Found, Found]:
+def computed_on_both_sides(config: RunConfig) -> tuple[bool, bool, Found, Found, Found, list[Numbered]]:
     """One after the other: a step without audits, the same step with one, and the one of the group that is audited.
 
-    Returns whether the first two have the same sums bitwise, whether all buckets became ready in the second, and
-    digests of both and of the audited microbatches computed again for a dispute.
+    Returns whether the first two have the same sums bitwise, whether all buckets became ready in the second, digests of
+    both and of the audited microbatches computed again for a dispute, and the microbatches whose losses that found.
     """
     trainer = GroupTrainer(config, CPU)
     plain = _sums(trainer, OWN)
     ready: list[int] = []
     with_audit = _sums(trainer, OWN, [OWN[1]], [OTHERS[2]], lambda _, num_ready: ready.append(num_ready))
     here = _boundaries(trainer, [OWN[1], OTHERS[2]])
-    _sums(trainer, OTHERS, [OTHERS[2]], [OWN[1]])
+    sums = _sums(trainer, OTHERS, [OTHERS[2]], [OWN[1]])
     there = _boundaries(trainer, [OWN[1], OTHERS[2]])
-    trainer.begin_step(STEP)
-    trainer.audit([OWN[1], OTHERS[2]])
-    is_empty = not np.count_nonzero(staged(trainer).numpy())
+    trainer.audit([OWN[1], OTHERS[2]])  # in the same step, and with lanes each on another one
+    is_kept = np.array_equal(sums, staged(trainer).numpy())
     again = _boundaries(trainer, [OWN[1], OTHERS[2]])
     is_ready = ready[-1] == len(trainer.slabs[0].gradients.buckets)
-    return bool(np.array_equal(plain, with_audit)) and is_empty, is_ready, here, there, again
+    is_unchanged = is_kept and np.array_equal(plain, with_audit)
+    return is_unchanged, is_ready, here, there, again, [*trainer.audited_losses()]
 
 
 def spoiled(

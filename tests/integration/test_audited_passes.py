@@ -68,6 +68,8 @@ def test_an_audit_has_the_digests_of_the_owner_and_is_in_no_sum(
         assert is_unchanged
         assert is_ready, "all buckets are complete once the last counted microbatch is"
     here, there, again = ([ranks[place] for ranks in of_ranks] for place in (2, 3, 4))
+    losses = [one for *_, of_rank in of_ranks for one in of_rank]
+    assert len(losses) == len({*losses}) == 2 * row_size_of(layout), "each on one rank"
     for microbatch in here[0]:
         digests = {combined_digest(one for rank in found for one in rank[microbatch]) for found in (here, there, again)}
         assert len(digests) == 1

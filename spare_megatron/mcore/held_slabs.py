@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.gradients.flat_gradients import ScatterRange, flat_parameters
@@ -29,6 +30,7 @@ class ReadyBuckets:
             ]
             for flat in flat_parameters(chunks)
         }
+        self._names = {one: name for chunk in chunks for name, one in unwrap_model(chunk.module).named_parameters()}
         self._num_buckets = len(buckets)
         self._nodes = [node for chunk in chunks for node in chunk.module.grad_accs]
         self._passes_left: dict[object, int] = {}
@@ -57,6 +59,11 @@ class ReadyBuckets:
 
     def _passed(self, parameter: object, on_ready: OnReady, *_gradients: object) -> None:
         self._passes_left[parameter] -= 1
+        if self._passes_left[parameter] < 0:
+            raise RuntimeError(
+                f"{self._names[parameter]} gets its gradient in parts within a backward pass, and reduce.overlap sends "
+                f"it before the last one; set reduce.overlap=false, or use_reentrant=False in checkpoints that share it"
+            )
         if self._passes_left[parameter]:
             return
         for bucket in self._buckets_of[parameter]:

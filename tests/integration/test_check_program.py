@@ -16,6 +16,7 @@ from spare_megatron.config.schema import (
     ModelConfig,
     ProfileConfig,
     ProgramConfig,
+    ReduceConfig,
     RunConfig,
     SpareConfig,
     TrainConfig,
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import MegatronModule
+from torch.utils.checkpoint import checkpoint
 
 class Samples:
     def __getitem__(self, number):
@@ -92,6 +94,11 @@ SINS = {
         "self.seen += len(values); values = values / self.seen",
         {"position"},
     ),
+    "a gradient in parts, with reduce.overlap": (
+        "# forward",
+        "for _ in 'ab': values = checkpoint(self.layer, values.requires_grad_(), use_reentrant=True)",
+        {"raises"},
+    ),
     "an error": ("# loss", "loss.missing", {"raises"}),
 }
 
@@ -102,6 +109,7 @@ def written(folder: Path, name: str, text: str) -> RunConfig:
     config = RunConfig(
         model=ModelConfig(hidden_size=16, num_attention_heads=1),
         layout=LayoutConfig(num_groups=2, pipeline_parallel=2),
+        reduce=ReduceConfig(overlap=True),
         program=ProgramConfig(file=str(file)),
     )
     return _alone(config)

@@ -1,5 +1,6 @@
 """The terms of a program's loss: one backward pass per microbatch gives the gradient of the sum of their means."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.transformer import MegatronModule
+from torch.utils.checkpoint import checkpoint
 
 from spare_megatron.config.program_file import LossTerm
 from spare_megatron.config.schema import (
@@ -21,6 +23,8 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.core.log.loss_sums import LossSum
+from spare_megatron.mcore.gradients.flat_gradients import ScatterRange
+from spare_megatron.mcore.held_slabs import ReadyBuckets
 from spare_megatron.mcore.loss_terms import LossTerms
 from spare_megatron.mcore.model.model import checked
 from tests.integration.mcore_group import run_group
@@ -144,3 +148,24 @@ def test_a_model_that_the_schedule_cannot_run_is_refused(model: Any, num_stages:
             checked(model, context)
     else:
         assert checked(model, context) is model
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_a_gradient_in_parts_is_refused_where_buckets_are_sent_early(*, is_reentrant: bool) -> None:
+    """The first part was sent as the whole."""
+    layer, reported = torch.nn.Linear(2, 2, bias=False), list[int]()
+    node: Any = layer.weight.expand_as(layer.weight).grad_fn
+    buffer = SimpleNamespace(grad_data=torch.zeros(4), param_index_map={layer.weight: (0, 4, 0)})
+    module: Any = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], grad_accs=[node.next_functions[0][0]])
+    module.named_parameters = layer.named_parameters
+    chunk: Any = SimpleNamespace(module=module)
+    values = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        values = checkpoint(layer, values, use_reentrant=is_reentrant)
+    refused = pytest.raises(RuntimeError, match=r"^weight gets its gradient in parts .* set reduce\.overlap=false")
+    with (
+        refused if is_reentrant else nullcontext(),
+        ReadyBuckets([chunk], [ScatterRange(start=0, stop=4)]).reporting(1, reported.append),
+    ):
+        values.sum().backward()
+    assert reported == [1]

@@ -33,7 +33,7 @@ from spare_megatron.mcore.model.batches import BadSample, UnreadMask
 from spare_megatron.mcore.model.program import Batch, Program, StepContext, Terms, program_of
 from spare_megatron.mcore.model.training_samples import Dataset, prepare_index
 from spare_megatron.mcore.program_check import check_program
-from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.mcore.trainer import GroupTrainer, OnSlabReady
 from spare_megatron.stacking.layout import ShardId
 from spare_megatron.stacking.plans import Microbatch
 
@@ -180,7 +180,9 @@ def observe(config: RunConfig) -> dict[str, Any]:
     parallel_state._DATA_PARALLEL_GROUP = parallel_state._DATA_PARALLEL_GROUP_WITH_CP = across
     work = work_of(config)
     built = _digest_of((named.name, named.parameter) for named in trainer.parameters_named())
-    passes = [dict(_computed(trainer, observer, step, one) for step, one in order) for order in (work, work[::-1])]
+    on_ready = (lambda *_: None) if config.reduce.overlap else None  # else nothing counts the parts of gradients
+    orders = (work, work[::-1])
+    passes = [dict(_computed(trainer, observer, on_ready, step, one) for step, one in order) for order in orders]
     if config.eval.every_steps:
         trainer.evaluator.compute([Microbatch(ShardId(0), 0)])
     check_program(config, program)  # last: what the program keeps of it has no values
@@ -188,12 +190,12 @@ def observe(config: RunConfig) -> dict[str, Any]:
 
 
 def _computed(
-    trainer: GroupTrainer, observer: _Observer, step: int, microbatch: Microbatch
+    trainer: GroupTrainer, observer: _Observer, on_ready: OnSlabReady | None, step: int, microbatch: Microbatch
 ) -> tuple[str, dict[str, Any]]:
     observer.batches, observer.terms = [], []
     trainer.begin_step(step)
     with _Collectives(observer):
-        trainer.compute([microbatch])
+        trainer.compute([microbatch], on_ready)
     gradients = _digest_of(("", sums) for slab in trainer.slabs for sums in slab.gradients.local_sums())
     address = f"step {step}, shard {microbatch.shard}, microbatch {microbatch.index}"
     return address, {"batch": _digest(observer.batches), "gradients": gradients, "terms": observer.terms}

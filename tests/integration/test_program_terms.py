@@ -127,9 +127,10 @@ def test_counts_in_another_ratio_in_another_group_are_refused_once_they_are_adde
 
 
 class OneStage(MegatronModule):
-    def __init__(self) -> None:
+    def __init__(self, *, has_frozen: bool = False) -> None:
         torch.nn.Module.__init__(self)
         self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.table = torch.nn.Parameter(torch.zeros(1), requires_grad=not has_frozen)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ class OneStage(MegatronModule):
     [
         (torch.nn.Linear(1, 1), 1, "model_provider returned Linear; return a subclass of MegatronModule"),
         (OneStage().requires_grad_(requires_grad=False), 1, "has no parameters to train in stage 0"),
+        (OneStage(has_frozen=True), 1, "table of the model of model_provider has requires_grad=False; make"),
         (OneStage(), 2, "OneStage has no set_input_tensor and no pre_process and no share_embeddings"),
         (OneStage(), 1, ""),
     ],

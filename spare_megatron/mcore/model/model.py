@@ -280,6 +280,11 @@ def checked(model: object, context: ModelContext) -> MegatronModule:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the model of model_provider has no parameters to train in stage {context.stage}; add some")
+    if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
+        raise ValueError(
+            f"{frozen[0]} of the model of model_provider has requires_grad=False; make it a buffer, or train it with "
+            f'optimizer.rules=[{{pattern="{frozen[0]}", learning_rate_factor=0.0}}], which leaves it as it is'
+        )
     missing = [name for name in _OF_STAGES if not hasattr(model, name)]
     if missing and context.num_stages > 1:
         raise ValueError(

@@ -1,5 +1,6 @@
 """`spare preprocess`, called as users call it."""
 
+import errno
 import gzip
 import io
 import json
@@ -92,6 +93,30 @@ def test_a_file_named_twice_is_read_once(texts: Path) -> None:
         texts / "b.py",
         texts / "sub" / "vendored" / "c.py",
     ]
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "g.py").write_bytes(b"g")
+    (texts / "a").symlink_to(tmp_path / "elsewhere")
+    (texts / "again").symlink_to(texts / "a")
+    (texts / "sub" / "circle").symlink_to(texts)
+    found = find_files([texts], suffixes=[".py"])
+    assert found == [texts / "a" / "g.py", texts / "b.py", texts / "sub" / "vendored" / "c.py"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents were left out, with exit code 0."""
+
+    def denied(path: str) -> object:
+        if Path(path).name == "vendored":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(ValueError, match=rf"^--input {texts}/sub/vendored cannot be read: Permission denied$"):
+        find_files([texts])
 
 
 def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:

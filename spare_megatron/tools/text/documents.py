@@ -110,12 +110,23 @@ def find_files(
 
 
 def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: frozenset[str]) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in excluded_folders]
+    """Each folder is read once: links to it, which are followed, may lead to it again, or in a circle."""
+    read: set[tuple[int, int]] = set()
+    for where, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        found = os.stat(where)
+        if (found.st_dev, found.st_ino) in read:
+            folders.clear()
+            continue
+        read.add((found.st_dev, found.st_ino))
+        folders[:] = sorted(name for name in folders if name not in excluded_folders)
         for name in names:
             path = Path(where, name)
             if name.endswith(suffixes or "") and path.is_file():
                 yield path
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"--input {error.filename} cannot be read: {error.strerror}") from error
 
 
 def json_among(paths: Sequence[Path], json_key: str | None) -> dict[Path, Form]:

@@ -17,6 +17,8 @@ from spare_megatron.stacking.state_partitions import PartitionSetup
 
 Members = frozenset[int]
 Severity = Literal["invalid", "unknown", "remark"]
+LastLosses = dict[str, dict[str, float | None]]
+"""Validation set -> `step` and `loss`."""
 
 
 class Finding(NamedTuple):
@@ -103,6 +105,7 @@ class Fold(Membership):
         self.commits: list[Committed] = []
         self.undone: set[int] = set()  # indices of commits
         self.evaluations: list[Evaluation] = []
+        self.kept_evaluations: list[Evaluation] = []  # of parameters that no restart and no undo made void
         self.last_fenced_at: dict[int, int] = {}  # index of the last fence that removed the group from the members
         self.fenced: dict[int, tuple[int, int]] = {}  # index of each such fence -> (group, incarnation)
         # Steps as (restarts, committed steps before): the groups whose contribution to it was discarded, those that
@@ -132,6 +135,14 @@ class Fold(Membership):
     def kept_commits(self) -> list[Committed]:
         """Commits that no restart and no undo made void, in log order."""
         return [commit for commit in self.commits if commit.index not in self.undone]
+
+    def last_losses(self) -> LastLosses:
+        """The last evaluation of each set that counts; a loss that is not finite is None."""
+        return {
+            name: {"step": one.entry.step, "loss": None if math.isnan(loss) else loss}
+            for one in self.kept_evaluations
+            for name, loss in losses_of(one.entry.sums).items()
+        }
 
     def add(self, index: int, fields: Mapping[str, Any]) -> Change:
         """Folds the entry of this index; those between the last one and this one are missing."""
@@ -166,6 +177,7 @@ class Fold(Membership):
             case log.Evaluated():
                 self.attempts.clear()
                 self.evaluations.append(Evaluation(index=index, entry=entry, members=self.incarnations))
+                self.kept_evaluations.append(self.evaluations[-1])
             case log.Synced():
                 self.attempts.clear()
             case log.Resume():
@@ -225,6 +237,7 @@ class Fold(Membership):
         elif step not in saved:
             self.errors.append(f"a restart loads a checkpoint after {step} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= step}
+        self.kept_evaluations = [one for one in self.kept_evaluations if one.entry.step <= step]
         self.began_with = self.groups
         self.attempts.clear()
         self.restarts[index] = (self.attempt, restart)
@@ -258,24 +271,3 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     for index in sorted(entries):
         fold.add(index, entries[index])
     return fold
-
-
-LastLosses = dict[str, dict[str, float | None]]
-"""Validation set -> `step` and `loss`."""
-
-
-def last_losses(entries: Mapping[int, Mapping[str, Any]]) -> LastLosses:
-    """The last evaluation of each set, as `summary.json` has it; a loss that is not finite is None."""
-    found: LastLosses = {}
-    for index in sorted(entries):
-        if entries[index]["entry"] == "evaluated":
-            found |= losses_of_entry(entries[index])
-    return found
-
-
-def losses_of_entry(entry: Mapping[str, Any]) -> LastLosses:
-    """Step and loss of each set by the entry of an evaluation."""
-    return {
-        name: {"step": entry["step"], "loss": None if math.isnan(loss) else loss}
-        for name, loss in losses_of(entry.get("sums", ())).items()
-    }

@@ -22,6 +22,7 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.state.goodput import full_redundancy_s
 from spare_megatron.journal.state.overview import UNPROVEN, overview_of
 from spare_megatron.journal.state.run_state import RunState
+from spare_megatron.tools.report.history import history_of
 from tests.unit.journal_in_memory import JournalInMemory, run_record, summarize
 
 RUN = run_record(2, redundancy=1)
@@ -47,6 +48,27 @@ def test_a_restart_of_a_run_that_ended_early_evaluates_at_that_end_again() -> No
     entries = [commit(0, 0), early, evaluated, restart(2, None), evaluated | {"attempt": 4}]
     fold = fold_log(dict(enumerate(entries)), run)
     assert (list(fold.errors), [one.entry.step for one in fold.evaluations]) == ([], [2, 2])
+
+
+@pytest.mark.parametrize("back", [restart(2, None), {"entry": "undo", "step": 2, "attempt": 6, "snapshot": 1}])
+def test_an_evaluation_of_steps_that_were_undone_does_not_count(back: dict[str, Any]) -> None:
+    """Until the next one it was shown as the last evaluation."""
+
+    def evaluated(step: int, attempt: int, loss: int) -> dict[str, Any]:
+        return {"entry": "evaluated", "step": step, "attempt": attempt, "sums": [["validation", loss << 32, 1]]}
+
+    kept = commit(1, 1) | {"save": True}
+    entries = [commit(0, 0), kept, evaluated(2, 2, 5), commit(2, 3), commit(3, 4), evaluated(4, 5, 3), back]
+    fold, state, found = fold_log({}, run_record(2, eval_every_steps=2)), RunState(), []
+    state.add_line(Line(source="test", at_s=0.0, record=fold.run))
+    for index, entry in enumerate(entries):
+        fold.add(index, entry)
+        state.add_line(Line(source="test", at_s=1.0 + index, record=EntryRecord(group=0, index=index, entry=entry)))
+        found.append(state.evaluated)
+        assert fold.last_losses() == state.evaluated
+    first, voided = ({"validation": {"step": step, "loss": loss}} for step, loss in ((2, 5.0), (4, 3.0)))
+    assert found == [{}, {}, first, first, first, voided, first]
+    assert history_of(state, overview_of(state, 9.0, UNPROVEN, window_s=9.0)).evaluations == {"validation": {2: 5.0}}
 
 
 def compared(*digests: tuple[int, int, str]) -> Journal:

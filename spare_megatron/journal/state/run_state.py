@@ -11,7 +11,7 @@ import numpy.typing as npt
 from spare_megatron.core.log.entries import Restart
 from spare_megatron.journal import event_texts, records
 from spare_megatron.journal.files import Line
-from spare_megatron.journal.fold import Fold, LastLosses, losses_of_entry
+from spare_megatron.journal.fold import Fold, LastLosses
 from spare_megatron.journal.proofs.audit_history import Spoiled, SpoiledSteps
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state.goodput import EntryTimes, Goodput, Stretches, step_before
@@ -162,7 +162,6 @@ class RunState:
         self.checkpoints: list[tuple[float, records.CheckpointRecord]] = []
         # restarts and committed steps before it, and kind of digest
         self._params: dict[tuple[int, int, str], set[str]] = {}
-        self.evaluated: LastLosses = {}
         self.num_rejoined = 0
         self.num_lines = 0
         self.damage: list[str] = []
@@ -360,8 +359,6 @@ class RunState:
                 self._deal_by({}, entry["step"])
             if entry["entry"] == "undo":
                 self._paces_of_step = min(self._paces_of_step, entry["step"])
-            if entry["entry"] == "evaluated":
-                self.evaluated |= losses_of_entry(entry)
             if entry["entry"] == "halt":
                 self._halted_by = entry["reason"]
             taken_in = [group for group, _ in change.admitted]
@@ -419,6 +416,10 @@ class RunState:
     @property
     def loss(self) -> float | None:
         return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
+
+    @property
+    def evaluated(self) -> LastLosses:
+        return self.folding.last_losses() if self.folding else {}
 
     @property
     def spoiled(self) -> Spoiled | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from spare_megatron.formats.output import NotWritten, real_paths, whole_file
 from spare_megatron.formats.quantities import format_bytes
 from spare_megatron.journal.files import Journal, decode_line
-from spare_megatron.journal.fold import LastLosses, last_losses
+from spare_megatron.journal.fold import LastLosses
 from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, JournalView, Steps
 from spare_megatron.journal.proofs.audit_history import Spoiled, UndoneSteps, find_spoiled, find_undone
@@ -93,7 +93,7 @@ def sum_up(view: JournalView) -> Summary:
         groups_rejoined=len(counts.rejoined),
         microbatches_recomputed=recoveries.num_recomputed,
         final_loss=None if counts.update is None else counts.update.loss,
-        eval=last_losses(view.entries),
+        eval=fold.last_losses() if fold else {},
         params_sha256=None if counts.params is None else counts.params.sha256 or None,
         spoiled=find_spoiled(view, runs[0], fold) if fold else None,
         undone=tuple(find_undone(fold)) if fold else (),

@@ -103,7 +103,7 @@ class History:
     num_places_taken: int
     """By machines that replaced others or moved to make groups whole."""
     evaluations: Mapping[str, Mapping[int, float]]
-    """Validation set -> committed steps and loss of each evaluation, the last one of a step."""
+    """Validation set -> committed steps and loss of each evaluation that counts, the last one of a step."""
     params: Mapping[tuple[int, str], frozenset[str]]
     """As `RunState.params` returns them, as far as they have been read."""
     further: Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
@@ -162,7 +162,7 @@ def history_of(run_state: RunState, overview: Overview) -> History:
 
 def _evaluations(folding: Fold) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
-    for evaluation in folding.evaluations:
+    for evaluation in folding.kept_evaluations:
         for name, loss in losses_of(evaluation.entry.sums).items():
             found.setdefault(name, {})[evaluation.entry.step] = loss
     return found

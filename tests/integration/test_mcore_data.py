@@ -19,6 +19,7 @@ from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, S
 from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.config.training.sample_index_folders import NUM_KEPT, epoch_seed, leased
+from spare_megatron.config.training.terms import numbers_of as numbers_of_unit
 from spare_megatron.mcore.model.training_samples import (
     Corpus,
     ValidationWindows,
@@ -26,8 +27,10 @@ from spare_megatron.mcore.model.training_samples import (
     prepare_index,
     validation_sets,
 )
+from spare_megatron.stacking.plans import share_of
+from spare_megatron.tools.replay.data_command import samples_of
 from spare_megatron.tools.text.corpus_writer import CorpusCounts, write_corpus
-from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group
+from tests.integration.mcore_group import all_work, numbers_of, read_tokens, run_group, work_of
 
 DOCUMENTS = [bytes(range(start, start + 90)) for start in range(60)]
 
@@ -154,6 +157,20 @@ def test_sites_read_every_other_sample_of_the_order(config: RunConfig, skip: tup
     assert read[2][1::2] == read[1]
     consumed = [Corpus(one).consumed(one.train.steps) for one in (parts[1], whole)]
     assert consumed[0] == consumed[1]
+
+
+def test_a_microbatch_of_lanes_that_divide_experts_is_a_row_of_them(config: RunConfig) -> None:
+    """`spare replay` and `spare data` named others than the lanes compute."""
+    model = replace(config.model, num_experts=2)
+    config = replace(config, model=model, layout=LayoutConfig(num_groups=3, data_parallel=2))
+    spare = SpareConfig(redundancy=2, microbatches_per_shard=8, ramp_start=4, ramp_increment=2, ramp_steps=4)
+    config = replace(config, spare=spare)
+    for unit in work_of((0, 0), (1, 2), (2, 1)):
+        lanes = [share_of([unit], lane=lane, num_lanes=2, row_size=2, units_per_shard=3) for lane in (0, 1)]
+        assert [one.number for (one,) in lanes] == list(numbers_of_unit(config, 2, unit))
+    shown = [*samples_of(config, 2, "2.1", None)]
+    places = Corpus(config).places(2, 14) + Corpus(config).places(2, 15)
+    assert [(one.microbatch, one.place) for one in shown] == [("2.1", place) for place in places]
 
 
 def test_the_documents_of_a_sample_are_those_that_its_text_is_from(config: RunConfig) -> None:

@@ -79,6 +79,9 @@ def test_a_lane_that_drifts_is_found_in_the_step(text_corpus: Path, tmp_path: Pa
     assert found["is_confirmed"]
     differing = {group["group"] for one in found["microbatches"] for group in one["groups"] if not group["agrees"]}
     assert differing == {1}
+    for one in found["microbatches"]:
+        assert one["number"] == 4 * one["shard"] + config.row_size * one["index"]
+        assert len(one["samples"]) == config.row_size * config.train.micro_batch_size
 
 
 @pytest.mark.timeout(300)

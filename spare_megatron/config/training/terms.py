@@ -144,6 +144,12 @@ def microbatches_before(config: RunConfig, step: int) -> int:
     return config.layout.num_groups * config.unit_ramp.before(step)
 
 
+def numbers_of(config: RunConfig, step: int, unit: tuple[int, int]) -> range:
+    """Linear numbers in the batch of the microbatches in a unit of work (shard, index)."""
+    first = (unit[0] * config.unit_ramp.at(step) + unit[1]) * config.row_size
+    return range(first, first + config.row_size)
+
+
 def tokens_before(config: RunConfig, step: int) -> int:
     """Tokens in these sequences."""
     return tokens_read(config.data.phases, config.model.seq_length, sequences_before(config, step))

@@ -1,7 +1,6 @@
 """`spare data`: the samples that a step of a run reads, with their text, and how a later run leaves them out."""
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ class DataOptions:
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]
     step: Annotated[int, typer.Argument(help="A step of it.")]
     microbatch: str | None = option(
-        "One microbatch, with all of its text. [default: all of them, with the first characters]",
+        "One microbatch as spare audit names it, a row of them where lanes divide experts, with all of its text. "
+        "[default: all of them, with the first characters]",
         metavar="SHARD.INDEX",
     )
     tokenizer: str | None = option(
@@ -81,7 +81,7 @@ def data(given: DataOptions) -> None:
 def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer: str | None) -> Iterator[Sample]:
     """ValueError: there is no such step or microbatch, or a sample cannot be read."""
     from spare_megatron.config.training.sample_index_folders import leased
-    from spare_megatron.config.training.terms import step_of
+    from spare_megatron.config.training.terms import numbers_of, step_of
     from spare_megatron.mcore.model.training_samples import Corpus, corpus_dataset, prepare_index
     from spare_megatron.tools.text.tokenizer import BYTE, build, read_tokenizer
 
@@ -95,16 +95,10 @@ def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer
             f"step {step}: the run has the steps {first} to {config.train.steps - 1} (train.steps)"
             f"{earlier if 0 <= step < first else ''}"
         )
-    per_shard = config.spare.ramp.at(step)
-    wanted = range(config.layout.num_groups * per_shard)
-    if microbatch is not None:
-        found = re.fullmatch(r"(\d+)\.(\d+)", microbatch)
-        shard, index = (int(found[1]), int(found[2])) if found else (-1, -1)
-        if not (0 <= shard < config.layout.num_groups and index < per_shard):
-            raise ValueError(
-                f"--microbatch {microbatch}: step {step} has 0.0 to {config.layout.num_groups - 1}.{per_shard - 1}"
-            )
-        wanted = range(shard * per_shard + index, shard * per_shard + index + 1)
+    shards, indices = range(config.layout.num_groups), range(config.unit_ramp.at(step))
+    units = {f"{shard}.{index}": (shard, index) for shard in shards for index in indices}
+    if microbatch not in (None, *units):
+        raise ValueError(f"--microbatch {microbatch}: step {step} has 0.0 to {shards[-1]}.{indices[-1]}")
     if tokenizer is None and config.data.identity.endswith(f"tokenizer {BYTE}"):
         tokenizer = BYTE
     decode = str if tokenizer is None else build(read_tokenizer(tokenizer)).decode
@@ -112,13 +106,14 @@ def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer
         prepare_index(config)
         dataset = corpus_dataset(config)
         corpus = Corpus(config, dataset)
-        for number in wanted:
-            of_sequences = (corpus.places(step, number), corpus.microbatch(step, number)["tokens"].tolist())
-            for place, ids in zip(*of_sequences, strict=True):
-                yield Sample(
-                    microbatch=f"{number // per_shard}.{number % per_shard}",
-                    place=place,
-                    address=dataset.address(place),
-                    documents=dataset.documents(place),
-                    text=decode(ids),
-                )
+        for unit in units if microbatch is None else [microbatch]:
+            for number in numbers_of(config, step, units[unit]):
+                ids_of = corpus.microbatch(step, number)["tokens"].tolist()
+                for place, ids in zip(corpus.places(step, number), ids_of, strict=True):
+                    yield Sample(
+                        microbatch=unit,
+                        place=place,
+                        address=dataset.address(place),
+                        documents=dataset.documents(place),
+                        text=decode(ids),
+                    )

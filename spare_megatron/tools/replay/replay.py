@@ -40,7 +40,9 @@ class GroupCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchReplay:
-    """A microbatch of the step: its linear number in the batch, where its sequences lie, and its digests."""
+    """A microbatch of the step, or a row of them: linear number of its first one in the batch, where its sequences lie,
+    and its digests.
+    """
 
     shard: int
     index: int

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.training.terms import numbers_of
 from spare_megatron.core.audits.audits import Boundary
 from spare_megatron.formats.codec import decode, encode
 from spare_megatron.machine.gpus import name_in_torch, shown_to_children, visible_gpus
@@ -36,10 +37,11 @@ _SHOWN = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """What a rank finds of a microbatch: its boundaries here, its linear number, and where its sequences lie."""
+    """What a rank finds of a microbatch, or of a row of them: its boundaries here, and where its sequences lie."""
 
     boundaries: list[Boundary]
     number: int
+    """Linear number of the first one."""
     samples: list[str]
 
 
@@ -194,10 +196,10 @@ def replayed(config: RunConfig, part: ComputePart) -> OfRank:
     trainer.audit(microbatches)
     found = []
     for microbatch in microbatches:
-        number = microbatch.shard * config.spare.ramp.at(part.wanted.step) + microbatch.index
+        numbers = numbers_of(config, part.wanted.step, microbatch)
         boundaries = trainer.passes.boundaries(microbatch)
-        samples = trainer.corpus.addresses(part.wanted.step, number)
-        found.append(Recomputed(boundaries=boundaries, number=number, samples=samples))
+        samples = [one for number in numbers for one in trainer.corpus.addresses(part.wanted.step, number)]
+        found.append(Recomputed(boundaries=boundaries, number=numbers[0], samples=samples))
     return found
 
 

@@ -1,5 +1,6 @@
 """The corpus as it is written, indexed and addressed."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
+from typer.testing import CliRunner
 
+from spare_megatron.commands import app
+from spare_megatron.config.loader import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.config.schema_sections import BlendedCorpus, DataConfig, ValidationCorpus
 from spare_megatron.config.schema_sites import SitesConfig
@@ -157,6 +161,14 @@ def test_sites_read_every_other_sample_of_the_order(config: RunConfig, skip: tup
     assert read[2][1::2] == read[1]
     consumed = [Corpus(one).consumed(one.train.steps) for one in (parts[1], whole)]
     assert consumed[0] == consumed[1]
+
+
+def test_the_places_that_a_site_reads_leave_out_no_sample_of_another(config: RunConfig, tmp_path: Path) -> None:
+    """Places 0 and 2 were shown as 0-2."""
+    sites = SitesConfig(endpoints=("tcp://127.0.0.1:4000",), num_sites=2, site=0)
+    (tmp_path / "config.toml").write_text(dump_run_config(replace(config, sites=sites)))
+    shown = CliRunner().invoke(app, ["data", str(tmp_path), "0", "--microbatch", "0.1", "--json"])
+    assert json.loads(shown.stdout)["skip"] == ["4", "6"]
 
 
 def test_a_microbatch_of_lanes_that_divide_experts_is_a_row_of_them(config: RunConfig) -> None:

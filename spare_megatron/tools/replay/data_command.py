@@ -62,11 +62,12 @@ def data(given: DataOptions) -> None:
     Exit code 2: the run has no such step or microbatch, or its corpus cannot be read.
     """
     from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.training.read_samples import SkippedPlaces
 
     config = load_run_config(given.run_dir / "config.toml").config
     samples = list(samples_of(config, given.step, given.microbatch, given.tokenizer))
-    places = sorted(sample.place for sample in samples)
-    skip = [*config.data.skip, f"{places[0]}-{places[-1]}" if len(places) > 1 else str(places[0])]
+    places = [str(sample.place) for sample in samples]  # those between them may be of other sites
+    skip = str(SkippedPlaces([*config.data.skip, *places])).split(",")
     if given.as_json:
         say_json({"step": given.step, "samples": [asdict(sample) for sample in samples], "skip": skip})
         return

@@ -119,6 +119,11 @@ def test_a_tokenizer_that_pads_and_cuts_does_neither_and_its_folder_names_the_en
     assert documents_of(prefix) == [[*ids, 300] for ids in expected]
 
 
+def test_ids_that_are_no_token_are_shown_by_number() -> None:
+    """Bytes with documents to be filled in could not be shown."""
+    assert build(read_tokenizer("byte")).shown([257, 0xC3, 0xA9, 0xA9, 256, 258]) == "<257>\u00e9\\xa9<256><258>"
+
+
 def test_sentencepiece_gives_the_ids_of_its_library(lines: Path, tmp_path: Path) -> None:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -102,7 +102,7 @@ def samples_of(config: "RunConfig", step: int, microbatch: str | None, tokenizer
         raise ValueError(f"--microbatch {microbatch}: step {step} has 0.0 to {shards[-1]}.{indices[-1]}")
     if tokenizer is None and config.data.identity.endswith(f"tokenizer {BYTE}"):
         tokenizer = BYTE
-    decode = str if tokenizer is None else build(read_tokenizer(tokenizer)).decode
+    decode = str if tokenizer is None else build(read_tokenizer(tokenizer)).shown
     with leased(config):
         prepare_index(config)
         dataset = corpus_dataset(config)

@@ -9,10 +9,11 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ class Tokenizer:
         if self.end_of_document in ids or self.decode(ids) != self.decode(list(self.encode([text])[0])):
             raise ValueError("other tokens do not spell it out")
         return ids
+
+    def shown(self, ids: Iterable[int]) -> str:
+        """The text of ids, with the number of each that it has no token for, such as those of `data.fim_tokens`."""
+        parts = groupby(ids, lambda one: one < self.vocab_size)
+        texts = (self.decode([*part]) if is_text else "".join(map("<{}>".format, part)) for is_text, part in parts)
+        return "".join(texts)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

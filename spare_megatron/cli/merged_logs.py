@@ -46,7 +46,7 @@ def _is_in(run_dir: Path, text: str) -> Callable[[float], bool]:
     commits = state.folding.commits if state.folding else []
     times_s = state.entry_times(np.array([commit.index for commit in commits], np.intp))
     steps = [commit.step for commit, at_s in zip(commits, times_s, strict=True) if at_s == at_s]  # not NaN
-    steps.append(steps[-1] + 1 if steps else state.run.first_step if state.run else 0)  # the one under way
+    steps.append(state.folding.step if state.folding else 0)  # the one under way
     ends_s = np.maximum.accumulate(times_s[~np.isnan(times_s)]).tolist()
     if not any(step in wanted for step in steps):
         raise ValueError(f"--steps {text}: the run has steps {min(steps)} to {max(steps)} so far; name one of them")

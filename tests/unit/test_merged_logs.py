@@ -133,6 +133,16 @@ def test_a_step_that_was_done_again_after_a_restart_has_the_lines_of_both_times(
     assert [line.rpartition(" ")[2] for line in spare(run_dir, "--steps", 5).splitlines()] == ["11", "25"]
 
 
+def test_the_step_under_way_after_a_restart_is_the_one_that_is_done_again(tmp_path: Path) -> None:
+    """It was the one after the last commit."""
+    restart = redone_lines(10, 4, {}, {})[:2]
+    run_dir = write_journal(tmp_path / "run", [*measured_lines(10)[:-1], *restart])
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs/node-0.log").write_text(stamped("logging", BEGAN_S + 21.0, 0, "under way") + "\n")
+    assert "under way" in spare(run_dir, "--steps", 4)
+    assert "has steps 0 to 9 so far" in spare(run_dir, "--steps", 10, expected=2)
+
+
 def test_steps_that_there_are_not_are_refused_with_those_that_there_are(run_dir: Path) -> None:
     draw(run_dir / "logs", 0)
     refused = spare(run_dir, "--steps", "90..99", expected=2)

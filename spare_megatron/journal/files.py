@@ -48,6 +48,10 @@ class Line:
     record: Record
 
 
+def source_of_rank(group: int, rank: int, incarnation: int) -> str:
+    return f"group-{group:04d}-rank-{rank}" + (f"-life-{incarnation}" if incarnation else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
     record: str

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.points import Fault
+from spare_megatron.journal.files import source_of_rank
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.heartbeats import HeartbeatPage
@@ -52,7 +53,7 @@ class RankSpec:
 
     @property
     def name(self) -> str:
-        return f"group-{self.group:04d}-rank-{self.rank}" + (f"-life-{self.incarnation}" if self.incarnation else "")
+        return source_of_rank(self.group, self.rank, self.incarnation)
 
     @property
     def device(self) -> str:

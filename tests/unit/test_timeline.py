@@ -219,8 +219,9 @@ def span(name: str, began_s: float, ended_s: float, step: int = 0, place: tuple[
     return Span(name=name, step=step, began_s=began_s, ended_s=ended_s, shard=place[0], microbatch=place[1])
 
 
-def read(group: int, index: int, at_s: float) -> Line:
-    return Line(source=f"group-{group}", at_s=at_s, record=EntryRecord(group=group, index=index, entry={}))
+def read(group: int, index: int, at_s: float, life: str = "") -> Line:
+    source = f"group-{group:04d}-rank-0{life}"
+    return Line(source=source, at_s=at_s, record=EntryRecord(group=group, index=index, entry={}))
 
 
 def events(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -312,6 +313,16 @@ def test_clocks_of_machines_are_aligned_by_the_entries_that_all_read() -> None:
     assert clock_offsets(parts, Journal(lines=tuple(lines))) == {"a": 1000.0, "b": 500.0}
     first, second = events(trace_of(parts, Journal(lines=tuple(lines))), "X")
     assert (first["ts"], second["ts"]) == (0.0, 0.0)
+
+
+def test_entries_align_the_clock_of_the_machine_that_has_read_them() -> None:
+    """Group 0 leaves machine a, 8 s behind, for c, 30 s ahead; its second stage is on d, which reads none."""
+    parts = [part(0, 1, machine="d"), part(0, 0, wall_s=992.0), part(1, 0, machine="b")]
+    parts.append(replace(part(0, 0, machine="c", wall_s=1030.0), incarnation=1))
+    lines = [read(1, index, 1100.0 + index) for index in range(8)]
+    lines += [read(0, index, 1092.0 + index) for index in range(3)]
+    lines += [read(0, index, 1130.0 + index, "-life-1") for index in range(3, 8)]
+    assert clock_offsets(parts, Journal(lines=tuple(lines))) == dict.fromkeys("dabc", 1000.0)
 
 
 def test_a_loss_is_marked_with_its_cause_and_what_ranks_were_about() -> None:

@@ -4,13 +4,13 @@ drops a span that exceeds the one around it by a rounding error.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from spare_megatron.journal.event_texts import text_of_places
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.files import Journal, source_of_rank
 from spare_megatron.journal.records import EntryRecord, LossRecord, PlacesRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 from spare_megatron.journal.state.run_state import Losses
@@ -59,18 +59,19 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
     """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time. All groups read a
     log entry as soon as it is written: the median delay between two machines' reads is taken for the difference of
-    their wall clocks.
+    their wall clocks. Machines whose ranks journal no entries they share with the others keep their wall clocks.
     """
     wall_s: dict[str, float] = {}
-    machine_of: dict[int, str] = {}
+    machine_of: dict[str, str] = {}
     for part in ranks:
         wall_s.setdefault(part.machine, part.wall_s)
-        machine_of.setdefault(part.group, part.machine)
+        machine_of[source_of_rank(part.group, part.rank, part.incarnation)] = part.machine
     read_s: dict[int, dict[str, float]] = defaultdict(dict)
     for line in journal.lines:
-        if isinstance(line.record, EntryRecord) and line.record.group in machine_of:
-            read_s[line.record.index].setdefault(machine_of[line.record.group], line.at_s)
-    first = next(iter(wall_s), "")
+        if isinstance(line.record, EntryRecord) and line.source in machine_of:
+            read_s[line.record.index].setdefault(machine_of[line.source], line.at_s)
+    num_read = Counter(itertools.chain.from_iterable(read_s.values()))
+    first = max(num_read, key=num_read.__getitem__, default="")
     offsets_s = {}
     for machine, offset_s in wall_s.items():
         late_s = [times[machine] - times[first] for times in read_s.values() if machine in times and first in times]

@@ -116,7 +116,8 @@ def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:
     """What optimizers of an fp32 model believe to have done that take over the state after some updates.
 
     The first three are torch's: with its own state, as a checkpoint of partitions has it, and that of a fused Adam,
-    which counts updates in its parameter groups alone. The last two are fused ones, with the first two states.
+    which counts updates in its parameter groups alone. The others are fused ones, before and after they load the first
+    two states.
     """
     trainer = GroupTrainer(config, CPU)
     first, second = (optimizer.Optimizer(config, trainer.chunks, trainer.process_groups) for _ in range(2))
@@ -134,17 +135,20 @@ def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:
         found.append({float(each["step"]) for each in second.megatron.optimizer.state.values()})
     optimizer.USING_PYTORCH_OPTIMIZER = False
     for state in (own, of_partitions):
-        second.megatron = fused = _FusedAdam()
+        second.megatron = _FusedAdam()
+        found.append(set(second.update_counts()[1:]))
         second.load_state_dict(copy.deepcopy(state))
-        found.append({group["step"] for group in fused.param_groups})
+        found.append(set(second.update_counts()))
     return found
 
 
 class _FusedAdam:
-    """Takes what transformer-engine's does: two moments of each parameter, and nothing else."""
+    """Takes what transformer-engine's does: two moments of each parameter, and nothing else. Its groups of parameters
+    have a count of updates from the first one on.
+    """
 
     def __init__(self) -> None:
-        self.param_groups: list[dict[str, float]] = [{}, {}]
+        self.param_groups: list[dict[str, Any]] = [{"params": [number]} for number in range(2)]
 
     def get_parameters(self) -> list[torch.Tensor]:
         return [torch.zeros(1)]

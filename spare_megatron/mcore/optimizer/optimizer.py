@@ -98,7 +98,7 @@ class Optimizer:
     def update_counts(self) -> list[float]:
         """Update counts of the schedule and of a fused Adam's parameter groups; torch's are in `state_of`."""
         groups = [group for group in self._counting_groups() if group["params"]]
-        return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
+        return [float(count) for count in (self.schedule.num_steps, *(group.get("step", 0) for group in groups))]
 
     def _counting_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of a fused Adam."""

@@ -47,7 +47,8 @@ from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
 from spare_megatron.state.checkpoint.start_checkpoint import require_own_checkpoints, resolve_load
 from spare_megatron.state.checkpoint.verification import Rejected, read_manifest
 from spare_megatron.store.etcd_gateway import silence_of
-from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec
+from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec, outer_spec
+from spare_megatron.store.spec import EtcdStoreSpec
 from spare_megatron.supervisor.remote_supervisor import ByHand, Launcher
 from spare_megatron.version import __version__, code_digest, commit
 
@@ -110,8 +111,9 @@ def start_run(
         raise ValueError("; ".join(exceeded))
     _refuse_used(run_dir)
     if config.control.store == "etcd":
-        check_files_for_etcd(config.control, os.environ)
         _ask_etcd(config, on_event)
+    if config.sites.is_used:
+        _ask_outer_etcd(config, on_event)
     faults = (*resolve_trace(config), *draw_faults(config))
     rejected: list[Path] = []
 
@@ -167,12 +169,26 @@ def resolved(config: RunConfig, machine: MachineResources) -> RunConfig:
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
-    """Reports at once that etcd does not answer, not only after the slow parts of the start."""
+    """Reports at once that etcd does not answer, not only after the slow parts of the start. Raises ValueError for
+    certificates or credentials that cannot be used.
+    """
     spec = etcd_spec(config.control, config.name, os.environ)
+    check_files_for_etcd(spec)
     if reason := silence_of(spec):
         silent = f"etcd at {', '.join(spec.endpoints)} (control.endpoints) does not answer: {reason}"
         until = f"at the end of the start, for control.store_timeout_s={spec.timeout_s:g} s at most"
         on_event(Message(text=f"warning: {silent}; it is awaited {until}"))
+
+
+def _ask_outer_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
+    """Reports that the etcd of all sites does not answer, or refuses this one. Raises as `_ask_etcd`."""
+    spec = outer_spec(config, os.environ)
+    if not isinstance(spec, EtcdStoreSpec):
+        return
+    check_files_for_etcd(spec)
+    if reason := silence_of(spec, refusal_counts=True):
+        silent = f"etcd at {', '.join(spec.endpoints)} (sites.endpoints) cannot be used: {reason}"
+        on_event(Message(text=f"warning: {silent}; until it can, this site trains alone"))
 
 
 def _refuse_used(run_dir: Path) -> None:

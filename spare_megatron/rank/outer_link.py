@@ -13,6 +13,7 @@ from spare_megatron.core.outer.entries import Arrival, Contribution, Done, Lease
 from spare_megatron.core.outer.rounds import RoundFold, RoundPhase
 from spare_megatron.formats.codec import decode
 from spare_megatron.process.processes import say
+from spare_megatron.store.etcd_gateway import StoreRefused
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.outer_log import OuterLog
 
@@ -80,6 +81,8 @@ class OuterLink(threading.Thread):
         self.progress = 0
         self.failure = ""
         """Why it follows the outer log no longer."""
+        self.refusal = ""
+        """Why the store, which it asks again and again, has refused it since it last answered."""
         self._showing = threading.Lock()
         self.view = View()
         self.seen_at_s = self.answered_at_s = time.monotonic()
@@ -108,7 +111,10 @@ class OuterLink(threading.Thread):
                 store = self._open_store()
                 log = OuterLog(store, self._sites.num_sites)
                 self._follow(log)
-            except StoreLost:
+            except StoreLost as error:
+                if isinstance(error, StoreRefused) and self.refusal != (refusal := str(error)):
+                    self.refusal = refusal
+                    say(refusal)
                 self._ends.wait(_REST_S)
             except ValueError as error:  # of another version, or of another training: the site goes on alone
                 self.failure = str(error)
@@ -222,7 +228,7 @@ class OuterLink(threading.Thread):
             is_wanted=may_arrive(rounds, own) and self._arrived_in(rounds.round) is None,
             progress=sum(live[site].progress for site in others if site in live),
         )
-        self.answered_at_s = time.monotonic()
+        self.answered_at_s, self.refusal = time.monotonic(), ""
         with self._showing:
             if own.revision == self.held:
                 self.view, self.seen_at_s = shown, self.answered_at_s

@@ -36,7 +36,7 @@ from spare_megatron.state.rank_context import RankContext
 from spare_megatron.state.transfer.piece_server import PieceServer
 from spare_megatron.store import keys
 from spare_megatron.store.interface import read_values, write_value
-from spare_megatron.store.open_store import open_outer_store
+from spare_megatron.store.open_store import open_store, outer_spec
 from spare_megatron.voting.voting import plain_vote
 
 _TURN_S = 0.02
@@ -174,7 +174,7 @@ class Sites:
         if start:
             ctx, held = self._ctx, self._outer.revision
             name = ctx.store.put_if_absent(keys.site_start(number), secrets.token_hex(8))
-            self._link = OuterLink(partial(open_outer_store, ctx.config, os.environ), self._settings, name, held)
+            self._link = OuterLink(lambda: open_store(outer_spec(ctx.config, os.environ)), self._settings, name, held)
             self._link.start()
 
     def _digests(self, results: Mapping[int, Tensor]) -> dict[int, str]:
@@ -346,9 +346,9 @@ class Sites:
         if self._link.failure:
             return self._link.failure
         if time.monotonic() - self._link.answered_at_s >= wait_s:
-            return f"the outer store has not answered for {wait_s:g} s"
+            return self._link.refusal or f"the outer store has not answered for {wait_s:g} s"
         if quiet_s >= 2 * wait_s:
-            return f"no progress for {2 * wait_s:g} s"
+            return self._link.refusal or f"no progress for {2 * wait_s:g} s"
         if is_old:
             return ""
         if view.phase is RoundPhase.CLOSED and self._site not in view.sites and view.donor is None:

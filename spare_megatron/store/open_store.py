@@ -37,21 +37,21 @@ def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, s
     )
 
 
-def open_outer_store(config: RunConfig, environment: Mapping[str, str]) -> ControlStore:
-    """A new connection to the store of all sites: the embedded one, or keys in etcd under the name of their runs, which
-    no run removes. Raises as `open_store` and `etcd_spec` do.
+def outer_spec(config: RunConfig, environment: Mapping[str, str]) -> StoreSpec:
+    """The store of all sites: the embedded one, or keys in etcd under the name of their runs, which no run removes.
+    Raises as `etcd_spec` does.
     """
     url = urlsplit(config.sites.endpoints[0])
     if url.scheme == "tcp":
-        return open_store(TcpStoreSpec(host=url.hostname or "", port=url.port or 0))
+        return TcpStoreSpec(host=url.hostname or "", port=url.port or 0)
     spec = etcd_spec(replace(config.control, endpoints=config.sites.endpoints), config.name, environment)
-    return open_store(replace(spec, prefix=f"/spare/sites/{config.name}"))
+    return replace(spec, prefix=f"/spare/sites/{config.name}")
 
 
-def check_files_for_etcd(control: ControlConfig, environment: Mapping[str, str]) -> None:
-    """Raises ValueError for certificates or credentials that cannot be used, before anything is started."""
+def check_files_for_etcd(spec: EtcdStoreSpec) -> None:
+    """Raises ValueError for certificates that cannot be used, before anything is started."""
     try:
-        tls_context(etcd_spec(control, "unused", environment))
+        tls_context(spec)
     except StoreRefused as error:
         raise ValueError(str(error)) from error
 

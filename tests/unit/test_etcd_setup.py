@@ -18,6 +18,7 @@ from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.config.schema_sections import DataConfig
+from spare_megatron.config.schema_sites import SitesConfig
 from spare_megatron.driver import run
 from spare_megatron.driver.slurm.etcd import issue, member_commands
 from spare_megatron.process.reports import Message, RunEvent
@@ -95,8 +96,15 @@ DEMO = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("section", "what", "until"),
+    [
+        ("control", "does not answer", "control.store_timeout_s=60 s at most"),
+        ("sites", "cannot be used", "until it can, this site trains alone"),
+    ],
+)
 def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, what: str, until: str
 ) -> None:
     """It was reported when Megatron had been loaded and another minute had passed, in which nothing was reported."""
 
@@ -109,17 +117,25 @@ def test_an_etcd_that_does_not_answer_is_reported_before_anything_is_started(
     with socket.socket() as deaf:  # has a port of its own, and accepts no connection
         deaf.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        etcd = ["control.store=etcd", f'control.endpoints=["{endpoint}"]']
+        etcd = [f'{section}.endpoints=["{endpoint}"]', *(["control.store=etcd"] if section == "control" else [])]
         settings = ["cluster.device=cpu", f"data.corpus={tmp_path}/text", *etcd]
         events: list[RunEvent] = []
         with pytest.raises(RuntimeError, match="far enough"):
             run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)
     awaited, starting = events
     assert isinstance(awaited, Message)
-    assert f"etcd at {endpoint} (control.endpoints) does not answer: ConnectionRefusedError" in awaited.text
-    assert "control.store_timeout_s=60 s at most" in awaited.text
+    assert f"etcd at {endpoint} ({section}.endpoints) {what}: ConnectionRefusedError" in awaited.text
+    assert until in awaited.text
     assert isinstance(starting, Message)
     assert starting.text.startswith("starting: ")
+
+
+@pytest.mark.parametrize("name", ["ca_file", "credentials_file"])
+def test_a_file_for_the_etcd_of_all_sites_that_cannot_be_used_ends_the_start(name: str) -> None:
+    """Each site trained alone to the end."""
+    sites, control = SitesConfig(endpoints=("https://a:1",)), ControlConfig(**{name: "absent"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"control.{name}.*absent"):
+        run._ask_outer_etcd(RunConfig(sites=sites, control=control), lambda _: None)
 
 
 @pytest.mark.timeout(60)

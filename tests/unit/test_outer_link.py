@@ -25,6 +25,7 @@ from spare_megatron.core.outer.rounds import RoundPhase
 from spare_megatron.rank import sync
 from spare_megatron.rank.outer_link import Arriving, OuterLink, View
 from spare_megatron.store import keys
+from spare_megatron.store.etcd_gateway import StoreRefused
 from spare_megatron.store.interface import StoreLost
 from tests.memory_store import MemoryStore
 
@@ -35,6 +36,7 @@ class Cut(threading.Event):
     """Set while a site is cut off from the store."""
 
     num_refused = 0
+    error = StoreLost("cut off")
 
 
 class Store(MemoryStore):
@@ -50,7 +52,7 @@ class Store(MemoryStore):
     def get(self, keys: Any) -> list[str | None]:
         if self._is_cut.is_set():
             self._is_cut.num_refused += 1
-            raise StoreLost("cut off")
+            raise self._is_cut.error
         return super().get(keys)
 
 
@@ -153,6 +155,22 @@ def test_a_site_that_is_cut_off_knows_it_and_the_others_go_on(sites: Sites) -> N
     assert sites.links[1].view.phase is RoundPhase.CLOSED
 
 
+def test_a_site_that_the_store_refuses_says_so_once_and_in_its_rounds(
+    sites: Sites, capsys: pytest.CaptureFixture[str]
+) -> None:
+    until(lambda: all(link.view.incarnation == 0 for link in sites.links))
+    link, cut = sites.links[1], sites.cuts[1]
+    cut.error = StoreRefused("etcd refuses trainer: permission denied")
+    cut.set()
+    until(lambda: cut.num_refused == 2)
+    site = sync.Sites.__new__(sync.Sites)
+    site._site, site._settings, site._link = SiteId(1), SitesConfig(wait_s=1.0), link
+    assert site._why_over(link.view, 2.0, is_old=False) == str(cut.error)
+    cut.clear()
+    until(lambda: not link.refusal)
+    assert capsys.readouterr().out == f"{cut.error}\n"
+
+
 def test_a_round_that_all_sites_have_gone_on_from_is_given_up_at_once_though_it_was_committed(sites: Sites) -> None:
     """As where the store stops when all have voted, and is back when all have gone on: one commits the round then."""
     until(lambda: all(link.view.incarnation == 0 for link in sites.links))
@@ -251,7 +269,7 @@ def test_a_site_that_has_its_result_waits_while_another_makes_progress() -> None
     site._ctx = SimpleNamespace(agreement=SimpleNamespace(is_over=lambda _: False), controller=SimpleNamespace(head=9))  # type: ignore[assignment]
     site._round = sync._Round(key=(0, 20), began_s=0.0, moved_s=0.0)
     sites = {one: Contribution(one, 0, 4, 20) for one in map(SiteId, (0, 1))}
-    link = SimpleNamespace(done=None, failure="", seen_at_s=1.0)
+    link = SimpleNamespace(done=None, failure="", refusal="", seen_at_s=1.0)
     site._link = link  # type: ignore[assignment]
     status = sync.Status(progress=7, failure="site 1: cut")
     ends = []

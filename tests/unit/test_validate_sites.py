@@ -1,6 +1,7 @@
 """The settings of sites: what is refused, what raises a warning, and what a run without sites sees of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,14 @@ REFUSED = {
     "phases": (replace(GOOD, data=replace(GOOD.data, phases=("32:64",))), "data.phases"),
     "waits": (with_sites(wait_s=200.0), "4 x sites.wait_s=200.0 exceeds control.decision_timeout_s=600.0"),
     "no wait": (with_sites(wait_s=0.0), "sites.wait_s=0.0 must be above 0"),
+    "certificates that a job replaces": (
+        replace(
+            with_sites(endpoints=ETCD),
+            cluster=ClusterConfig(launcher="srun", device="cpu"),
+            control=replace(GOOD.control, store="etcd"),
+        ),
+        "name an etcd in control.endpoints, or use http over a tunnel",
+    ),
     "certificates without etcd": (
         replace(GOOD, control=replace(GOOD.control, ca_file="ca.pem")),
         "control.ca_file has no effect on control.store=embedded",
@@ -63,9 +72,10 @@ def test_an_etcd_and_an_embedded_store_raise_neither_errors_nor_warnings(endpoin
     assert [*problems(config, CPU), *warnings(config, CPU)] == []
 
 
-def test_certificates_may_be_those_of_the_outer_store_alone() -> None:
+@pytest.mark.parametrize("inner", [{}, {"store": "etcd", "endpoints": ("http://localhost:2379",)}])
+def test_certificates_may_be_those_of_the_outer_store_alone(inner: dict[str, Any]) -> None:
     config = with_sites(endpoints=ETCD)
-    assert problems(replace(config, control=replace(config.control, ca_file="ca.pem")), CPU) == []
+    assert problems(replace(config, control=replace(config.control, ca_file="ca.pem", **inner)), CPU) == []
 
 
 @pytest.mark.parametrize("endpoints", [("tcp://10.0.0.1:4000",), ("http://etcd-0:2379",)])

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from spare_megatron.config.model_fields import as_written, model_fields, rotated_width
-from spare_megatron.config.schema import ControlConfig, OptimizerConfig, RunConfig
+from spare_megatron.config.schema import OptimizerConfig, RunConfig
 from spare_megatron.config.supported_versions import installed_version, release
 from spare_megatron.config.training.terms import global_batch
 from spare_megatron.core.machines.reforming import can_reform, places_per_group
@@ -180,8 +180,8 @@ def is_endpoint(endpoint: str, *schemes: str) -> bool:
     return url.scheme in (schemes or ("http", "https")) and is_whole and "@" not in url.netloc and url.path in ("", "/")
 
 
-def is_encrypted(control: ControlConfig) -> bool:
-    return any(urlsplit(endpoint).scheme == "https" for endpoint in control.endpoints if is_endpoint(endpoint))
+def _is_encrypted(*endpoints: str) -> bool:
+    return any(urlsplit(endpoint).scheme == "https" for endpoint in endpoints if is_endpoint(endpoint))
 
 
 def _is_loopback(endpoint: str) -> bool:
@@ -430,7 +430,8 @@ STORE: tuple[Rule[RunConfig], ...] = (
          "control.endpoints mix http and https; use https for all"),
     Rule(lambda c: c.control.store != "embedded" and bool(c.control.cert_file) != bool(c.control.key_file),
          "control.cert_file and control.key_file go together; set both or neither"),
-    *(_ignored(f"control.{name}", lambda c: c.control.store != "embedded" and not is_encrypted(c.control),
+    *(_ignored(f"control.{name}", lambda c: c.control.store != "embedded"
+         and not _is_encrypted(*c.control.endpoints, *c.sites.endpoints),
          "* has no effect on http endpoints; use https in control.endpoints") for name in ("ca_file", "cert_file")),
 )
 
@@ -447,6 +448,10 @@ SITES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.sites.is_used and c.optimizer.sharding == "stacked",
          "[optimizer.sharding] leaves each group a part of the parameters that the optimizer keeps, and sites exchange "
          "all; set it to replicated, or remove sites.endpoints"),
+    Rule(lambda c: c.cluster.launcher == "srun" and c.control.store == "etcd" and not c.control.endpoints
+         and _is_encrypted(*c.sites.endpoints),
+         "sites.endpoints=<sites.endpoints> need the certificates of [control], which a job that starts an etcd of its "
+         "own replaces by those of that one; name an etcd in control.endpoints, or use http over a tunnel"),
     Rule(lambda c: c.sites.is_used and c.layout.least_pipeline_parallel is not None,
          "[layout.least_pipeline_parallel] gives groups ranks that hold different parameters, and ranks of one "
          "position exchange theirs between sites; remove it, or sites.endpoints"),
@@ -557,7 +562,7 @@ DOUBTS: tuple[Rule[RunConfig], ...] = (
          and not all(one.startswith("https:") for one in c.sites.endpoints),
          "sites.endpoints=<sites.endpoints>: tokens and decisions travel unencrypted between sites; use https and "
          "etcd, or a tunnel"),
-    Rule(lambda c: c.control.store == "etcd" and not is_encrypted(c.control)
+    Rule(lambda c: c.control.store == "etcd" and not _is_encrypted(*c.control.endpoints)
          and not all(map(_is_loopback, c.control.endpoints)),
          "control.endpoints are http: passwords and decisions travel unencrypted; use https"),
     Rule(lambda c: _hosts_in_domain(c) > 1,

@@ -275,7 +275,8 @@ class AuditConfig:
 
     every_steps: NonNegativeInt | None = None
     """Steps between audits, in each of which every group computes one microbatch of another group on each lane; 0
-    disables them. If absent as few as cost at most 1% of a step, and none where equal gradients may differ in bits."""
+    disables them. If absent as few as cost at most 1% of a step after a ramp, and none where equal gradients may differ
+    in bits."""
     products: Share = 0.0
     """Share of the passes, each a microbatch forward and backward, whose products and other operations a group checks
     while it computes them; tokens are checked in all passes, unless it is 0."""

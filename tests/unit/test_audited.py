@@ -28,6 +28,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import MANIFEST, all_chec
 from spare_megatron.state.checkpoint.start_checkpoint import resolve_load
 from spare_megatron.state.checkpoint.verification import mark_refused, read_manifest, refusal_of
 from tests.memory_store import MemoryStore
+from tests.unit.configured import configured
 from tests.unit.test_checkpoints import CONFIG, cut_short, save
 
 ALL = [GroupId(group) for group in range(4)]
@@ -302,6 +303,14 @@ def test_audits_are_off_by_default_where_sums_inside_groups_may_be_added_in_anot
     assert audit_policy(four) is None
     assert audit_policy(replace(four, audit=AuditConfig(every_steps=5))) is not None
     assert audit_policy(replace(four, cluster=ClusterConfig(device="cpu"))) is not None
+
+
+def test_audits_that_an_interleaved_schedule_pads_to_rounds_cost_a_percent_by_default() -> None:
+    words = ("layout.pipeline_parallel=4", "layout.virtual_pipeline=2", "spare.microbatches_per_shard=16")
+    policy = audit_policy(configured("cluster.device=cpu", *words))
+    assert policy is not None
+    more = policy.rounds.num_rounds(17) - policy.rounds.num_rounds(16)
+    assert more / (16 * policy.every_steps) == 0.01
 
 
 def test_clocks_are_read_beside_the_caller_and_only_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ def audit_policy(config: RunConfig) -> AuditPolicy | None:
     every_steps = config.audit.every_steps
     if every_steps is None:
         is_safe = next(obstacles(config), None) is None and not _may_add_differently(config)
-        num_rounds = config.spare.microbatches_per_shard // config.layout.data_parallel
-        every_steps = default_every_steps(max(num_rounds, 1)) if is_safe else 0
+        at_once = config.layout.data_parallel * config.rounds.multiple
+        every_steps = default_every_steps(config.spare.microbatches_per_shard, at_once) if is_safe else 0
     if not every_steps:
         return None
     return AuditPolicy(every_steps=every_steps, seed=config.train.seed, rounds=config.rounds)

@@ -35,13 +35,14 @@ MAX_ROUNDS = 16
 """Times that hosts are asked about one microbatch; after that the run halts."""
 
 
-def default_every_steps(microbatches_per_shard: int) -> int:
-    """Least interval at which audits cost at most `LARGEST_PRICE`: an audit is one microbatch of m.
+def default_every_steps(microbatches_per_shard: int, at_once: int = 1) -> int:
+    """Least interval at which audits cost at most `LARGEST_PRICE`: an audit takes the time of `at_once` of the m
+    microbatches, those of all lanes in the rounds to which an interleaved schedule pads.
 
-    >>> [default_every_steps(m) for m in (4, 16, 64)]
-    [25, 7, 2]
+    >>> [default_every_steps(m) for m in (4, 16, 64)], default_every_steps(16, 4)
+    ([25, 7, 2], 25)
     """
-    return ceil(1 / (LARGEST_PRICE * microbatches_per_shard))
+    return ceil(1 / (LARGEST_PRICE * max(microbatches_per_shard // at_once, 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

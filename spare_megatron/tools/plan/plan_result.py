@@ -84,8 +84,8 @@ def as_figures(result: PlanResult) -> dict[str, Any]:
         "update_share": result.update_share,
         "audits": None
         if num_judges(result.facts, plan.redundancy) == 1
-        else asdict(audit_price(result.facts.num_microbatches))
-        | {"curve": [asdict(one) for one in audit_curve(result.facts.num_microbatches)]},
+        else asdict(audit_price(*_audited(result)))
+        | {"curve": [asdict(one) for one in audit_curve(*_audited(result))]},
         "facts": _as_facts(result.facts),
         "assumed": sorted(result.assumed),
         "settings": settings_of(result),
@@ -238,15 +238,22 @@ def _plan_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
         yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(result.facts.times.step_s)}"
 
 
+def _audited(result: PlanResult) -> tuple[int, int]:
+    """Microbatches per shard, and the rounds to which an interleaved schedule pads."""
+    return result.facts.num_microbatches, (result.config or RunConfig()).rounds.multiple
+
+
 def _audit_rows(result: PlanResult) -> Iterator[tuple[str, str]]:
     judges = num_judges(result.facts, result.plan.redundancy)
     if judges == 1:
         yield "audits", "none: they need 2 hosts per shard, or data that all groups read (--last-resort)"
         return
-    audits = audit_price(result.facts.num_microbatches)
+    num_microbatches, multiple = _audited(result)
+    audits = audit_price(num_microbatches, multiple)
+    found = f"{audits.price / multiple:.1%} of those in one microbatch"
     every = f"{audits.every_steps} steps" if audits.every_steps > 1 else "step"
     yield "audits every", f"{every}: {audits.price:.1%} of a step more, which is not in the time to train"
-    yield "they find", f"lasting faults of a group within {every}, {audits.price:.1%} of those in one microbatch"
+    yield "they find", f"lasting faults of a group within {every}, {found}"
     if judges == 2:
         yield "a mismatch", "may halt the run: with 3 hosts per shard a third one says who is wrong"
 

@@ -576,7 +576,7 @@ class RunConfig:
         """What the pipeline schedule makes of a group's units of work."""
         stages, chunks = self.layout.pipeline_parallel, self.layout.virtual_pipeline
         multiple = (self.megatron.get("microbatch_group_size_per_vp_stage") or stages) if chunks > 1 else 1
-        return Rounds(lanes=self.units_at_once, multiple=multiple, fill=-(-(stages - 1) // chunks))
+        return Rounds(lanes=self.units_at_once, multiple=multiple, fill=-(-(stages - 1) // max(chunks, 1)))
 
     @property
     def pipeline_times(self) -> PipelineTimes:

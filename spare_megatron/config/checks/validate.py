@@ -269,7 +269,7 @@ def _machine(config: RunConfig, machine: MachineResources) -> Iterator[str]:
         for field in fields_set(config, ON_GPUS_ALONE):
             yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
         return
-    num_needed = -(-config.parallel.num_ranks // config.cluster.ranks_per_gpu)
+    num_needed = -(-config.parallel.num_ranks // max(config.cluster.ranks_per_gpu, 1))
     if num_needed > machine.num_gpus:
         yield (
             f"{config.parallel.num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "

@@ -81,7 +81,7 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
         )
     lanes = "layout.data_parallel" if config.layout.expert_parallel is None else "layout.expert_parallel"
     per_index, rows = _sequences_per_unit(config), "" if config.row_size == 1 else f"{lanes} x "
-    if settings.sequences is not None and settings.sequences % per_index:
+    if settings.sequences is not None and per_index and settings.sequences % per_index:
         yield (
             f"eval.sequences={settings.sequences} is no multiple of layout.num_groups x {rows}train.micro_batch_size="
             f"{per_index}; set it to {-(-settings.sequences // per_index) * per_index}"

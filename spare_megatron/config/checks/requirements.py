@@ -69,6 +69,12 @@ def _has_sinks(config: RunConfig) -> bool:
     return config.may_use_transformer_engine and config.megatron.get("softmax_type", "vanilla") != "vanilla"
 
 
+def _exchanges(config: RunConfig) -> set[str]:
+    """Those of context parallelism in the layers, which have one or a list."""
+    given = config.megatron.get("cp_comm_type")
+    return {*map(str, given if isinstance(given, list) else [given])}
+
+
 def _has_early_transformer_engine(_: RunConfig) -> bool:
     """Whether this machine has a version without kernels for sinks in packed documents."""
     installed = installed_version("transformer-engine")
@@ -442,16 +448,16 @@ SITES: tuple[Rule[RunConfig], ...] = (
     Rule(lambda c: c.sites.is_used and not _is_outer_store(c.sites.endpoints),
          "sites.endpoints=<sites.endpoints> are neither client URLs of one etcd, as in https://etcd-0:2379, nor one "
          "tcp://ADDRESS:PORT; correct them"),
+    Rule(lambda c: c.cluster.launcher == "srun" and c.control.store == "etcd" and not c.control.endpoints
+         and _is_encrypted(*c.sites.endpoints),
+         "sites.endpoints=<sites.endpoints> need the certificates of [control], which a job that starts an etcd of its "
+         "own replaces by those of that one; name an etcd in control.endpoints, or use http over a tunnel"),
     Rule(lambda c: c.sites.is_used and c.sites.site >= c.sites.num_sites,
          "[sites.site] must be below [sites.num_sites]: sites are numbered from 0; lower the first or raise the "
          "second"),
     Rule(lambda c: c.sites.is_used and c.optimizer.sharding == "stacked",
          "[optimizer.sharding] leaves each group a part of the parameters that the optimizer keeps, and sites exchange "
          "all; set it to replicated, or remove sites.endpoints"),
-    Rule(lambda c: c.cluster.launcher == "srun" and c.control.store == "etcd" and not c.control.endpoints
-         and _is_encrypted(*c.sites.endpoints),
-         "sites.endpoints=<sites.endpoints> need the certificates of [control], which a job that starts an etcd of its "
-         "own replaces by those of that one; name an etcd in control.endpoints, or use http over a tunnel"),
     Rule(lambda c: c.sites.is_used and c.layout.least_pipeline_parallel is not None,
          "[layout.least_pipeline_parallel] gives groups ranks that hold different parameters, and ranks of one "
          "position exchange theirs between sites; remove it, or sites.endpoints"),
@@ -530,14 +536,16 @@ ON_A_DEVICE: tuple[Rule[RunConfig], ...] = (
          "transformer-engine, whose windows begin in more than one way where there are more keys than queries; set "
          "model.transformer_impl=local, or one of the three to its default"),
     Rule(lambda c: _splits_windows(c) and not c.data.reset_attention_mask
-         and c.megatron.get("cp_comm_type") not in ("a2a", "all_gather"),
+         and not _exchanges(c) <= {"a2a", "all_gather"},
          "<window> with [layout.context_parallel] needs an exchange of transformer-engine that knows windows; set "
          "megatron.cp_comm_type to a2a or all_gather, or model.transformer_impl=local"),
+    Rule(lambda c: _has_sinks(c) and c.megatron.get("attention_backend") == "flash",
+         "<sink> with megatron.attention_backend=flash leaves transformer-engine no attention; remove the latter"),
     Rule(lambda c: _has_sinks(c) and c.data.reset_attention_mask and _has_early_transformer_engine(c),
          "<sink> with [data.reset_attention_mask] needs kernels that transformer-engine has from 2.12 on; install "
          "that, or set model.transformer_impl=local, or one of the two to its default"),
     Rule(lambda c: _has_sinks(c) and not c.data.reset_attention_mask and c.layout.context_parallel > 1
-         and c.megatron.get("cp_comm_type") != "a2a",
+         and _exchanges(c) != {"a2a"},
          "<sink> with [layout.context_parallel] needs the one exchange of transformer-engine that knows it; set "
          "megatron.cp_comm_type=a2a, or model.transformer_impl=local"),
 )

@@ -223,6 +223,7 @@ class _Rank:
                 run.voters,
                 run.epoch,
                 run.state_hosts,
+                first_step=run.terms.first_step,
                 has_params=not self._progress.lacks_params,
                 shorter=run.stages,
             )

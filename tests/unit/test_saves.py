@@ -260,15 +260,20 @@ def test_without_a_store_two_groups_save_or_all_that_may_be_the_last_with_a_part
     hosts = first_ownership(PartitionSetup(num_groups=4, redundancy=2), ALL_MEMBERS).hosts
     left = ALL_MEMBERS[1:]  # the first group is lost
 
-    def savers(hosts: Hosts, step: int = 7, *, has_params: bool = True) -> list[Member]:
-        saves = [emergency_save(member, step, left, 3, hosts, has_params=has_params) for member in ALL_MEMBERS]
+    def savers(hosts: Hosts, step: int = 7, *, first_step: int = 0, has_params: bool = True) -> list[Member]:
+        saves = [
+            emergency_save(member, step, left, 3, hosts, first_step=first_step, has_params=has_params)
+            for member in ALL_MEMBERS
+        ]
         return [save.member for save in saves if save is not None]
 
     assert savers(()) == [ALL_MEMBERS[1], ALL_MEMBERS[2]], "one of them may be lost at the same time"
     assert savers(hosts) == list(left)
     assert savers(hosts, has_params=False) == savers((), has_params=False) == []
     assert savers(hosts, step=0) == savers((), step=0) == [], "there is nothing yet that a run could go on from"
-    save = emergency_save(left[0], 7, left, 3, hosts, has_params=True)
+    assert savers(hosts, first_step=7) == savers((), first_step=7) == [], "it would replace what the run began with"
+    assert savers(hosts, first_step=6) == list(left)
+    save = emergency_save(left[0], 7, left, 3, hosts, first_step=0, has_params=True)
     assert save == SaveCheckpoint(step=7, member=left[0], voters=left, epoch=3, hosts=hosts)
 
 

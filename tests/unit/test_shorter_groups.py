@@ -121,7 +121,9 @@ def test_else_all_start_again_from_a_checkpoint_which_any_pipeline_can_load(shor
 def test_whole_groups_alone_save_without_the_store() -> None:
     def savers(*shorter: int) -> list[int]:
         saves = [
-            emergency_save(one, 5, ALL, 0, (), has_params=True, shorter={GroupId(group): 3 for group in shorter})
+            emergency_save(
+                one, 5, ALL, 0, (), first_step=0, has_params=True, shorter=[GroupId(group) for group in shorter]
+            )
             for one in ALL
         ]
         return [save.member.group for save in saves if isinstance(save, SaveCheckpoint)]

@@ -385,21 +385,23 @@ def emergency_save(
     epoch: int,
     hosts: Hosts,
     *,
+    first_step: int,
     has_params: bool,
     shorter: Collection[GroupId] = (),
 ) -> SaveCheckpoint | None:
     """What a group saves by itself once the store is lost for good or shards stay without a host, or None.
 
     With state partitions all groups save; no group whose parameters (`has_params`) are not those after `step` committed
-    steps, nor one of the `shorter`, which lack stages: files of their ranks would fit no other group.
+    steps, nor one of the `shorter`, which lack stages: files of their ranks would fit no other group. Nothing is saved
+    of a run's `first_step`: an emergency checkpoint that it began with would be overwritten, with nothing to prove it.
 
     >>> voters = tuple(Member(GroupId(group)) for group in range(4))
-    >>> saves = [emergency_save(member, 5, voters, 0, (), has_params=True) for member in voters]
+    >>> saves = [emergency_save(member, 5, voters, 0, (), first_step=0, has_params=True) for member in voters]
     >>> [save is not None for save in saves]
     [True, True, False, False]
     """
     whole = [voter for voter in voters if voter.group not in shorter]
     savers = whole if hosts else whole[:_EMERGENCY_SAVERS]
-    if not step or not has_params or member not in savers:
+    if step <= first_step or not has_params or member not in savers:
         return None
     return SaveCheckpoint(step=step, member=member, voters=voters, epoch=epoch, hosts=hosts)

@@ -49,6 +49,8 @@ class _Resolver(ctypes.Structure):
 
 
 _CONNECT_TIMEOUT_S = 60.0
+_DELETED_S = 1.0
+"""How long a read waits for a key that has been deleted since it was there."""
 _PROBE_S = 0.1
 """A server that can be reached takes a connection within this time."""
 
@@ -127,14 +129,16 @@ class TcpControlStore:
         with _lost_when_unreachable():
             self._client = self._open()
 
-    def _open(self) -> Any:
+    def _connect(self) -> Any:
         import torch.distributed as dist
 
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        return dist.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def _open(self) -> Any:
         port = self._address[1]
         before = {connection.fileno() for connection in _connections_to(port)}
-        client = dist.TCPStore(
-            *self._address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
-        )
+        client = self._connect()
         self._descriptors.clear()
         for connection in _connections_to(port):
             _retransmit_often(connection)
@@ -186,9 +190,15 @@ class TcpControlStore:
         self.put(key, value)
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        # multi_get blocks on an absent key.
+        import torch.distributed as dist
+
+        # multi_get blocks on an absent key, and has no value of one that is deleted once it does not.
         if self._request(lambda client: client.check(list(keys))):
-            return [bytes(value).decode() for value in self._request(lambda client: client.multi_get(list(keys)))]
+            self._client.set_timeout(timedelta(seconds=_DELETED_S))
+            with contextlib.suppress(dist.DistStoreError):
+                found = self._request(lambda client: client.multi_get(list(keys)))
+                return [bytes(value).decode() or None for value in found]
+            return self.get(keys)
         if len(keys) == 1:
             return [None]
         middle = len(keys) // 2  # few keys are absent, or there are few keys
@@ -240,7 +250,7 @@ class TcpControlStore:
 
         with _lost_when_unreachable():
             with without_name_lookups():
-                client = self._client.clone()
+                client = self._connect()  # a clone would have the timeout of the last request
             if former is not None:
                 # Where gloo wrote the rank's addresses, one for each peer.
                 client.delete_key(f"{former[0]}/0/{former[1]}")

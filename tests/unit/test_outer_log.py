@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from spare_megatron.core.outer.entries import (
     SiteId,
 )
 from spare_megatron.core.outer.rounds import RoundFold
+from spare_megatron.store import tcp_store
 from spare_megatron.store.interface import ControlStore
 from spare_megatron.store.outer_log import OuterLog
 from spare_megatron.store.tcp_store import TcpControlStore, listen
@@ -127,6 +129,30 @@ def test_leases_are_there_until_they_end(store: ControlStore) -> None:
     assert log.leases() == {A: lease(A), B: lease(B)}
     log.end_lease(A)
     assert log.leases() == {B: lease(B)}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before torch waits for it", "after that"])
+def test_a_lease_that_another_site_ends_meanwhile_is_none(monkeypatch: pytest.MonkeyPatch, *, is_late: bool) -> None:
+    """The read waited for it, and the error ended the thread that follows the outer log."""
+    monkeypatch.setattr(tcp_store, "_DELETED_S", 0.1)
+    server = listen("127.0.0.1", timedelta(seconds=20))
+    log, other = (OuterLog(TcpControlStore("127.0.0.1", server.port), 2) for _ in range(2))
+    for site in (A, B):
+        log.renew(lease(site), 30.0)
+    client = log._store._client  # type: ignore[attr-defined]
+
+    def check(keys: list[str]) -> bool:
+        found = bool(client.check(keys))
+        if not is_late:
+            other.end_lease(B)
+        return found
+
+    def multi_get(keys: list[str]) -> list[bytes]:
+        found = list(client.multi_get(keys))
+        return [found[0], b""] if is_late else found
+
+    log._store._client = SimpleNamespace(check=check, multi_get=multi_get, set_timeout=client.set_timeout)  # type: ignore[attr-defined]
+    assert log.leases() == {A: lease(A)}
 
 
 def test_the_address_of_a_site_is_the_last_one_written(store: ControlStore) -> None:

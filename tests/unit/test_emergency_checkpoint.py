@@ -25,6 +25,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import (
     emergency_checkpoint_path,
     file_of,
     files_for,
+    saved_state,
 )
 from spare_megatron.state.checkpoint.start_checkpoint import resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import newest_valid, verify
@@ -250,6 +251,28 @@ def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> 
     assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == own, "its storage is gone"
     with locked(folder):
         assert emergency_checkpoint_path(config.checkpoint, tmp_path / "run", STEP) == folder / own.name
+
+
+@pytest.mark.parametrize(
+    ("run", "num_committed", "is_named"),
+    [
+        ("linked", 0, True),
+        ("linked", STEP + 1, True),
+        ("linked", STEP + 2, False),
+        ("next", 0, False),
+        ("next", 5, False),
+    ],
+)
+def test_the_end_of_a_run_names_what_its_own_ranks_have_saved_at_last(
+    tmp_path: Path, run: str, num_committed: int, *, is_named: bool
+) -> None:
+    """It named what an earlier run had left."""
+    path = saved(tmp_path, 0)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    save_rank(checkpoint_path(path.parent, STEP + 1).with_suffix(".state"), tmp_path / "earlier", 0, 0)
+    config = load_config("", interval_steps=5, folder=str(path.parent))
+    end = f"; the state is in {path}, for checkpoint.load or --resume" if is_named else ""
+    assert saved_state(config.checkpoint, tmp_path / run, num_committed) == end
 
 
 def test_all_parameters_of_a_rank_with_several_slabs_are_compared(

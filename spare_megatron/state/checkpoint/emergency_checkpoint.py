@@ -6,7 +6,7 @@ of groups that hold every partition), if all groups that have saved hold the sam
 the last step was committed and not undone. It loads only at the layout that wrote it, and this module without torch.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,7 @@ def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
     covers them, the journal has to prove the commit of its steps.
     """
     by_group: dict[int, dict[int, SavedRank]] = {}
-    for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
-        try:
-            saved = decode(file.read_bytes(), SavedRank)
-        except (OSError, ValueError) as error:
-            raise NotACheckpoint(f"{path.name}: {file.name} cannot be read: {error}") from error
+    for saved in _saved_ranks(path):
         by_group.setdefault(saved.group, {})[saved.rank] = saved
     whole = {group: ranks for group, ranks in by_group.items() if len(ranks) == next(iter(ranks.values())).num_ranks}
     if not whole:
@@ -152,18 +148,30 @@ def assemble(path: Path, num_committed: int | None = None) -> folders.Manifest:
     return folders.Manifest(**fields)
 
 
+def _saved_ranks(path: Path) -> Iterator[SavedRank]:
+    for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
+        try:
+            yield decode(file.read_bytes(), SavedRank)
+        except (OSError, ValueError) as error:
+            raise NotACheckpoint(f"{path.name}: {file.name} cannot be read: {error}") from error
+
+
 def saved_state(checkpoint: CheckpointConfig, run_dir: Path, num_committed: int) -> str:
-    """Where ranks of a run have saved their state, and whether the next run can load it, as text; empty if nowhere."""
+    """Where ranks of a run have saved their state, and whether the next run can load it, as text; empty if nowhere.
+    `num_committed`: steps that the run is known to have committed; ranks that have not read the last one save one less.
+    """
     places = sorted({folders.folder_of(checkpoint, run_dir), run_dir.absolute() / folders.FOLDER})
     found = [path for place in places for path in folders.all_checkpoints(place) if is_emergency_checkpoint(path)]
-    path = max(found, key=step_of, default=None)
-    if path is None:
-        return ""
-    try:
-        assemble(path, num_committed)
-    except NotACheckpoint as error:
-        return f"; ranks have saved their state, which is of no use: {error}"
-    return f"; the state is in {real_paths(str(path))}, for checkpoint.load or --resume"
+    for path in sorted(found, key=step_of, reverse=True):
+        try:
+            run_dirs = {Path(saved.run_dir).resolve() for saved in _saved_ranks(path)}
+            if step_of(path) + 1 < num_committed or run_dir.resolve() not in run_dirs:
+                continue  # from a node that was cut off long before, or from an earlier run
+            assemble(path, num_committed)
+        except NotACheckpoint as error:
+            return f"; ranks have saved their state, which is of no use: {error}"
+        return f"; the state is in {real_paths(str(path))}, for checkpoint.load or --resume"
+    return ""
 
 
 def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> None:

@@ -14,12 +14,19 @@ import torch.distributed as dist
 from spare_megatron.core.log.actions import SaveDispute
 from spare_megatron.journal.records import DisputeRecord
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.checkpoint.checkpoint_folder import NUM_DISPUTES_KEPT, WEIGHTS_ALONE, visible_steps
+from spare_megatron.state.checkpoint.checkpoint_folder import (
+    NUM_DISPUTES_KEPT,
+    WEIGHTS_ALONE,
+    aside_path,
+    visible_steps,
+)
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.verification import verify
 from tests.rank_context import rank_context
 
 pytestmark = pytest.mark.timeout(60)
+
+OTHER = Member(GroupId(3))
 
 
 class State:
@@ -50,7 +57,8 @@ class Trained:
         self.error: OSError | None = None
         self.folder = run_dir / "disputes"
         trainer: Any = SimpleNamespace(weights_state=lambda: State(self.values, self.gate, self.error))
-        self.saver = Saver(rank_context(run_dir=run_dir, trainer=trainer, head=7))
+        controller: Any = SimpleNamespace(head=7, voters=(Member(GroupId(2), 1), OTHER))
+        self.saver = Saver(rank_context(run_dir=run_dir, trainer=trainer, controller=controller))
 
     def save(self, step: int) -> None:
         member = Member(GroupId(2), 1)
@@ -92,17 +100,29 @@ def test_the_newest_few_are_kept_and_one_of_the_same_step_takes_the_place_of_the
     assert (trained.folder / "step-00000004" / "0.distcp").read_bytes()[0] == 4
 
 
+def test_a_save_leaves_alone_what_another_group_is_still_writing(trained: Trained) -> None:
+    """The next dispute's turn may come before it is done, and removed its files."""
+    aside_path(trained.folder, 3, OTHER).mkdir(parents=True)
+    aside_path(trained.folder, 2, Member(GroupId(4))).mkdir()  # of a group that is gone
+    trained.save(4)
+    assert [record.outcome for record in trained.ended()] == ["saved"]
+    assert set(trained.folder.iterdir()) == {aside_path(trained.folder, 3, OTHER), trained.folder / "step-00000004"}
+
+
 def test_a_full_disk_leaves_nothing_and_is_reported_and_the_next_is_saved(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained.error = OSError(errno.ENOSPC, "No space left on device")
+    admitted = aside_path(trained.folder, 1, Member(GroupId(4), 1))
+    gate: Any = SimpleNamespace(wait=lambda _: admitted.mkdir() or True, set=lambda: None)
+    trained.gate = gate
     trained.save(1)
     [record] = trained.ended()
     full = f"rank 0: OSError: [Errno 28] No space left on device (in {trained.folder})"
     assert (record.outcome, record.reason) == ("failed", full)
     assert f"the parameters of step 1 are not saved: {full}" in capsys.readouterr().out
-    assert list(trained.folder.iterdir()) == []
-    trained.error = None
+    assert list(trained.folder.iterdir()) == [admitted], "a group that was admitted meanwhile saves, too"
+    trained.error, trained.gate = None, threading.Event()
     trained.save(2)
     assert [record.outcome for record in trained.ended()] == ["saved"]
     assert visible_steps(trained.folder) == [2]

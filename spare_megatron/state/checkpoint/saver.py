@@ -147,7 +147,8 @@ class Saver:
 
     def save_weights(self, dispute: SaveDispute) -> None:
         """Copies the parameters and starts to write them. Collective over: all ranks of the group."""
-        action = SaveCheckpoint(step=dispute.step, member=dispute.member, voters=(), epoch=dispute.epoch)
+        voters = self._ctx.controller.voters
+        action = SaveCheckpoint(step=dispute.step, member=dispute.member, voters=voters, epoch=dispute.epoch)
         folder = folders.disputes_of(self._ctx.spec.run_dir)
         save = SaveJob(action=action, head=self._ctx.controller.head, folder=folder, dispute=dispute)
         with self._ctx.probe.during(Operation.SAVE):
@@ -267,7 +268,7 @@ class Saver:
                 say(f"the parameters of step {save.action.step} are not saved: {save.reason}")
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
-                    folders.clear_leftovers(save.folder, save.others)
+                    folders.forestall(save.folder, save.action.step, save.action.member)
         finally:
             self._copied.set()
             self._report_end(save)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from spare_megatron.state.checkpoint.checkpoint_folder import (
     require_folder,
     visible_steps,
 )
+from spare_megatron.state.checkpoint.saver import SaveJob, Saver
 from spare_megatron.state.checkpoint.start_checkpoint import last_checkpoint, resolve_load, resumed
 from spare_megatron.state.checkpoint.verification import (
     REFUSAL,
@@ -499,6 +502,22 @@ def test_a_run_replaces_checkpoints_of_its_own_training_alone(tmp_path: Path) ->
     assert resolve_load(load_config(continued), other, pytest.fail).checkpoint.load == str(continued)
     (other / "step-00000004" / MANIFEST).write_text("damaged")
     assert resolve_load(load_config(first), other, pytest.fail).checkpoint.load == str(first)
+
+
+def test_what_was_damaged_when_the_run_began_supersedes_nothing(tmp_path: Path) -> None:
+    """The run began with step 10. Once it was past the damaged step 20, that counted as the newest right one."""
+    for step in (10, 15, 20):
+        save(tmp_path, step)
+    controller: Any = SimpleNamespace(saved=frozenset({10, 15, 25}))
+    config = load_config("", interval_steps=5, keep_last=1)
+    saver = object.__new__(Saver)  # without a process group
+    saver._ctx, saver._folder = rank_context(config=config, controller=controller), tmp_path
+    saver._store = MemoryStore()  # type: ignore[assignment]
+    action = SaveCheckpoint(step=25, member=MEMBERS[0], voters=MEMBERS, epoch=1, doubtful=(25,))
+    job = SaveJob(action=action, head=0, folder=tmp_path)
+    job.aside.mkdir()
+    saver._publish(job, {}, ())
+    assert (job.outcome, visible_steps(tmp_path)) == ("saved", [25, 20, 15])
 
 
 def test_an_empty_place_where_the_folder_was_is_not_the_folder(tmp_path: Path) -> None:

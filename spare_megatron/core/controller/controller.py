@@ -67,8 +67,7 @@ class Controller(Membership):
         self._paces = PaceEvidence()
         self._ramp = setup.ramp or BatchRamp.constant(setup.microbatches_per_shard)
         self._deal_step()
-        policy = setup.evaluation
-        self._evaluation_dealing = None if policy is None else self._deal(policy.microbatches_per_shard)
+        self._evaluation_dealing = self._deal(setup.evaluation.microbatches_per_shard) if setup.evaluation else None
         self._plans: list[StepPlan] = []  # of this step or evaluation: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.partitions is None else first_ownership(setup.partitions, self.voters)
@@ -116,6 +115,10 @@ class Controller(Membership):
     @property
     def audited_steps(self) -> int | None:
         return self._audits.audited_steps
+
+    @property
+    def saved(self) -> frozenset[int]:
+        return self._saves.saved
 
     @property
     def state_hosts(self) -> Hosts:

@@ -330,14 +330,14 @@ class Saver:
         folders.publish(save.aside, manifest, self._ctx.probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._ctx.probe(FaultPoint.SAVE_DROP)
-        policy = self._ctx.config.checkpoint
+        policy, saved = self._ctx.config.checkpoint, self._ctx.controller.saved
         # Later checkpoints are from before a restart, or from a group that was faster: they supersede nothing here.
         earlier = [step for step in folders.visible_steps(self._folder) if step <= manifest.step]
         # A refused checkpoint supersedes nothing, and is kept for diagnosis.
         steps = [step for step in earlier if not refusal_of(folders.checkpoint_path(self._folder, step))]
-        left_out = superseded(
-            steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps, save.action.audited_steps
-        )
+        # One later than what the run began with that it has not saved was damaged then, and is no better now.
+        doubtful = {step for step in steps if step > min(saved) and step not in saved} | {*save.action.doubtful}
+        left_out = superseded(steps, doubtful, policy.keep_last, policy.keep_every_steps, save.action.audited_steps)
         try:
             folders.drop(self._folder, left_out)
         except OSError as error:

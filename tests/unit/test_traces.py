@@ -149,6 +149,16 @@ def test_a_group_whose_machine_is_lost_before_it_is_admitted_is_not_ready() -> N
     assert (fleet.ready(45.9), fleet.ready(46.0)) == ((), (GroupId(0),))
 
 
+def test_a_group_whose_machine_is_lost_while_it_is_admitted_is_lost_again() -> None:
+    """Ready at 25 s and admitted at 35 s: the loss of a group in that time does not take it, as it takes no part."""
+    alone = Loss(at_s=30.0, groups=(GroupId(0),))
+    fleet = fleet_of([away("a", 10.0, 5.0), alone, away("a", 31.0, 5.0)], num_groups=1, redundancy=1, reform_s=10.0)
+    fleet.lose_until(25.0)
+    assert [(loss.at_s, loss.groups) for loss in fleet.take_in(35.0, fleet.ready(25.0))] == [(30.0, ()), (31.0, (0,))]
+    assert (fleet.is_up.any(), fleet.ready(45.9), fleet.ready(46.0)) == (False, (), (GroupId(0),))
+    assert (fleet.max_down, fleet.mean_down(40.0, 0.0)) == (1, 30.0 / 40.0)
+
+
 def test_machines_that_are_away_at_the_end_of_a_restart_are_lost_again() -> None:
     """One of four is back by then, and so is one that was lost during the restart; later losses come at their times."""
     losses = [away("a", 10.0, 500.0), away("b", 20.0, 15.0), away("c", 35.0, 4.0), away("d", 38.0, 10.0)]
@@ -166,7 +176,11 @@ def test_the_seed_draws_where_the_machines_of_a_trace_stand() -> None:
     assert len(hit) > 3
 
 
-@pytest.mark.parametrize("changes", [{}, {"least_machines": 1}, {"num_spares": 2, "last_resort": True}])
+SAVES = {"costs": CostModel(compute_s=1.0, restart_s=30.0, save_s=5.0), "save_interval_s": 5.0}
+"""Groups wait for a save before they are admitted."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"least_machines": 1}, {"num_spares": 2, "last_resort": True}, SAVES])
 def test_journals_of_traced_runs_are_valid(changes: dict[str, Any]) -> None:
     losses = drawn_losses(np.random.default_rng(1), 100, 15, 60.0)
     lines: list[Line] = []

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spare_megatron.core.machines.reforming import Machine, reform
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
-from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.placement import BoolArray, make_placement
 from spare_megatron.tools.simulate.failures import FailureProcess, Loss
 from spare_megatron.tools.simulate.scenario import Scenario
 
@@ -121,9 +121,9 @@ class Fleet:
             else:
                 self.num_drained += 1
 
-    def lose(self) -> Loss:
-        """Strikes the next loss, and returns it with those groups that took part."""
-        loss = self._noticed.pop(0) if self._noticed else self._process.strike(self.is_up)
+    def lose(self, among: BoolArray | bool = True) -> Loss:
+        """Strikes the next loss, and returns it with those groups that took part. `among`: whom single losses take."""
+        loss = self._noticed.pop(0) if self._noticed else self._process.strike(self.is_up & among)
         if self._machines is not None:
             self._return_until(loss.at_s)
             loss = self._machines.located(loss)
@@ -141,13 +141,13 @@ class Fleet:
             self._note_whole((group, loss.at_s) for group in self._machines.lose(loss.groups, lost))
         self.num_lost += len(loss.groups)
         self.losses_by_cause[loss.cause] += len(loss.groups)
-        self._count(loss.at_s, self._num_down + len(hit))
+        self._count(loss.at_s, int((~(self.is_up & among)).sum()))
         return replace(loss, groups=hit)
 
-    def lose_until(self, now_s: float) -> list[Loss]:
+    def lose_until(self, now_s: float, among: BoolArray | bool = True) -> list[Loss]:
         losses = []
         while self.next_loss_s <= now_s:
-            losses.append(self.lose())
+            losses.append(self.lose(among))
         return losses
 
     def ready(self, now_s: float) -> tuple[GroupId, ...]:
@@ -166,14 +166,18 @@ class Fleet:
         """Makes a lost group ready to be admitted at `at_s`."""
         self._ready_s[group] = at_s
 
-    def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> None:
+    def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> list[Loss]:
+        """Admits groups. Losses up to now, which are returned, hit these only by machines: they took no part yet."""
+        others = self.is_up.copy()
         for group in groups:
             del self._ready_s[group]
             self.is_up[group] = True
             if self._machines is not None:
                 self._sizes[group] = self._machines.admit(group)
-        self._count(now_s, self._num_down - len(groups))
+        losses = self.lose_until(now_s, others)
+        self._count(now_s, int((~self.is_up).sum()))
         self._process.came_back(now_s, groups, self.is_up)
+        return losses
 
     def restart(self, began_s: float, now_s: float) -> None:
         """Brings back all groups and all spares."""

@@ -196,12 +196,12 @@ class World:
 
     def lost_meanwhile(self) -> list[GroupId]:
         """Groups lost up to now that no earlier call returned."""
-        lost = [*self._unnoticed, *self._just_lost()]
+        lost = [*self._unnoticed, *self._groups_of(self.fleet.lose_until(self.now_s))]
         self._unnoticed = []
         return lost
 
-    def _just_lost(self) -> list[GroupId]:
-        return [group for loss in self.fleet.lose_until(self.now_s) for group in self._noted(loss)]
+    def _groups_of(self, losses: Iterable[Loss]) -> list[GroupId]:
+        return [group for loss in losses for group in self._noted(loss)]
 
     def _noted(self, loss: Loss) -> tuple[GroupId, ...]:
         if loss.groups:
@@ -249,8 +249,7 @@ class World:
 
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
         """All groups wait while these are admitted."""
-        self._unnoticed += self._just_lost()  # losses up to now do not hit the groups admitted now
-        self.fleet.take_in(self.now_s, groups)
+        self._unnoticed += self._groups_of(self.fleet.take_in(self.now_s, groups))
         self.ledger.spend("join", self.scenario.costs.join_s)
 
     def restart(self) -> None:

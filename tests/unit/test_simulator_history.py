@@ -116,6 +116,23 @@ def test_a_lost_rack_breaks_the_groups_that_its_machines_stand_in_and_spares_men
     assert fleet.losses_by_cause == {"rack": 3}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_power_cut_takes_is_not_lost_again_alone(seed: int) -> None:
+    power = MachineDomain(name="power", machines=4, mean_s=50.0)
+    failures = FailureSpec(mean_s=100.0, domains=(power,))
+    changes: dict[str, Any] = {"num_groups": 4, "machines_per_group": 1, "history_s": 0.0, "repair_s": None}
+    fleet = World(scenario_with(failures=failures, **changes), seed).fleet
+    fleet.lose_until(2000.0)
+    assert (fleet.num_lost, fleet.is_up.any()) == (4, False)
+
+
+def test_after_a_restart_groups_beyond_the_shards_are_lost_as_well() -> None:
+    fleet = World(scenario_with(further_groups=N, history_s=0.0), 0).fleet
+    due_s = fleet.next_loss_s
+    fleet.restart(0.0, 100.0)
+    assert fleet.next_loss_s == pytest.approx(100.0 + due_s / 2)
+
+
 def test_racks_are_lost_at_their_rate_and_as_a_whole() -> None:
     rack = MachineDomain(name="rack", machines=8, mean_s=1000.0, repair_s=5.0)
     spec = FailureSpec(mean_s=50.0, domains=(rack,))

@@ -131,6 +131,8 @@ class Fleet:
         for group in loss.groups:
             self.is_up[group] = False
             self.cause_of[group] = loss.cause
+        if loss.domain is not None:  # a single loss slows its clock by itself
+            self._process.came_back(loss.at_s, (), self.is_up & among)
         if self._machines is None:
             for group in loss.groups:
                 self.reserve(group, loss.at_s, loss.at_s + self._repair_time(loss))
@@ -192,6 +194,7 @@ class Fleet:
         if self._machines is not None:
             self._machines.restart()
         self._process.restarted(began_s, now_s, came_back)
+        self._process.came_back(now_s, (), self.is_up)  # of which some may be beyond the shards
 
     def mean_down(self, now_s: float, restarting_s: float) -> float:
         """Mean number of groups down over the time outside restarts."""

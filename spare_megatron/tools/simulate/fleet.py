@@ -52,18 +52,19 @@ class Fleet:
 
     def _pass_history(self) -> None:
         """Losses and repairs before the start say which machines are away at it. Only the number of groups that the
-        others make matters to later losses: each but that of a domain takes any machine.
+        others make matters to later losses: each but that of a domain takes any machine that is there.
         """
         assert self._machines is not None, "only machines have a history"
         scenario, process, end_s = self._scenario, self._process, self._scenario.history_s
         away: dict[MachineId, float] = {}
         due: list[tuple[float, MachineId]] = []
         is_whole = np.ones_like(self.is_up)
+        drawn = iter(lambda: int(self._rng.integers(scenario.num_machines)), None)
         while process.next_s() <= end_s:
             loss = process.strike(is_whole)
             while due and due[0][0] <= loss.at_s:
                 del away[heapq.heappop(due)[1]]
-            lost = loss.domain or [int(self._rng.integers(scenario.num_machines))]
+            lost = loss.domain or (next(machine for machine in drawn if machine not in away),)
             for machine in map(MachineId, lost):
                 if machine not in away:
                     away[machine] = loss.at_s + self._repair_time(loss)

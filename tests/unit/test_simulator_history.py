@@ -15,6 +15,7 @@ from spare_megatron.tools.simulate.fleet import Fleet
 from spare_megatron.tools.simulate.measured import in_order
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
 from spare_megatron.tools.simulate.scenario_presets import load_scenario
+from spare_megatron.tools.simulate.sweep import grid
 from spare_megatron.tools.simulate.world import World
 from tests.unit.journal_in_memory import check_journal
 
@@ -82,6 +83,14 @@ def test_goodput_counts_sums_and_idle_machines() -> None:
     run = simulate(scenario_with(history_s=0.0, failures=FailureSpec(), num_spares=40, further_groups=2), 0)
     assert run.time_to_train_ratio == pytest.approx(1.0)
     assert run.goodput == pytest.approx(8 / (8 + 2) * N * SIZE / (N * SIZE + 2 * SIZE + 40))
+
+
+def test_goodput_counts_a_spare_as_one_machine_where_nodes_are_lost_and_where_nothing_is_re_formed() -> None:
+    failures = FailureSpec(kind="node", nodes_per_group=16)
+    nodes = scenario_with(history_s=0.0, reform_s=None, machines_per_group=1, failures=failures, num_spares=40)
+    assert simulate(nodes, 0).goodput == pytest.approx(8 / (8 + 2) * N * 16 / (N * 16 + 40))
+    (sets,) = grid(scenario_with(failures=FailureSpec(), num_spares=40), (("replication", "stack"),), (4,))
+    assert simulate(sets, 0).goodput == pytest.approx(8 / (4 * 8 + 2) * N * SIZE / (N * SIZE + 40))
 
 
 class Once:

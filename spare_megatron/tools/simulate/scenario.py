@@ -162,9 +162,14 @@ class Scenario:
         return self.num_groups + self.further_groups
 
     @property
+    def group_machines(self) -> int:
+        """Of one group, where nodes are lost its nodes."""
+        return self.machines_per_group * self.failures.nodes_per_group
+
+    @property
     def num_machines(self) -> int:
         """With the spares."""
-        return self.max_groups * self.machines_per_group + self.num_spares
+        return self.max_groups * self.group_machines + self.num_spares
 
     @property
     def placed_groups_per_domain(self) -> int:
@@ -405,7 +410,7 @@ def _problems_of_slow_groups(scenario: Scenario) -> list[str]:
 def _problems_of_membership(scenario: Scenario) -> list[str]:
     """Those of groups re-formed, added and drained."""
     found = []
-    if scenario.machines_per_group > 1 and scenario.reform_s is None:
+    if scenario.machines_per_group > 1 and scenario.reform_s is None and scenario.policy == "spare":
         found.append(f"machines_per_group={scenario.machines_per_group} is never used: set reform_s")
     if (least := scenario.least_machines) is not None:
         if not 1 <= least <= scenario.machines_per_group:

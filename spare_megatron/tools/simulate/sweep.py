@@ -156,7 +156,6 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             further_groups=base.further_groups if (policy, granularity) == ("spare", "microbatch") else 0,
             notice_s=base.notice_s if policy == "spare" else 0.0,
             history_s=base.history_s if policy == "spare" else 0.0,
-            machines_per_group=base.machines_per_group if policy == "spare" else 1,
             least_machines=base.least_machines if policy == "spare" else None,
             num_spares=0 if policy == "checkpoint_only" else base.num_spares,
         )

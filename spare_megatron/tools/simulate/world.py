@@ -268,7 +268,7 @@ class World:
 
     def result(self, decision_s: float) -> Result:
         terms = self.ledger.terms()
-        num_computing = self.scenario.num_groups * self.scenario.machines_per_group
+        num_computing = self.scenario.num_groups * self.scenario.group_machines
         return Result(
             end_s=self.now_s,
             failure_free_s=self.failure_free_s,

@@ -248,6 +248,15 @@ def test_a_patch_over_all_groups_takes_one_microbatch_and_the_time_to_get_its_da
     check(scenario, sum(terms.values()), **terms)
 
 
+def test_an_evaluation_waits_for_data_as_long_as_it_computes_nothing_else() -> None:
+    # The survivor hosts two shards: it computes them for 60 s in a step, and for 6 of these 10 s in an evaluation.
+    costs = CostModel(compute_s=30.0, evaluate_s=3.0, fetch_s=10.0)
+    sizes = {"redundancy": 2, "microbatches_per_shard": 10, "num_steps": 4, "evaluate_every": 1}
+    losses = trace((1.0, 0), (1.0, 1), (1.0, 2))
+    run = simulate(scenario_of(failures=losses, last_resort=True, costs=costs, **sizes), seed=0)
+    assert run.terms["fetch"] == pytest.approx(4 * (10.0 - 6.0))
+
+
 def test_a_run_that_cannot_get_on_is_given_up() -> None:
     scenario = scenario_of(redundancy=1, num_steps=100, failures=FailureSpec(mean_s=1.0))
     with pytest.raises(Stalled, match="of 100 steps are saved"):

@@ -208,7 +208,7 @@ class SpareRun:
             self._world.ledger.spend("evaluate", self._stacks_of(plan.work) * self._world.scenario.costs.evaluate_s)
         else:
             self._world.compute(plan.step, self._stacks_of(plan.work))
-        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        self._world.ledger.spend("fetch", self._fetch_s(plan))
         self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
         if self._simulated_journal:
             self._simulated_journal.on_step_computed(plan, began_s)
@@ -217,7 +217,7 @@ class SpareRun:
         costs = self._world.scenario.costs
         cause, whole_s = ("evaluate", costs.evaluate_s) if plan.is_evaluation else ("patch", costs.compute_s)
         self._world.ledger.spend(cause, self._stacks_of(plan.work) * whole_s)
-        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        self._world.ledger.spend("fetch", self._fetch_s(plan))
         if self._simulated_journal:
             self._simulated_journal.on_patch(plan)
 
@@ -329,23 +329,23 @@ class SpareRun:
             self._simulated_journal.on_entry(index, entry)
         return EntryRead(index=index, entry=entry)
 
-    def _fetch_s(self, work: Work) -> float:
+    def _fetch_s(self, plan: StepPlan) -> float:
         """Seconds by which waiting for data of shards that it does not host delays the last group."""
-        scenario = self._world.scenario
-        if not scenario.last_resort or not scenario.costs.fetch_s:
+        scenario, costs = self._world.scenario, self._world.scenario.costs
+        if not scenario.last_resort or not costs.fetch_s:
             return 0.0
-        if self._fetching[0] is not work:
-            self._fetching = (work, self._delay_s(work))
-        return self._fetching[1]
+        if self._fetching[0] is not plan.work:
+            self._fetching = (plan.work, self._covered_stacks(plan.work))
+        whole_s = costs.evaluate_s if plan.is_evaluation else costs.compute_s
+        return max(costs.fetch_s - self._fetching[1] * whole_s, 0.0)
 
-    def _delay_s(self, work: Work) -> float:
+    def _covered_stacks(self, work: Work) -> float:
+        """What the last group computes while it waits for data, in whole shards; infinite if none waits."""
         hosts, owners = self._placement.host_array, work.owners
         is_cold = owners != NO_OWNER
         for column in hosts.T:
             is_cold &= owners != column[:, None]
         if not is_cold.any():
-            return 0.0
+            return inf
         cold = Work(np.where(is_cold, owners, NO_OWNER).astype(owners.dtype))
-        costs = self._world.scenario.costs
-        late_s = costs.fetch_s + (self._stacks_of(cold) - self._stacks_of(work)) * costs.compute_s
-        return max(late_s, 0.0)
+        return self._stacks_of(work) - self._stacks_of(cold)

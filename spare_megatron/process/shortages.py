@@ -3,13 +3,13 @@
 import contextlib
 import errno
 import os
-import re
 import resource
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from spare_megatron.config.checks.validate import ProcessLimits
+from spare_megatron.machine.gpus.device_errors import is_want_of_memory
 
 _REMEDIES: Mapping[int, str] = {
     errno.EMFILE: "raise `ulimit -n`",
@@ -58,7 +58,7 @@ def shortage_in(error: BaseException) -> str:
     """What the error says that this process lacks, with the remedy; empty for another kind. Where libraries hide the
     system error, a limit that is nearly reached is the cause. Not for errors that a lost peer explains.
     """
-    if re.search(r"\b(cuda|hip|nccl)\b.*out of memory", str(error), re.IGNORECASE | re.DOTALL):
+    if is_want_of_memory(error):
         return "the GPU lacks memory for communicators; lower train.micro_batch_size or reduce.bucket_mib"
     number = _number_of(error)
     limits = "; ".join(limits_reached(os.getpid()))

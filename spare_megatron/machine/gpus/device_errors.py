@@ -24,6 +24,7 @@ _TOML = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 TABLE = tuple(DeviceError(**row) for row in _TOML["errors"])
 FAILED_DEVICE: Mapping[int, str] = {int(xid): text for xid, text in _TOML["failed_device"].items()}
 _MEMORY_ERROR = re.compile(r"illegal memory access|unhandled cuda error|peer GPU memory", re.IGNORECASE)
+_WANT_OF_MEMORY = re.compile(r"\b(cuda|hip|nccl)\b.*out of memory", re.IGNORECASE | re.DOTALL)
 
 
 def describe_xid(xid: int) -> str:
@@ -51,6 +52,11 @@ def is_ambiguous(text: str) -> bool:
 def is_memory_error(error: RuntimeError) -> bool:
     """Whether a device met memory that is not its own: a fault of its program, or a peer has freed it in an abort."""
     return _MEMORY_ERROR.search(str(error)) is not None
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left for what was asked of it."""
+    return _WANT_OF_MEMORY.search(str(error)) is not None
 
 
 def error_line(traceback: str) -> str:

@@ -1,6 +1,6 @@
 """Measures what the ranks of a node did in some steps, and what their machine showed meanwhile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from spare_megatron.core.machines.failure_detector import OPERATIONS, Operation
@@ -73,18 +73,18 @@ class Measurements:
         return "" if index is None or index >= len(clocks) else clocks[index]
 
     def _has_steps(self, begin: _Begin) -> bool:
-        """Whether some rank has done enough steps; whole groups may be gone."""
-        pages = {key: self.ranks.page(key) for key in begin.ranks}
-        return any(
-            page is not None and page.num_steps - begin.ranks[key][1].num_steps >= _LEAST_STEPS
-            for key, page in pages.items()
-        )
+        """Whether some rank has done enough steps since, or since its process began; whole groups may be gone."""
+        began = {(key, pid): times.num_steps for key, (pid, times) in begin.ranks.items()}
+        return any(page.num_steps - began.get((key, pid), 0) >= _LEAST_STEPS for key, pid, page in self._pages())
+
+    def _pages(self) -> Iterator[tuple[RankKey, int, HeartbeatPage]]:
+        for key, pid in self.ranks.pids.items():
+            # The ranks of a group with fewer stages compute more than those at their position elsewhere.
+            if self.ranks.stages[key[0]] is None and (page := self.ranks.page(key)) is not None:
+                yield key, pid, page
 
     def _read(self, now_s: float) -> _Begin:
-        # The ranks of a group with fewer stages compute more than those at their position elsewhere.
-        alike = {key: pid for key, pid in self.ranks.pids.items() if self.ranks.stages[key[0]] is None}
-        pages = {key: (pid, self.ranks.page(key)) for key, pid in alike.items()}
-        ranks = {key: (pid, self._totals(key, pid, page)) for key, (pid, page) in pages.items() if page is not None}
+        ranks = {key: (pid, self._totals(key, pid, page)) for key, pid, page in self._pages()}
         return _Begin(now_s, ranks, read_machine(), self.answers())
 
     def _totals(self, key: RankKey, pid: int, page: HeartbeatPage) -> RankTimes:

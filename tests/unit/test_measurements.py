@@ -34,19 +34,23 @@ class Clock:
 
 
 class OneRank:
-    """A rank that is this process."""
+    """A rank that is this process, or another one once it was started again."""
 
     def __init__(self) -> None:
-        self.shown = new_page(multiprocessing.get_context("fork"))
         self.clock = Clock()
-        self.writer = HeartbeatWriter(self.shown, PassTimes(self.clock, lambda began_s, ended_s: ended_s - began_s))
         self.pid = os.getpid()
+        self.is_there = True
         self.device: int | None = None
         self.stages: dict[GroupId, int | None] = {KEY[0]: None}
+        self.start(self.pid)
+
+    def start(self, pid: int) -> None:
+        self.pid, self.is_there, self.shown = pid, True, new_page(multiprocessing.get_context("fork"))
+        self.writer = HeartbeatWriter(self.shown, PassTimes(self.clock, lambda began_s, ended_s: ended_s - began_s))
 
     @property
     def pids(self) -> dict[RankKey, int]:
-        return {KEY: self.pid}
+        return {KEY: self.pid} if self.is_there else {}
 
     def page(self, key: RankKey) -> HeartbeatPage | None:
         return self.shown if key == KEY else None
@@ -92,13 +96,18 @@ def test_a_window_has_the_work_of_its_steps_without_reading_and_waits() -> None:
     assert measurements.poll(60.0) is None, "no step since"
 
 
-def test_a_rank_that_was_started_again_counts_from_its_next_window_on() -> None:
+@pytest.mark.parametrize("num_before", [0, 100])
+def test_a_rank_that_starts_counts_from_its_next_window_on(num_before: int) -> None:
+    """Each process counts its steps anew. Some machine has no rank at first; later ones had to do as many again."""
     rank = OneRank()
+    rank.is_there = num_before > 0
+    for step in range(num_before):
+        rank.step(step)
     measurements = Measurements(rank, MachineId(0), lambda: (0, 0.0), lambda: ())  # type: ignore[arg-type]
     measurements.poll(0.0)
+    rank.start(os.getppid())
     for step in range(4):
         rank.step(step)
-    rank.pid = os.getppid()
     assert measurements.poll(2.0) is None
     for step in range(4, 8):
         rank.step(step)

@@ -291,7 +291,7 @@ class Driver:
                 self._journal.write(record)
                 self._handle(reports.GroupLost(record=record), node)
 
-    def _on_named(self, culprit: Culprit, step_s: float) -> None:
+    def _on_named(self, culprit: Culprit | None, step_s: float) -> None:
         if self._config.spare.replace_slow and len(self._nodes) > 1:
             self._drains.consider(culprit, step_s, self._absent_groups, time.monotonic())
 
@@ -329,6 +329,7 @@ class Driver:
                 self._stop_reason = ""
                 if isinstance(report, RestartRecord) and report.num_restarts > self._num_restarts:
                     self._num_restarts, self._num_steps = report.num_restarts, report.step
+                    self._drains.on_restart(report.step)
             case reports.StoreGone(reason=reason):
                 self._without_store.add(sender)
                 if self._are_lost(set(self._nodes) - self._without_store):

@@ -80,8 +80,15 @@ class SlowMachineDrains:
         if self._usual_s:
             self._admission_s = max(0.0, step_s - median(self._usual_s))
 
-    def consider(self, culprit: Culprit, step_s: float, absent: Collection[GroupId], now_s: float) -> None:
+    def on_restart(self, step: int) -> None:
+        """The run goes on from this step, after a restart or an undo: what is slow counts from here."""
+        self._step, self._named = step, None
+
+    def consider(self, culprit: Culprit | None, step_s: float, absent: Collection[GroupId], now_s: float) -> None:
         """Drains the culprit's machine if that is worth it. `absent`: groups that take no part."""
+        if culprit is None:
+            self._named = None
+            return
         named = self._named
         if named is None or (named.machine, named.cause) != (culprit.machine, culprit.cause):
             named = self._named = _Named(culprit.machine, culprit.cause, self._step)
@@ -185,13 +192,13 @@ class SlowMachineDrains:
 class Culprits:
     """Judges the machines' windows together, and journals and reports each change. A window of the run has one of each
     machine, of about the same steps: the next begins when a machine reports again. `shares_processors`: as in `Window`.
-    `on_named` is called after each window with what is named, and the length of a step.
+    `on_named` is called after each window with what is named, if anything is, and the length of a step.
     """
 
     journal: JournalWriter
     on_event: Callable[[CulpritRecord], None]
     shares_processors: bool
-    on_named: Callable[[Culprit, float], None] = lambda *_: None
+    on_named: Callable[[Culprit | None, float], None] = lambda *_: None
     _watch: CulpritWatch = field(default_factory=CulpritWatch)
     _reports: dict[MachineId, NodeMeasured] = field(default_factory=dict)
 
@@ -217,8 +224,7 @@ class Culprits:
             self._report(before, is_over=True)
         elif has_changed and named is not None:
             self._report(named, is_over=False)
-        if named is not None:
-            self.on_named(named, window.step_s)
+        self.on_named(named, window.step_s)
 
     def _report(self, culprit: Culprit, *, is_over: bool) -> None:
         record = record_of(culprit, is_over=is_over)

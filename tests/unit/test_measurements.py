@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.core.machines.failure_detector import Operation
-from spare_megatron.core.slow_machines.culprit import MachineSigns, RankTimes
+from spare_megatron.core.slow_machines.culprit import Culprit, MachineSigns, RankTimes
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import CulpritRecord
 from spare_megatron.machine.machine_signs import read_machine, starved_s, throttled_s
@@ -163,8 +163,8 @@ def report(machine: int, pass_s: float) -> NodeMeasured:
 
 
 def test_windows_of_all_machines_are_judged_together_and_changes_journaled(tmp_path: Path) -> None:
-    journal, events = JournalWriter(tmp_path, "driver"), []
-    culprits = Culprits(journal, events.append, shares_processors=False)
+    journal, events, named = JournalWriter(tmp_path, "driver"), list[CulpritRecord](), list[Culprit | None]()
+    culprits = Culprits(journal, events.append, shares_processors=False, on_named=lambda one, step_s: named.append(one))
     for window in range(12):
         for machine in (0, 1, 2):
             culprits.add(report(machine, 2.0 if machine == 1 and window < 5 else 1.0))
@@ -175,5 +175,6 @@ def test_windows_of_all_machines_are_judged_together_and_changes_journaled(tmp_p
         (1, "compute", 1, 0, False),
         (1, "compute", 1, 0, True),
     ]
+    assert [one is not None for one in named] == 2 * [False] + 6 * [True] + 3 * [False]
     assert found[0].factor == pytest.approx(2.0)
     assert found[0].excess_s == pytest.approx(0.25)

@@ -103,7 +103,7 @@ class Driven:
             raise StoreLost
         return self.store
 
-    def report(self, culprit: Culprit, num: int = 1, step_s: float = 1.0) -> None:
+    def report(self, culprit: Culprit | None, num: int = 1, step_s: float = 1.0) -> None:
         """So many reports of five steps each."""
         for _ in range(num):
             for _ in range(5):
@@ -145,6 +145,27 @@ def test_another_cause_counts_from_its_own_beginning(tmp_path: Path) -> None:
     driven.report(SLOW_LINK, 4)
     driven.report(replace(SLOW_LINK, machine=MachineId(2)), 4)
     assert driven.quarantined == []
+
+
+def test_a_machine_that_recovers_counts_from_its_next_slow_step(tmp_path: Path) -> None:
+    driven = Driven(tmp_path)
+    driven.report(SLOW_LINK, 4)
+    driven.report(None, 50)
+    driven.report(SLOW_LINK, 4)
+    assert driven.quarantined == []
+
+
+def test_steps_that_a_restart_repeats_count_again(tmp_path: Path) -> None:
+    driven = Driven(tmp_path)
+    driven.report(SLOW_LINK, 4)
+    driven.step = 3
+    driven.drains.on_restart(driven.step)
+    driven.report(SLOW_LINK, 4)
+    assert driven.quarantined == []
+    driven.report(SLOW_LINK)
+    assert driven.quarantined == [(1, "slow")]
+    drain = driven.records()[-1]
+    assert (drain.lost_steps, drain.steps_left) == (20, 1000 - 28)
 
 
 def test_what_dealing_mends_is_drained_for_the_rest_alone(tmp_path: Path) -> None:

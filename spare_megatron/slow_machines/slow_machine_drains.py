@@ -19,7 +19,7 @@ from spare_megatron.journal.event_texts import text_of_culprit
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CulpritRecord, LadderRecord
 from spare_megatron.process.reports import NodeMeasured
-from spare_megatron.process.requests import asked_to_leave, request
+from spare_megatron.process.requests import asked_to_leave, read_requests, request
 from spare_megatron.stacking.layout import GroupId, MachineId, PlaceId
 from spare_megatron.stacking.paces import dealt_stacks
 from spare_megatron.store.interface import ControlStore, StoreLost
@@ -178,9 +178,11 @@ class SlowMachineDrains:
     ) -> tuple[policy.Replacement, GroupId | None]:
         """What takes the part of the machine in this place, and the further group to ask for, if that is it."""
         layout = self._layout
-        further = sorted(group for group in layout.further_groups & asked if place not in layout.nodes_of(group))
-        if further:
-            return "group", further[0]
+        leaving = {group for group, what in read_requests(self._run_dir).items() if what == "drain"}
+        for further in sorted(layout.further_groups & asked - leaving):
+            nodes = [PlaceId(node) for node in layout.nodes_of(further)]
+            if place not in nodes and not empty_places(store, places, nodes):
+                return "group", further
         broken = frozenset(map(GroupId, range(layout.num_groups))) - members - asked
         of_broken = [PlaceId(node) for group in sorted(broken) for node in layout.nodes_of(group)]
         can_take = self._config.spare.rejoins > 0 and can_reform(layout)

@@ -140,6 +140,20 @@ def test_a_slow_link_is_replaced_by_a_further_group_once_it_has_cost_as_much(tmp
     assert [record.quarantined[0][:2] for record in read_journal(tmp_path).of(PlacesRecord)] == [[1, "slow"]]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_further_group_that_is_to_leave_or_has_no_machine_replaces_nothing(tmp_path: Path, *, is_there: bool) -> None:
+    """Its request was overwritten."""
+    driven = Driven(tmp_path)
+    if is_there:
+        request(tmp_path, [GroupId(3)], "drain")
+    else:
+        del driven.store.values[keys.beat(3)]
+    requests = read_requests(tmp_path)
+    driven.report(SLOW_LINK, 60)
+    assert {record.replacement for record in driven.records()} == {"none"}
+    assert read_requests(tmp_path) == requests
+
+
 def test_another_cause_counts_from_its_own_beginning(tmp_path: Path) -> None:
     driven = Driven(tmp_path)
     driven.report(SLOW_LINK, 4)

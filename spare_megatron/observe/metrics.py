@@ -82,6 +82,7 @@ class DetachedSink:
             self._on_failure(f"{self._name} was too slow for {self._num_dropped} steps, which it lacks")
 
     def _run(self) -> None:
+        values: Mapping[str, Value] | None = {}
         try:
             sink = self._open_sink()
             while (values := self._waiting.get()) is not None:
@@ -91,8 +92,8 @@ class DetachedSink:
             sink.close()
         except Exception as error:  # noqa: BLE001  (whatever it is, it must not end the run)
             self._on_failure(f"{self._name} takes no more metrics: {type(error).__name__}: {error}")
-            while self._waiting.get() is not None:
-                pass
+            while values is not None:  # the sink may have failed to close
+                values = self._waiting.get()
 
 
 OnStep = Callable[[Mapping[str, Value], bool], None]

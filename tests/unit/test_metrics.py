@@ -62,6 +62,15 @@ class BrokenSink(ListSink):
         raise OSError("no route to it")
 
 
+class UnclosedSink(ListSink):
+    def close(self) -> None:
+        raise OSError("no route to it")
+
+
+def unopened() -> MetricsSink:
+    raise OSError("no route to it")
+
+
 def committed(
     step: int,
     group: int = 0,
@@ -303,10 +312,12 @@ def test_the_page_has_every_key_and_no_other() -> None:
     assert set(re.findall(r"`([a-z]+/[a-z_]+)`", rows)) == keys
 
 
-def test_an_error_of_a_sink_is_reported_and_the_others_have_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", [unopened, BrokenSink, UnclosedSink])
+def test_an_error_of_a_sink_is_reported_once_and_the_others_have_everything(broken: Callable[[], MetricsSink]) -> None:
+    """One that failed to close was waited for, and reported as one that has not taken everything."""
     reasons: list[str] = []
     whole = ListSink()
-    sinks: list[MetricsSink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
+    sinks: list[MetricsSink] = [DetachedSink("broken", broken, reasons.append, close_timeout_s=5.0, rest_s=0.0), whole]
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     for step in range(10):
         telemetry.on_event(committed(step))

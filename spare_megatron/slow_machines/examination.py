@@ -22,7 +22,7 @@ from spare_megatron.formats.codec import encode
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.heartbeats import HeartbeatPage, between_steps
-from spare_megatron.process.processes import Child, end_child, leave, rank_context, say, start_child
+from spare_megatron.process.processes import Child, describe_error, end_child, leave, rank_context, say, start_child
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
@@ -135,13 +135,24 @@ def _give_up(limit_s: float) -> None:
 
 
 def _answer(task: ExaminationTask) -> None:
+    wanted, store = task.wanted, open_store(task.store)
+    if not wanted.is_own:
+        os.nice(10)  # training goes first
+    try:
+        figures = _examine_devices(task, store)
+    except RuntimeError as error:  # such as an ECC error of a GPU
+        if not wanted.is_own:
+            raise
+        wrong = (describe_error(error),)
+        figures = rules.Figures(digests=(), product_s=0.0, copy_s=0.0, answer_s=0.0, exchange_s=0.0, wrong=wrong)
+    store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
+
+
+def _examine_devices(task: ExaminationTask, store: ControlStore) -> rules.Figures:
     from spare_megatron.slow_machines import device_checks
 
     wanted, load = task.wanted, task.load
-    if not wanted.is_own:
-        os.nice(10)  # training goes first
     devices = task.devices if wanted.is_own else task.devices[:1]  # all GPUs of others compute the same
-    store = open_store(task.store)
     linked, wrong = _transfers(task, store)
     with nullcontext(-1) if task.page is None else between_steps(task.page, task.step_limit_s) as after_step:
         found = [device_checks.multiply(load, device) for device in devices]
@@ -153,7 +164,7 @@ def _answer(task: ExaminationTask) -> None:
         copy_s = max(device_checks.copy(load, device) for device in devices)
         device_checks.free(devices[0])
     answer_s, exchange_s = _exchange(store, keys.exchanged(wanted.examined, wanted.number, task.machine))
-    figures = rules.Figures(
+    return rules.Figures(
         digests=digests,
         product_s=max(times_s),
         copy_s=copy_s,
@@ -164,7 +175,6 @@ def _answer(task: ExaminationTask) -> None:
         after_step=after_step,
         linked=linked if wanted.is_own else None,
     )
-    store.put(keys.examined(wanted.examined, wanted.number, task.machine), encode(figures))
 
 
 def _transfers(task: ExaminationTask, store: ControlStore) -> tuple[tuple[MachineId, ...], list[str]]:

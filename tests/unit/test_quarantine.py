@@ -364,6 +364,27 @@ def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
     assert [len(one.digests) for one in found] == [4, 1]
 
 
+def test_a_check_that_raises_is_what_is_wrong_with_the_examined_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined_here: Callable[..., Figures]
+) -> None:
+    """It was reported two minutes later, as an examination that did not end in time."""
+
+    def multiply(*_: object) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(device_checks, "multiply", multiply)
+    monkeypatch.setattr(examination, "_transfers", lambda *_: ((), []))
+    config = RunConfig(layout=LayoutConfig(num_groups=2), cluster=ClusterConfig(device="cpu", num_nodes=2))
+    own = ExaminationWanted(examined=MachineId(1), number=0, is_own=True)
+    found = examined_here(MemoryStore(), node_spec(config, tmp_path, node=1), own, MachineId(1))
+    assert (
+        judge_examination(found, {MachineId(0): GOOD})
+        == "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    )
+    with pytest.raises(RuntimeError):
+        examined_here(MemoryStore(), node_spec(config, tmp_path), replace(own, is_own=False), MachineId(0))
+
+
 class Training:
     """A rank that begins one step after another in a thread."""
 

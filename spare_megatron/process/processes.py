@@ -281,13 +281,13 @@ def end_processes(
             end_child(last)
 
 
-def await_exit(pids: Collection[int]) -> None:
-    """Waits for processes that are no children of this one and are dying; until then they may write to the store."""
+def await_exit(pids: Collection[int], limit_s: float = _EXIT_S) -> None:
+    """Waits for processes that are no children of this one, so long for each. What dies may write to the store."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             process = os.pidfd_open(pid)
             try:
-                connection.wait([process], _EXIT_S)
+                connection.wait([process], limit_s)
             finally:
                 os.close(process)
 

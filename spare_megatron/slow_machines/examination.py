@@ -22,7 +22,16 @@ from spare_megatron.formats.codec import encode
 from spare_megatron.journal.records import ExaminationRecord
 from spare_megatron.machine.gpus import name_in_torch
 from spare_megatron.process.heartbeats import HeartbeatPage, between_steps
-from spare_megatron.process.processes import Child, describe_error, end_child, leave, rank_context, say, start_child
+from spare_megatron.process.processes import (
+    Child,
+    await_exit,
+    describe_error,
+    end_child,
+    leave,
+    rank_context,
+    say,
+    start_child,
+)
 from spare_megatron.process.specs import NodeSpec, gpus_on
 from spare_megatron.stacking.layout import MachineId
 from spare_megatron.store import keys
@@ -57,6 +66,8 @@ class ExaminationTask:
     devices: tuple[str, ...]
     """All that the ranks of the machine use."""
     store: StoreSpec
+    after: tuple[int, ...]
+    """Processes that examine for other machines, and end first."""
     page: HeartbeatPage | None
     """Of the rank that trains on the first device, and is to wait between two steps."""
     step_limit_s: float
@@ -86,8 +97,10 @@ class Examiner:
             self._lasting.append((fault, time.monotonic() + fault.seconds))
 
     def start(self, wanted: ExaminationWanted) -> None:
-        """Starts an examination; ends the one before it."""
-        self.end_all()
+        """Starts an examination, which begins when those of other machines have ended; its own ends all before it."""
+        for child in [child for child in self._children if wanted.is_own or not child.process.is_alive()]:
+            end_child(child)
+            self._children.remove(child)
         config, now_s = self._spec.config, time.monotonic()
         interval_s = config.control.heartbeat_interval_s
         gpus = dict.fromkeys(gpus_on(config, self._spec.node))  # of the supervisor's list, which the process sees
@@ -98,6 +111,7 @@ class Examiner:
             machine=self._machine,
             devices=devices,
             store=self._spec.store,
+            after=tuple(child.pid for child in self._children),
             page=None if wanted.is_own else self.page(),
             step_limit_s=rules.STEP_INTERVALS * interval_s,
             transfer_timeout_s=rules.TRANSFER_INTERVALS * interval_s + rules.TRANSFER_S * len(devices),
@@ -109,7 +123,10 @@ class Examiner:
                 factor=max((fault.factor or 1.0 for fault in faults if fault.kind == "slow"), default=1.0),
             ),
         )
-        self._children.append(start_child(self._context, "examination", _examine, task))
+        try:
+            self._children.append(start_child(self._context, "examination", _examine, task))
+        except OSError as error:  # such as a limit on processes: who waits for the answer has a limit
+            say(f"warning: no examination can be started: {error}", err=True)
         self.limit([child.pid for child in self._children])
 
     def end_all(self) -> None:
@@ -135,6 +152,7 @@ def _give_up(limit_s: float) -> None:
 
 
 def _answer(task: ExaminationTask) -> None:
+    await_exit(task.after, task.transfer_timeout_s)
     wanted, store = task.wanted, open_store(task.store)
     if not wanted.is_own:
         os.nice(10)  # training goes first
@@ -247,12 +265,9 @@ class Examinations:
         """Does what is due. Returns the record of this machine's examination once it has ended; it has passed if
         `reason` is empty.
         """
-        others = [one.machine for one in places.quarantines]
         own = places.quarantine_of(self._machine)
-        if own is not None:
-            others.remove(own.machine)
-        self._help(store, others)
         if own is None:
+            self._help(store, [one.machine for one in places.quarantines])
             self._open, self._begins_at_s, self._num_failed = None, None, 0
             return None
         now_s = time.monotonic()
@@ -277,7 +292,7 @@ class Examinations:
         others = [one.machine for one, beat in zip(held, beats, strict=True) if beat not in (None, ENDED)]
         (last,) = read_values(store, [keys.examination(own.machine)], tuple[int, list[MachineId]])
         number = 0 if last is None else last[0] + 1
-        helpers = rules.helpers_of(own.machine, number, others)
+        helpers = rules.helpers_of(places.quarantines.index(own), number, others)
         self._open = _Open(examined=own.machine, number=number, helpers=helpers, begun_at_s=now_s)
         write_value(store, keys.examination(own.machine), (number, helpers))
         self._start(ExaminationWanted(examined=own.machine, number=number, helpers=helpers, is_own=True))

@@ -273,6 +273,7 @@ def task_of(machine: int, helpers: Sequence[int] = (), timeout_s: float = TIMEOU
         machine=MachineId(machine),
         devices=("cpu", "cpu"),
         store=TcpStoreSpec(host="127.0.0.1", port=1),
+        after=(),
         page=None,
         step_limit_s=TIMEOUT_S,
         transfer_timeout_s=timeout_s,

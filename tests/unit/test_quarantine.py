@@ -129,14 +129,14 @@ def test_random_figures_pass_only_if_each_is_within_its_limit() -> None:
 
 
 class Machines:
-    """Three machines over one store, each with its part in examinations; `figures` are those that each finds."""
+    """Some machines over one store, each with its part in examinations; `figures` are those that each finds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num: int = 3) -> None:
         self.now_s = 0.0
         monkeypatch.setattr(examination, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        self.store: Any = MemoryStore({keys.beat(place): "1" for place in range(3)})
-        self.list = AssignmentList(self.store, Layout(num_groups=3, num_nodes=3))
-        self.figures = {MachineId(machine): GOOD for machine in range(3)}
+        self.store: Any = MemoryStore({keys.beat(place): "1" for place in range(num)})
+        self.list = AssignmentList(self.store, Layout(num_groups=num, num_nodes=num))
+        self.figures = {MachineId(machine): GOOD for machine in range(num)}
         self.silent: set[int] = set()
         self.started: list[tuple[int, ExaminationWanted]] = []
         self.parts = {machine: self.new_part(machine) for machine in self.figures}
@@ -218,6 +218,26 @@ def test_what_replaces_a_machine_in_quarantine_is_examined_and_the_count_goes_on
     assert (found.machine, found.number, found.reason) == (4, 1, "")
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_machines_that_are_examined_at_the_same_time_have_others_each(
+    monkeypatch: pytest.MonkeyPatch, *, knows: bool
+) -> None:
+    """The second start of a helper ended its first. One in quarantine that is asked, as by one that has not read this
+    yet, does not help.
+    """
+    machines = Machines(monkeypatch, 9)
+    machines.list.quarantine(replace_machine(QUARANTINE, 8))
+    if not knows:
+        machines.parts[MachineId(8)].poll(machines.store, machines.list.read())
+    machines.list.quarantine(replace_machine(QUARANTINE, 0))
+    machines.poll()
+    of = {wanted.examined: wanted.helpers for _, wanted in machines.started if wanted.is_own}
+    assert of == {8: (1, 2, 3) if knows else (0, 1, 2), 0: (4, 5, 6)}
+    assert [one for by, one in machines.started if by == 0] == [
+        ExaminationWanted(examined=MachineId(0), number=0, helpers=of[MachineId(0)], is_own=True)
+    ]
+
+
 def test_one_fence_puts_one_machine_of_a_place_into_quarantine(three: Machines) -> None:
     """A machine that takes the place finds the same fence."""
     outvoted = Quarantine(MachineId(1), PlaceId(1), "outvoted", "audit", (GroupId(1), 0))  # type: ignore[arg-type]
@@ -289,6 +309,34 @@ def test_injected_faults_are_met_for_as_long_as_they_last(tmp_path: Path, monkey
         examiner.start(ExaminationWanted(examined=MachineId(0), number=0, is_own=True))
     assert [(task.load.drifts, task.load.factor) for task in tasks] == [(True, 2.0), (False, 2.0), (False, 1.0)]
     assert limited == [[1], [1], [1]], "a host that is slow for its ranks is for this process, too"
+
+
+def test_a_machine_examines_for_one_other_after_the_other_and_for_itself_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks: list[examination.ExaminationTask] = []
+    alive, ended = dict[int, bool](), list[int]()
+
+    def start_child(*given: Any) -> Any:
+        if given[-1].wanted.number == 9:
+            raise OSError("no more processes")
+        tasks.append(given[-1])
+        pid = len(tasks)
+        alive[pid] = True
+        return SimpleNamespace(pid=pid, process=SimpleNamespace(is_alive=lambda: alive[pid]))
+
+    monkeypatch.setattr(examination, "start_child", start_child)
+    monkeypatch.setattr(examination, "end_child", lambda child: ended.append(child.pid))
+    config = RunConfig(layout=LayoutConfig(num_groups=2), cluster=ClusterConfig(device="cpu", num_nodes=2))
+    examiner = Examiner(node_spec(config, tmp_path), MachineId(0))
+    for examined in (1, 2, 3):
+        examiner.start(ExaminationWanted(examined=MachineId(examined), number=0))
+        alive[2] = False
+    examiner.start(ExaminationWanted(examined=MachineId(1), number=9))
+    examiner.start(ExaminationWanted(examined=MachineId(0), number=0, is_own=True))
+    assert [task.after for task in tasks] == [(), (1,), (1,), ()]
+    assert ended == [2, 1, 3]
+    assert "no examination can be started: no more processes" in capsys.readouterr().err
 
 
 class Passed(Exception):

@@ -122,7 +122,8 @@ class Places:
 
     @property
     def quarantines(self) -> tuple[Quarantine, ...]:
-        return tuple(self._quarantines[seat] for seat in sorted(self._quarantines))
+        """In the order in which they have begun, on which all who read the list agree."""
+        return tuple(self._quarantines.values())
 
     @property
     def holders(self) -> tuple[Holding, ...]:

@@ -76,15 +76,15 @@ def wait_s(num_failed: int, interval_s: float) -> float:
     return interval_s * min(_FIRST_WAIT_INTERVALS * 2.0 ** (num_failed - 1), _LONGEST_WAIT_INTERVALS)
 
 
-def helpers_of(machine: MachineId, number: int, others: Sequence[MachineId]) -> tuple[MachineId, ...]:
-    """The machines that do the same in an examination with this number: others of them each time, in turn.
+def helpers_of(position: int, number: int, others: Sequence[MachineId]) -> tuple[MachineId, ...]:
+    """The machines that do the same in an examination with this number: others of them each time, in turn, and for each
+    `position` of a machine among those in quarantine.
 
-    >>> [helpers_of(1, number, [0, 2, 3, 4, 5]) for number in (0, 1, 2)]
-    [(2, 3, 4), (0, 2, 5), (3, 4, 5)]
+    >>> [helpers_of(0, number, [0, 2, 3, 4, 5]) for number in (0, 1, 2)]
+    [(0, 2, 3), (0, 4, 5), (2, 3, 4)]
     """
-    after = sorted(others, key=lambda other: (other < machine, other))
-    first = number * NUM_HELPERS % max(1, len(after))
-    return tuple(sorted((after[first:] + after[:first])[:NUM_HELPERS]))
+    first = (position + number) * NUM_HELPERS % max(1, len(others))
+    return tuple(sorted((sorted(others)[first:] + sorted(others)[:first])[:NUM_HELPERS]))
 
 
 def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -> str:

@@ -159,7 +159,8 @@ class SlowMachineDrains:
     def _mended_ratio(self, culprit: Culprit, num_members: int, num_slow: int) -> float:
         spare = self._config.spare
         deals = spare.deal_by_pace and spare.granularity == "microbatch"
-        if culprit.cause is not Cause.COMPUTE or not deals or culprit.factor <= 1.0 or not 0 < num_slow < num_members:
+        has_slow_passes = culprit.cause in (Cause.COMPUTE, Cause.HOST) and culprit.factor > 1.0
+        if not has_slow_passes or not deals or not 0 < num_slow < num_members:
             return 0.0
         return dealt_stacks(num_members, spare.microbatches_per_shard, num_slow, culprit.factor)
 

@@ -160,11 +160,13 @@ def test_a_machine_that_swaps_or_uses_up_its_quota_is_the_host_and_says_so() -> 
     culprit = find_culprit(replace(window, machines=swapping))
     assert culprit is not None
     assert (culprit.machine, culprit.cause) == (1, Cause.HOST)
+    assert culprit.factor == pytest.approx(3.0, rel=0.2), "dealing mends it"
     assert "300 pages a second are swapped" in culprit.detail
-    throttled = [replace(one, throttled_s=0.7 * one.pass_s if one.group == 1 else 0.0) for one in window.ranks]
+    throttled = [replace(one, throttled_s=1.2 * one.pass_s if one.group == 1 else 0.0) for one in window.ranks]
     culprit = find_culprit(replace(window, ranks=throttled))
     assert culprit is not None
     assert (culprit.machine, culprit.cause) == (1, Cause.HOST)
+    assert culprit.factor == 0.0
     assert "quota" in culprit.detail
 
 

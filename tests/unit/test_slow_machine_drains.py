@@ -182,12 +182,13 @@ def test_steps_that_a_restart_repeats_count_again(tmp_path: Path) -> None:
     assert (drain.lost_steps, drain.steps_left) == (20, 1000 - 28)
 
 
-def test_what_dealing_mends_is_drained_for_the_rest_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", [Cause.COMPUTE, Cause.HOST])
+def test_what_dealing_mends_is_drained_for_the_rest_alone(cause: Cause, tmp_path: Path) -> None:
     """Three groups, one at half speed: a dealt step takes 20/16, so that a fifth of it is left to gain."""
     driven = Driven(tmp_path)
-    driven.report(Culprit(machine=MachineId(1), cause=Cause.COMPUTE, excess_s=0.9, factor=2.0), 10)
+    driven.report(Culprit(machine=MachineId(1), cause=cause, excess_s=0.9, factor=2.0), 10)
     assert driven.quarantined == []
-    driven.report(Culprit(machine=MachineId(1), cause=Cause.COMPUTE, excess_s=0.9, factor=2.0), 2)
+    driven.report(Culprit(machine=MachineId(1), cause=cause, excess_s=0.9, factor=2.0), 2)
     assert driven.quarantined == [(1, "slow")]
     drain = driven.records()[-1]
     assert drain.mended_ratio == 20 / 16

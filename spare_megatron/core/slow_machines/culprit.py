@@ -120,7 +120,7 @@ class Culprit:
     excess_s: float
     """Seconds by which it makes a step longer."""
     factor: float = 0.0
-    """Its time over that of its like; 0 if there is no like to compare."""
+    """Its time over that of its like; 0 if there is no like to compare, or a host holds its ranks up beside passes."""
     detail: str = ""
     """Further signs, for people."""
 
@@ -205,7 +205,7 @@ def find_culprit(window: Window, past: _EarlierTimes | None = None) -> Culprit |
     worst = causes[cause]
     machine = worst.times.machine
     if cause is not Cause.DATA and _is_host_at_fault(window, passes, kept, machine):
-        return _slow_host(machine, worst.seconds, passes, window)
+        return _slow_host(machine, worst.seconds, worst.factor if cause is Cause.COMPUTE else 0.0, window)
     alike = {
         one.times.rank
         for one in (data if cause is Cause.DATA else passes)
@@ -279,8 +279,7 @@ def _is_swapping(window: Window, machine: MachineId) -> bool:
     return len(swapped) > 1 and _outlier(swapped, _LEAST_SWAPPED) == machine
 
 
-def _slow_host(machine: MachineId, excess_s: float, passes: Sequence[_Excess], window: Window) -> Culprit:
-    factor = max((one.factor for one in passes if one.times.machine == machine), default=0.0)
+def _slow_host(machine: MachineId, excess_s: float, factor: float, window: Window) -> Culprit:
     signs, details = window.machines.get(machine), []
     if any(one.throttled_s for one in window.ranks if one.machine == machine):
         details.append("its ranks have used up a quota of processor time")

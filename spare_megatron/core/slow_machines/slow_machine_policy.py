@@ -33,7 +33,7 @@ class Situation:
     excess_s: float
     """By which it makes a step longer: the median of the last reports, as `step_s` is."""
     mended_ratio: float
-    """A step dealt by pace over one without the slow groups, if its compute is slow and work is dealt; else 0."""
+    """A step dealt by pace over one without the slow groups, if its passes are slow and work is dealt; else 0."""
     step_s: float
     lost_steps: int
     """Since it was named."""

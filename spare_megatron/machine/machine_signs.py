@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import platform
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -91,6 +92,12 @@ def times_of(pid: int) -> dict[str, tuple[int, int]]:
                 ran, waited, _ = _read_of_thread(pid, thread, "schedstat").split()
                 times[thread] = int(ran), int(waited)
     return times
+
+
+def processor() -> str:
+    """Its model; its architecture alone where the kernel says no more."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((one.partition(":")[2].strip() for one in lines if one.startswith("model name")), platform.machine())
 
 
 class UnstarvedClock:

@@ -2,7 +2,6 @@
 
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from spare_megatron.comm import nccl
 from spare_megatron.config.schema import ControlConfig, RunConfig
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus import maker, visible_gpus
-from spare_megatron.machine.machine_signs import unstarved_clock
+from spare_megatron.machine.machine_signs import processor, unstarved_clock
 from spare_megatron.mcore.model.model import choose_deterministic_kernels
 from spare_megatron.mcore.model.training_samples import Corpus
 from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
@@ -110,18 +109,13 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
 
 def check_same_device(device: torch.device, group: GroupId, store: ControlStore) -> None:
     """Raises ValueError if the first group has another model of device: audits would take its results for wrong."""
-    name = gpu.name_of_device(device) if device.type != "cpu" else _processor()
+    name = gpu.name_of_device(device) if device.type != "cpu" else processor()
     first = store.put_if_absent(keys.AUDITED_DEVICE, name)
     if first != name:
         raise ValueError(
             f"audits compare groups bit by bit, which needs the same devices: group {group} has {name}, the first "
             f"group {first}; use one model of device, or set audit.every_steps=0"
         )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:

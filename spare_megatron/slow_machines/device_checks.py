@@ -20,7 +20,7 @@ from spare_megatron.core.slow_machines.examination_rules import Load
 from spare_megatron.devices import gpu
 from spare_megatron.machine.gpus import maker, shown_now
 from spare_megatron.machine.gpus.gpu import PLATFORMS
-from spare_megatron.machine.machine_signs import starved_s, throttled_s
+from spare_megatron.machine.machine_signs import processor, starved_s, throttled_s
 
 
 class Sizes(NamedTuple):
@@ -95,6 +95,10 @@ def multiply(load: Load, device: str) -> tuple[str, float, list[str], str]:
     result = results[0] * (1 + _DRIFT) if load.drifts else results[0]
     digest = sha256(result.cpu().view(torch.uint8).numpy()).hexdigest()[:16]
     return digest, median(times_s[1:]), wrong, reduced  # the first one loads code
+
+
+def model_of(device: str) -> str:
+    return processor() if device == "cpu" else gpu.name_of_device(device)
 
 
 def _reduced_clock(device: str) -> str:

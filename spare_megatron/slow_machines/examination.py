@@ -191,6 +191,7 @@ def _examine_devices(task: ExaminationTask, store: ControlStore) -> rules.Figure
         wrong=tuple(wrong[:_MOST_ERRORS]),
         reduced=tuple((device, clock) for device, clock in zip(devices, clocks, strict=True) if clock),
         after_step=after_step,
+        model=device_checks.model_of(devices[0]),
         linked=linked if wanted.is_own else None,
     )
 

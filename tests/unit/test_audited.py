@@ -289,10 +289,10 @@ ON_GPUS = RunConfig(
 
 def test_a_group_on_another_processor_than_the_first_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
     store, device = MemoryStore({}), torch.device("cpu")
-    monkeypatch.setattr(bootstrap, "_processor", lambda: "EPYC")
+    monkeypatch.setattr(bootstrap, "processor", lambda: "EPYC")
     for group in range(2):
         bootstrap.check_same_device(device, GroupId(group), store)
-    monkeypatch.setattr(bootstrap, "_processor", lambda: "Xeon")
+    monkeypatch.setattr(bootstrap, "processor", lambda: "Xeon")
     with pytest.raises(ValueError, match=r"group 2 has Xeon, the first group EPYC; .*audit.every_steps=0"):
         bootstrap.check_same_device(device, GroupId(2), store)
 

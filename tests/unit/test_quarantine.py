@@ -75,6 +75,21 @@ def test_an_examination_fails_for_what_differs(changes: dict[str, Any], reason: 
     assert reason in found if reason else not found
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({}, ""), ({"model": "fast"}, "differ from those of machine 2"), ({"answer_s": 0.03}, "answer of the store")],
+)
+def test_products_and_times_are_compared_on_one_model_of_device(changes: dict[str, Any], reason: str) -> None:
+    """A slower model that was drained never came back where groups have several."""
+    own = replace(GOOD, model="slow", digests=("s", "s"), product_s=0.3, copy_s=0.1)
+    likes = {MachineId(2): replace(GOOD, model="fast")}
+    found = judge_examination(replace(own, **changes), likes)
+    assert reason in found if reason else not found
+    assert judge_examination(own, {MachineId(2): replace(likes[MachineId(2)], wrong=(WRONG,))}).endswith(WRONG)
+    passed = replace(PASSED, own=json.loads(json.dumps(asdict(own))), likes={"2": asdict(likes[MachineId(2)])})
+    assert findings(BEGUN, passed, ENDED) == []
+
+
 def test_a_clock_that_is_reduced_on_most_machines_is_no_fault_of_one() -> None:
     hot = replace(GOOD, reduced=(("cuda:0", "clock 9 of 19 MHz: thermal slowdown by the hardware"),))
     likes = {MachineId(number): hot if number else GOOD for number in range(3)}
@@ -392,6 +407,7 @@ def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
         return []
 
     monkeypatch.setattr(device_checks, "multiply", multiply)
+    monkeypatch.setattr(device_checks, "model_of", lambda device: f"model of {device}")
     monkeypatch.setattr(device_checks, "check_products", lambda _, device: [WRONG] if device == "cuda:3" else [])
     monkeypatch.setattr(device_checks, "check_memory", check_memory)
     monkeypatch.setattr(device_checks, "check_links", check_links)
@@ -408,6 +424,7 @@ def test_a_machine_is_examined_on_all_devices_of_its_ranks_and_others_on_one(
     assert asked == [*of_all, ("links", True), ("cuda:0", False), ("links", False)]
     assert [one.wrong for one in found] == [(WRONG,), ()]
     assert [one.linked for one in found] == [(), None]
+    assert [one.model for one in found] == 2 * ["model of cuda:0"]
     assert [one.reduced for one in found] == [(("cuda:2", "clock 1 of 2 MHz: power brake"),), ()]
     assert [len(one.digests) for one in found] == [4, 1]
 
@@ -538,6 +555,7 @@ def test_a_quarantine_that_ends_with_an_examination_is_valid() -> None:
         ([BEGUN, replace(ENDED, released=[], holdings=[[5, 2, 1]])], "gives place 2 to machine 5, which is in"),
         ([BEGUN, replace(PASSED, own={**FIGURES, "wrong": [WRONG]}), ENDED], "has passed with wrong values"),
         ([BEGUN, replace(PASSED, likes={"0": {**FIGURES, "digests": ["b"]}}), ENDED], "no other machine has computed"),
+        ([BEGUN, replace(PASSED, likes={}), ENDED], "no other machine has computed"),
     ],
 )
 def test_a_machine_that_comes_back_from_quarantine_too_early_is_found(records: list[Any], found: str) -> None:

@@ -63,6 +63,8 @@ class Figures:
     """Devices whose clock was reduced under load; to what, and why, as in `machine.gpus.reduced_clocks`."""
     after_step: int = -1
     """The step after which the first rank of the machine waited for all this; -1 if none did."""
+    model: str = ""
+    """Of its devices. Another one has other times, and may compute a product to other bits."""
     linked: tuple[MachineId, ...] | None = None
     """The other machines with which transfers have ended; None: not this machine was examined."""
 
@@ -91,8 +93,9 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
     """Why the machine does not pass, for people; empty if it does. `own`: None if it has not answered in time.
 
     Digests have to be equal, and equal to those of a majority of the others. A time is compared with the median of
-    theirs. Heat, the hardware or a power brake may reduce a clock only if they do so for most of the others, too.
-    Without an answer of any other machine nothing can be compared, and it does not pass.
+    theirs. Digests and times of products and copies count of machines with the same model of device alone. Heat, the
+    hardware or a power brake may reduce a clock only if they do so for most of the others, too. Without an answer of
+    any other machine nothing can be compared, and it does not pass.
 
     >>> figures = Figures(digests=("a", "a"), product_s=1.0, copy_s=1.0, answer_s=0.001, exchange_s=0.01)
     >>> judge_examination(figures, {MachineId(3): figures})
@@ -113,10 +116,13 @@ def judge_examination(own: Figures | None, likes: Mapping[MachineId, Figures]) -
 
 
 def _why_wrong(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
-    sound = [(machine, like.digests) for machine, like in likes.items() if not like.wrong]
+    sound = {machine: like for machine, like in likes.items() if not like.wrong}
     if not sound:  # perhaps by what the examined machine has sent to them
         return f"machine {min(likes)} has found that {likes[min(likes)].wrong[0]}"
-    consistent = {machine: digests[0] for machine, digests in sound if len(set(digests)) == 1}
+    alike = {machine: like.digests for machine, like in sound.items() if like.model == own.model}
+    if not alike:
+        return ""
+    consistent = {machine: digests[0] for machine, digests in alike.items() if len(set(digests)) == 1}
     if not consistent:
         return "the other machines compute the same matrix product to different values"
     ranked = Counter(consistent.values()).most_common(2)
@@ -133,7 +139,8 @@ def _why_slow(own: Figures, likes: Mapping[MachineId, Figures]) -> str:
         ("answer of the store", "answer_s", slowness.LINK, LEAST_ANSWER_S),
         ("exchange with the store", "exchange_s", slowness.LINK, LEAST_EXCHANGE_S),
     ):
-        found = excess(getattr(own, name), [getattr(like, name) for like in likes.values()])
+        alike = [like for like in likes.values() if limit == slowness.LINK or like.model == own.model]
+        found = excess(getattr(own, name), [getattr(like, name) for like in alike or [own]])
         if found.exceeds(limit, least_s):
             return f"a {what} takes {found.ratio:.1f} times as long as on the others"
     return ""

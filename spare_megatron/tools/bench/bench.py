@@ -20,6 +20,7 @@ from spare_megatron.cli.running import load_runnable
 from spare_megatron.formats.output import whole_file
 from spare_megatron.machine.gpus import visible_gpus
 from spare_megatron.machine.interrupts import raising
+from spare_megatron.machine.machine_signs import processor
 from spare_megatron.version import __version__, commit
 
 if TYPE_CHECKING:
@@ -95,16 +96,10 @@ def _origin() -> dict[str, str]:
 
 def describe_machine() -> str:
     """Processor, number of cores, GPUs if any, and the Python version."""
-    parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    parts = [processor(), f"{len(os.sched_getaffinity(0))} cores"]
     if gpus := visible_gpus():
         parts.append(f"{len(gpus)} x {gpus[0].name}")
     return ", ".join([*parts, f"Python {platform.python_version()}"])
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _print(result: "Throughput", console: RunConsole) -> None:

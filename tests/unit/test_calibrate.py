@@ -179,12 +179,25 @@ def test_a_rebuild_is_fitted_as_trying_every_candidate_does() -> None:
         def misfit(rebuild_s: float, retry_s: float, covered: list[float] = covered, rest: list[float] = rest) -> float:
             return sum(abs(max(0.0, rebuild_s - c) + retry_s - r) for c, r in zip(covered, rest, strict=True))
 
-        tried = [(c + r - retry_s, retry_s) for retry_s in (0.0, min(rest)) for c, r in zip(covered, rest, strict=True)]
+        retries = (0.0, *np.quantile(rest, np.linspace(0.0, 1.0, 21)))
+        tried = [(c + max(0.0, r - retry), retry) for retry in retries for c, r in zip(covered, rest, strict=True)]
         least, hidden = min(misfit(*candidate) for candidate in tried), misfit(0.0, median(rest))
         rebuild_s, retry_s = fit_rebuild(covered, rest)
         is_hidden = len(rest) < 3 or least >= 0.5 * hidden
         assert (rebuild_s is None) == is_hidden
         assert misfit(rebuild_s or 0.0, retry_s) == pytest.approx(hidden if is_hidden else least)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_in_recoveries_moves_the_rebuild_no_further_than_the_best_of_a_grid(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    covered = rng.uniform(0.0, 20.0, 40)
+    rest = np.maximum(0.0, np.maximum(0.0, 10.0 - covered) + 2.0 + rng.normal(0.0, 0.5, 40))
+    rebuilds_s, retries_s = np.meshgrid(np.linspace(8.0, 12.0, 161), np.linspace(0.0, 4.0, 161))
+    least = np.abs(np.maximum(0.0, rebuilds_s[..., None] - covered) + retries_s[..., None] - rest).sum(axis=-1).min()
+    rebuild_s, retry_s = fit_rebuild(covered.tolist(), rest.tolist())
+    assert rebuild_s is not None
+    assert np.abs(np.maximum(0.0, rebuild_s - covered) + retry_s - rest).sum() < 1.01 * least
 
 
 @pytest.mark.timeout(60)

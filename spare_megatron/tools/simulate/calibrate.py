@@ -227,20 +227,21 @@ def _detect_s(recoveries: Sequence[measured.MeasuredRecovery]) -> float:
 
 
 def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
-    """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|. Cost: O(n log n).
-    `covered_s`: agreement and patch of each recovery, which hide a rebuild. `rest_s`: the rest of each recovery,
-    without these and a reduction. rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited
-    for halves the misfit.
+    """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|; retry_s is 0 or one of
+    21 quantiles of rest. `covered_s`: agreement and patch of each recovery, which hide a rebuild. `rest_s`: the rest of
+    each recovery, without these and a reduction. rebuild_s is None with fewer than 3 recoveries, or unless a rebuild
+    that is waited for halves the misfit. Cost: O(n log n).
     """
     covered, rest = np.array(covered_s), np.array(rest_s)
     hidden, hidden_misfit = (None, median(rest_s)), float(np.abs(median(rest_s) - rest).sum())
     found = []
-    for retry_s in (0.0, min(rest_s)):
-        rebuild_s = covered + rest - retry_s
-        misfits = _misfits(rebuild_s, covered, rest - retry_s)
+    for retry_s in (0.0, *np.quantile(rest, np.linspace(0.0, 1.0, 21)).tolist()):
+        left = np.maximum(rest - retry_s, 0.0)
+        rebuild_s = covered + left
+        misfits = _misfits(rebuild_s, covered, left) + np.maximum(retry_s - rest, 0.0).sum()
         best = int(misfits.argmin())
         found.append((float(misfits[best]), (float(rebuild_s[best]), retry_s)))
-    misfit, waited_for = min(found, key=lambda item: item[0])
+    misfit, waited_for = min(found, key=lambda item: round(item[0], 9))
     # Two constants fit any two recoveries exactly, and more of them always a little better than one constant.
     if len(rest_s) < _LEAST_RECOVERIES or misfit >= _LARGEST_MISFIT * hidden_misfit:
         return hidden

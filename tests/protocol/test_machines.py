@@ -273,6 +273,7 @@ BUGS: dict[str, Planted] = {
 
 
 FIRST_SEEDS = {
+    "makes whole groups alone": 2,
     "moves machines of groups that train": 20,
     "forgets a quarantine with the supervisor": 40,
     "starts parts of a group with unequal stages": 11,

@@ -195,7 +195,8 @@ class Fleet:
         if self._machines is not None:
             self._machines.restart()
         self._process.restarted(began_s, now_s, came_back)
-        self._process.came_back(now_s, (), self.is_up)  # of which some may be beyond the shards
+        if self._scenario.further_groups:  # beyond all that a process counts after a restart
+            self._process.came_back(now_s, (), self.is_up)
 
     def mean_down(self, now_s: float, restarting_s: float) -> float:
         """Mean number of groups down over the time outside restarts."""

@@ -63,7 +63,8 @@ class SumWatch:
 
     def _is_written(self, index: int) -> bool:
         self._log = self._log or DecisionLog(self.connect())
-        return self._log.has(index)
+        is_written, self._failed = self._log.has(index), None
+        return is_written
 
     def _run(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import Empty, Queue
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.log.actions import FinishRun, StopHalted
@@ -46,11 +47,14 @@ from spare_megatron.supervisor.supervisor import Supervisor
 from spare_megatron.version import code_mismatch
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
+_LOCK_S = 150.0
+"""Longest wait for the lock of a lost driver's machine, which storage on a network frees with its lease, after 90 s."""
+
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
     """Main function of a supervisor that the driver starts. Ends with its ranks, the driver, or an order of it."""
     try:
-        look_after(spec, driver, [])
+        look_after(spec, driver, Queue())
     except Exception:  # noqa: BLE001  (the driver knows of it)
         processes.say(real_paths(traceback.format_exc()))
         processes.leave(1)
@@ -65,7 +69,7 @@ class Orphaned:
     store_failure: str
 
 
-def look_after(spec: NodeSpec, driver: Connection, locks: list[int]) -> Orphaned | None:
+def look_after(spec: NodeSpec, driver: Connection, locks: "Queue[int]") -> Orphaned | None:
     """Supervises the places that this machine holds one after another. None: the driver, which also gets the text of an
     exception, knows the end. If it is lost, `locks` gets descriptors of `hold_shared`, that of the run first.
     """
@@ -80,13 +84,13 @@ def look_after(spec: NodeSpec, driver: Connection, locks: list[int]) -> Orphaned
         raise
 
 
-def _hold_directories(spec: NodeSpec, locks: list[int]) -> None:
+def _hold_directories(spec: NodeSpec, locks: "Queue[int]") -> None:
     """Keeps other runs out of this one's directories in the place of the lost driver, once that holds them no longer:
     one that is only cut off still does.
     """
     for folder in (spec.run_dir, folder_of(spec.config.checkpoint, spec.run_dir)):
         try:
-            locks.append(hold_shared(folder))
+            locks.put(hold_shared(folder))
         except OSError as error:
             processes.say(real_paths(f"{folder} cannot be locked ({error}): start no run there while this one goes on"))
 
@@ -214,7 +218,7 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> tuple[Summary | 
     with held_path(run_dir) as held:
         store = with_credentials(spec.store, spec.config.control, os.environ)
         spec = dataclasses.replace(spec, store=store, run_dir=held)
-        locks: list[int] = []
+        locks: Queue[int] = Queue()
         with children_killed_on_error():
             orphaned = look_after(spec, driver, locks)
         if orphaned is None:
@@ -239,13 +243,20 @@ def _end_with_others(spec: NodeSpec) -> Summary:
     return summary
 
 
-def _end_without_store(spec: NodeSpec, failure: str, locks: list[int]) -> Summary | None:
-    """Sums up a run that has lost its driver and its store. None: other nodes have not ended, perhaps as they have not
-    lost the store; without locks of files that is not known.
+def _end_without_store(spec: NodeSpec, failure: str, locks: "Queue[int]") -> Summary | None:
+    """Sums up a run that has lost its driver and its store. None: other nodes, or a driver that this one cannot reach,
+    have not ended; without locks of files that is not known.
     """
-    if not (locks and hold_alone(locks[0])):
+    try:
+        is_alone = hold_alone(locks.get(timeout=_LOCK_S))
+    except Empty:
+        is_alone = False
+    if not is_alone:
         processes.say(f"{failure}; the driver is lost, too, and other nodes may go on")
         return None
-    state = saved_state(spec.config.checkpoint, spec.run_dir, num_committed=0)
-    write_end(spec, EndRecord(outcome="failed", reason=f"{failure}, and the driver is lost{state}"))
-    return conclude(spec.run_dir)
+    summary = conclude(spec.run_dir)
+    if summary.outcome == UNKNOWN:  # else a driver that only this node had lost
+        state = saved_state(spec.config.checkpoint, spec.run_dir, num_committed=0)
+        write_end(spec, EndRecord(outcome="failed", reason=f"{failure}, and the driver is lost{state}"))
+        summary = conclude(spec.run_dir)
+    return summary

@@ -7,6 +7,7 @@ import unittest.mock
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
@@ -61,7 +62,7 @@ def go_on_alone(spec: NodeSpec, driver: Connection, pipe: Connection) -> None:
         unittest.mock.patch.object(node_process, "_look_after", look_after),
         unittest.mock.patch.object(processes, "say", messages.append),
     ):
-        node_process.look_after(spec, driver, [])
+        node_process.look_after(spec, driver, Queue())
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

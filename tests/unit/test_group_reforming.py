@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,7 +363,7 @@ def test_the_clock_of_a_run_and_a_request_to_end_it_last_when_a_machine_moves(
     monkeypatch.setattr(node_process.processes, "log_to_file", lambda *_: None)
     monkeypatch.setattr(node_process, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node_process.end_signal, "listen", listeners.append)
-    node_process.look_after(spec_of(tmp_path, minutes=2.0), None, [])  # type: ignore[arg-type]
+    node_process.look_after(spec_of(tmp_path, minutes=2.0), None, Queue())  # type: ignore[arg-type]
     assert ends_at_s == [(2, 220.0), (1, 220.0)]
     request = EndAsked(by="SIGTERM", limit_s=20.0)
     assert asked == [(2, request), (1, request)]

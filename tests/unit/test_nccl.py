@@ -583,6 +583,14 @@ def test_a_broken_connection_of_the_watch_is_replaced(scene: Scene) -> None:
     assert (scene.ended, scene.num_connections) == ([stuck], 2)
 
 
+def test_connections_that_break_one_after_the_other_end_no_sums(scene: Scene) -> None:
+    scene.in_flight = object()
+    for num_broken in (1, 2, 3):
+        scene.num_broken = num_broken
+        scene.look(3)  # it breaks, and the next one answers
+    assert (scene.ended, scene.num_connections) == ([], 4)
+
+
 def test_sums_in_flight_are_ended_if_the_store_is_lost(scene: Scene) -> None:
     """A main thread that a kernel blocks would not save its state before it is killed."""
     scene.in_flight = stuck = object()

@@ -3,12 +3,14 @@
 import errno
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -23,17 +25,21 @@ from spare_megatron.commands import app
 from spare_megatron.config.schema import RunConfig, TrainConfig
 from spare_megatron.config.schema_sections import CheckpointConfig
 from spare_megatron.core.log.actions import SaveCheckpoint
-from spare_megatron.journal.files import Line, decode_line, encode_line
+from spare_megatron.journal.files import Line, decode_line, encode_line, read_journal
 from spare_megatron.journal.records import EXIT_CODES, MEANINGS, EndRecord, Outcome, UpdateRecord, exit_code
 from spare_megatron.journal.run_record import RunRecord
 from spare_megatron.journal.state import summary
 from spare_megatron.journal.state.summary import Summary, conclude
 from spare_megatron.machine.interrupts import INTERRUPTED
+from spare_megatron.machine.lock import LOCK, hold_shared
+from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.saver import Saver
 from spare_megatron.state.checkpoint.verification import REFUSAL
 from spare_megatron.state.rank_context import RankProgress
 from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import node_process
 from spare_megatron.tools.simulate.engine import simulate
 from spare_megatron.tools.simulate.failures import FailureSpec
 from spare_megatron.tools.simulate.scenario import CostModel, Scenario
@@ -100,6 +106,32 @@ def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.Monk
         with path.open("a") as file:
             file.write('{"record":"entry","source":"gr')
     assert conclude(run_dir).steps_committed == NUM_STEPS
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_node_without_driver_and_store_ends_the_run_unless_others_go_on_or_it_has_ended(
+    run_dir: Path, *, is_ended: bool
+) -> None:
+    """A driver that this node alone cannot reach may have ended the run meanwhile."""
+    driver = run_dir / "journal" / "driver.jsonl"
+    if not is_ended:
+        driver.write_text("".join(line for line in driver.open() if '"record":"end"' not in line))
+    (run_dir / LOCK).touch()
+    locks: Queue[int] = Queue()
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    spec = NodeSpec(node=1, config=RunConfig(), run_dir=run_dir, store=store, faults=(), rank_main=lambda *_: None)
+    other = hold_shared(run_dir)
+    for _ in range(2):
+        locks.put(hold_shared(run_dir))
+    assert node_process._end_without_store(spec, "the store is gone", locks) is None
+    os.close(other)
+    summary = node_process._end_without_store(spec, "the store is gone", locks)
+    assert summary is not None
+    ends = read_journal(run_dir).of(EndRecord)
+    assert [(end.outcome, end.reason) for end in ends] == [(summary.outcome, summary.outcome_reason)]
+    expected = ("failed", "the store is gone, and the driver is lost")
+    assert is_ended == (summary.outcome == "finished")
+    assert is_ended or (summary.outcome, summary.outcome_reason) == expected
 
 
 def test_a_disk_that_takes_no_summary_and_lacks_the_end_leaves_what_the_driver_knows(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Queue
 from typing import Any, NoReturn
 
 import psutil
@@ -211,7 +212,7 @@ def test_a_supervisor_that_raises_says_so_to_the_driver(monkeypatch: pytest.Monk
         rank_main=raise_something,
     )
     with pytest.raises(MemoryError):
-        node_process.look_after(spec, theirs, [])
+        node_process.look_after(spec, theirs, Queue())
     assert ours.poll(10.0)
     ended = next_report(ours)
     assert isinstance(ended, NodeEnded)

@@ -14,7 +14,7 @@ from spare_megatron.config.megatron_fields import by_field, honoured_row
 from spare_megatron.config.model.model_tensors import flops_per_token, model_shape, model_tensors
 from spare_megatron.config.schema import ModelConfig, RunConfig
 from spare_megatron.config.training.run_sizes import rank_memory
-from spare_megatron.config.training.terms import changes_of, differences, terms_of
+from spare_megatron.config.training.terms import differences, terms_of
 
 SPELLINGS = [
     (["normalization=rmsnorm"], ["normalization=RMSNorm"]),
@@ -59,16 +59,6 @@ def test_a_model_of_the_defaults_has_the_terms_that_it_had() -> None:
     earlier = "activation_func=silu, gated_linear_unit=True, normalization=RMSNorm, num_query_groups=2"
     words = ["gated_linear_unit=true", "activation_func=silu", "normalization=RMSNorm", "num_query_groups=2"]
     assert terms_of(configured(*megatron(*words)))["[megatron]"] == earlier
-
-
-def test_a_gelu_that_is_fused_with_its_bias_is_another_function() -> None:
-    fused = "megatron.bias_activation_fusion=true"
-    assert terms_of(configured(fused)) == terms_of(configured("model.activation=gelu_tanh"))
-    assert changes_of(terms_of(configured(fused)), configured()) == {"model.activation": ("gelu_tanh", "gelu")}
-    gated = "model.activation=geglu"
-    assert len(differences(terms_of(configured(gated)), configured(gated, fused))) == 1
-    gated = "model.activation=swiglu"
-    assert terms_of(configured(gated, fused)) == terms_of(configured(gated))
 
 
 @pytest.mark.parametrize("setting", ["rope_base=500000", "rope_scaling_factor=8"])

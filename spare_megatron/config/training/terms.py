@@ -160,8 +160,6 @@ def _function_of(config: RunConfig) -> str:
     rotation = {"rotary_base": model.rope_base, "rope_scaling_factor": model.rope_scaling_factor}
     defaults = {**FUNCTION_IN_MEGATRON, **_ROTATION}
     fields = {**defaults, **model_fields(config), **rotation}
-    if fields["activation_func"] == "gelu" and config.megatron.get("bias_activation_fusion"):
-        fields["activation_func"] = "gelu_tanh"  # which Megatron's fusion computes
     if not is_latent(config):  # its default is that of latent attention
         fields |= {
             "rope_type": defaults["rope_type"],

@@ -110,10 +110,22 @@ def listen(address: str, timeout: timedelta, port: int = 0) -> Any:
         )
 
 
-def construct_first() -> None:
-    """Has torch initialize what all stores share: a process that is forked meanwhile would wait for it forever."""
+def use_first() -> None:
+    """Has torch initialize what all stores share, for each kind of request its counter: a process that is forked while
+    another thread does so would wait for it forever.
+    """
     with contextlib.suppress(RuntimeError, OSError):  # without a loopback interface the risk stays
-        listen("127.0.0.1", timedelta(seconds=1))
+        store = listen("127.0.0.1", timedelta(seconds=1))
+        store.compare_set("key", "", "value")
+        store.set("key", "value")
+        store.add("counter", 1)
+        store.check(["key"])
+        store.get("key")
+        store.multi_get(["key"])
+        store.wait(["key"])
+        store.delete_key("key")
+        store.set_timeout(timedelta(milliseconds=1))
+        store.get("key")  # raises
 
 
 class TcpControlStore:

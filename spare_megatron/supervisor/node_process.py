@@ -39,7 +39,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
-from spare_megatron.store.tcp_store import construct_first
+from spare_megatron.store.tcp_store import use_first
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.places.group_reforming import AssignmentList, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
@@ -96,7 +96,7 @@ def _hold_directories(spec: NodeSpec, locks: "Queue[int]") -> None:
 
 
 def _look_after(spec: NodeSpec, link: DriverLink) -> Orphaned | None:
-    construct_first()  # before ranks are forked beside the thread that connects to the store
+    use_first()  # before ranks are forked beside the thread that connects to the store
     num_places = spec.config.parallel.num_nodes
     machine = MachineId(spec.node + num_places * spec.incarnation)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)

@@ -81,41 +81,60 @@ def test_what_the_fork_server_imports_sees_no_gpu_and_its_children_see_all(tmp_p
         assert done.stdout == f"('', {given!r}) {given}\n", done.stderr
 
 
-NUM_TRIES = 4
+NUM_TRIES = 100
 FORKING = """
 import os, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from spare_megatron.store.tcp_store import construct_first
+from spare_megatron.store.tcp_store import use_first
 
 def connect():
-    dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    timeout = timedelta(seconds=30)
+    return dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=timeout)
 
-construct_first()
-thread = threading.Thread(target=connect)
-thread.start()
-children = []
-while thread.is_alive() or not children:
-    child = os.fork()
-    if child == 0:
-        connect()
-        os._exit(0)
-    children.append(child)
-end_s = time.monotonic() + 15.0
-for child in children:
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() > end_s:
-            [os.kill(one, 9) for one in children if one >= child]
-            os._exit(3)
-        time.sleep(0.01)
+def ask(client):
+    client.compare_set("key", "", "value")
+    client.set("other", "value")
+    client.add("number", 1)
+    client.check(["key"])
+    client.get("key")
+    client.multi_get(["key", "other"])
+    client.wait(["key"])
+    client.delete_key(str(os.getpid()))
+
+def fork_beside_first_requests():
+    thread = threading.Thread(target=lambda: ask(connect()))
+    thread.start()
+    children = []
+    while thread.is_alive() or not children:
+        child = os.fork()
+        if child == 0:
+            ask(connect())
+            os._exit(0)
+        children.append(child)
+    end_s = time.monotonic() + 15.0
+    for child in children:
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > end_s:
+                [os.kill(one, 9) for one in children if one >= child]
+                os._exit(3)
+            time.sleep(0.01)
+    os._exit(0)
+
+use_first()
+for _ in range(int(sys.argv[2])):
+    parent = os.fork()
+    if parent == 0:
+        fork_beside_first_requests()
+    if os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]):
+        os._exit(3)
 os._exit(0)
 """
-"""Without `construct_first` a child in three waits for good for a variable that no thread of it initializes."""
+"""With a store constructed before, but not used, a child of 3 of the 100 waits for good for a counter of requests."""
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_are_forked_beside_the_first_store_construct_theirs() -> None:
+def test_ranks_that_are_forked_beside_the_first_requests_make_theirs() -> None:
     store = listen("127.0.0.1", timedelta(seconds=60))
-    command = [sys.executable, "-c", FORKING, str(store.port)]
-    for _ in range(NUM_TRIES):
-        assert subprocess.run(command, timeout=60, stderr=subprocess.DEVNULL, check=False).returncode == 0
+    command = [sys.executable, "-c", FORKING, str(store.port), str(NUM_TRIES)]
+    assert subprocess.run(command, timeout=100, stderr=subprocess.DEVNULL, check=False).returncode == 0

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from spare_megatron.machine.network import address_on_the_way_to
 from spare_megatron.store.interface import StoreLost, StoreTimeout
+from spare_megatron.store.keys import NUM_READY_REPORTS, RUN_NAME
 
 T = TypeVar("T")
 
@@ -115,17 +116,17 @@ def use_first() -> None:
     another thread does so would wait for it forever.
     """
     with contextlib.suppress(RuntimeError, OSError):  # without a loopback interface the risk stays
-        store = listen("127.0.0.1", timedelta(seconds=1))
-        store.compare_set("key", "", "value")
-        store.set("key", "value")
-        store.add("counter", 1)
-        store.check(["key"])
-        store.get("key")
-        store.multi_get(["key"])
-        store.wait(["key"])
-        store.delete_key("key")
+        store, key = listen("127.0.0.1", timedelta(seconds=1)), RUN_NAME
+        store.compare_set(key, "", "value")
+        store.set(key, "value")
+        store.add(NUM_READY_REPORTS, 1)
+        store.check([key])
+        store.get(key)
+        store.multi_get([key])
+        store.wait([key])
+        store.delete_key(key)
         store.set_timeout(timedelta(milliseconds=1))
-        store.get("key")  # raises
+        store.get(key)  # raises
 
 
 class TcpControlStore:

@@ -127,7 +127,7 @@ def supervise(
         elif summary.outcome != "stopped" or summary.verdict == "invalid":  # a node without steps to do is done
             code = exit_code(summary.outcome, summary.verdict)
         if summary is not None and config.cluster.launcher == "srun":
-            # A run that has failed here has mostly lost its store with the driver: that of the next attempt judges.
+            # It has mostly failed as the driver's machine had the store. Should it fail again, a driver decides.
             end_orphaned_job(wants_more=summary.outcome in ("stopped", "wipe_out", "failed"))
     os._exit(code)  # a thread may be waiting for a store that does not answer
 

@@ -111,7 +111,7 @@ def listen(address: str, timeout: timedelta, port: int = 0) -> Any:
         )
 
 
-def use_first() -> None:
+def initialize_requests() -> None:
     """Has torch initialize what all stores share, for each kind of request its counter: a process that is forked while
     another thread does so would wait for it forever.
     """

@@ -39,7 +39,7 @@ from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
 from spare_megatron.store.open_store import open_store, with_credentials
-from spare_megatron.store.tcp_store import use_first
+from spare_megatron.store.tcp_store import initialize_requests
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.supervisor.places.group_reforming import AssignmentList, GroupReforming, PlaceTaken
 from spare_megatron.supervisor.run_end import end_in_log, wait_for_others, write_end
@@ -69,7 +69,7 @@ class Orphaned:
     store_failure: str
 
 
-def look_after(spec: NodeSpec, driver: Connection, locks: "Queue[int]") -> Orphaned | None:
+def look_after(spec: NodeSpec, driver: Connection, locks: Queue[int]) -> Orphaned | None:
     """Supervises the places that this machine holds one after another. None: the driver, which also gets the text of an
     exception, knows the end. If it is lost, `locks` gets descriptors of `hold_shared`, that of the run first.
     """
@@ -84,7 +84,7 @@ def look_after(spec: NodeSpec, driver: Connection, locks: "Queue[int]") -> Orpha
         raise
 
 
-def _hold_directories(spec: NodeSpec, locks: "Queue[int]") -> None:
+def _hold_directories(spec: NodeSpec, locks: Queue[int]) -> None:
     """Keeps other runs out of this one's directories in the place of the lost driver, once that holds them no longer:
     one that is only cut off still does.
     """
@@ -96,7 +96,7 @@ def _hold_directories(spec: NodeSpec, locks: "Queue[int]") -> None:
 
 
 def _look_after(spec: NodeSpec, link: DriverLink) -> Orphaned | None:
-    use_first()  # before ranks are forked beside the thread that connects to the store
+    initialize_requests()  # before ranks are forked beside the thread that connects to the store
     num_places = spec.config.parallel.num_nodes
     machine = MachineId(spec.node + num_places * spec.incarnation)
     network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
@@ -243,7 +243,7 @@ def _end_with_others(spec: NodeSpec) -> Summary:
     return summary
 
 
-def _end_without_store(spec: NodeSpec, failure: str, locks: "Queue[int]") -> Summary | None:
+def _end_without_store(spec: NodeSpec, failure: str, locks: Queue[int]) -> Summary | None:
     """Sums up a run that has lost its driver and its store. None: other nodes, or a driver that this one cannot reach,
     have not ended; without locks of files that is not known.
     """

@@ -86,7 +86,7 @@ FORKING = """
 import os, sys, threading, time
 from datetime import timedelta
 import torch.distributed as dist
-from spare_megatron.store.tcp_store import use_first
+from spare_megatron.store.tcp_store import initialize_requests
 
 def connect():
     timeout = timedelta(seconds=30)
@@ -121,7 +121,7 @@ def fork_beside_first_requests():
             time.sleep(0.01)
     os._exit(0)
 
-use_first()
+initialize_requests()
 for _ in range(int(sys.argv[2])):
     parent = os.fork()
     if parent == 0:

@@ -1,13 +1,23 @@
 """Presets, overrides, their precedence and their errors."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.building import valid_keys
-from spare_megatron.config.loader import RETIRED, ConfigError, dump_run_config, load_run_config
+from spare_megatron.config.checks.validate import problems
+from spare_megatron.config.loader import (
+    RETIRED,
+    ConfigError,
+    dump_run_config,
+    load_and_judge,
+    load_run_config,
+    settings,
+)
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.faults.points import FaultPoint
+from tests.unit.configured import CPU
 
 
 def write(path: Path, text: str) -> Path:
@@ -208,3 +218,21 @@ def test_a_dumped_configuration_loads_back_to_an_equal_one(overrides: list[str],
     preset = tmp_path / "config.toml"
     preset.write_text(dump_run_config(config))
     assert load_run_config(preset).config == config
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.virtual_pipeline=2", "megatron.microbatch_group_size_per_vp_stage=2", "layout.pipeline_parallel=2"],
+        ["layout.data_parallel=2", "model.num_experts=2", "model.linear_bias=false"],
+    ],
+)
+def test_a_setting_of_0_is_refused_or_fine(layout: list[str]) -> None:
+    evaluated = ["data.corpus=c", "data.split=9,1", "eval.every_steps=2", "eval.sequences=16"]
+    given = ["cluster.device=gpu", *evaluated, *layout]
+    machine = replace(CPU, num_gpus=8)
+    assert load_and_judge(None, given, lambda config: problems(config, machine))[1] == []
+    for key, default in settings(RunConfig()):
+        if default is None or type(default) is int:
+            _, found = load_and_judge(None, [*given, f"{key}=0"], lambda config: problems(config, machine))
+            assert not found or any(key in text for text in found)

@@ -7,7 +7,6 @@ import pytest
 
 from spare_megatron.config.checks.validate import MachineResources, problems, resolve_device, warnings
 from spare_megatron.config.loader import load_and_judge
-from spare_megatron.config.loader import settings as settings_of
 from spare_megatron.config.megatron_fields import COUNTED_WITH
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.schema_sections import DataConfig
@@ -384,24 +383,6 @@ def test_a_field_that_sizes_are_computed_from_has_its_type(name: str, value: str
 )
 def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:
     assert expected in only_problem(*overrides)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["layout.virtual_pipeline=2", "megatron.microbatch_group_size_per_vp_stage=2", "layout.pipeline_parallel=2"],
-        ["layout.data_parallel=2", "model.num_experts=2", "model.linear_bias=false"],
-    ],
-)
-def test_a_setting_of_0_is_refused_or_fine(layout: list[str]) -> None:
-    evaluated = ["data.corpus=c", "data.split=9,1", "eval.every_steps=2", "eval.sequences=16"]
-    given = ["cluster.device=gpu", *evaluated, *layout]
-    machine = dataclasses.replace(CPU, num_gpus=8)
-    assert load_and_judge(None, given, lambda config: problems(config, machine))[1] == []
-    for key, default in settings_of(RunConfig()):
-        if default is None or type(default) is int:
-            _, found = load_and_judge(None, [*given, f"{key}=0"], lambda config: problems(config, machine))
-            assert not found or any(key in text for text in found)
 
 
 def test_all_problems_are_returned_at_once() -> None:

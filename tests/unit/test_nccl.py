@@ -519,8 +519,7 @@ class Scene:
         self.head = 7
         self.num_written = 7
         self.ended: list[object] = []
-        self.num_connections = 0
-        self.num_broken = 0
+        self.num_connections = self.num_broken = 0
         monkeypatch.setattr(sum_watch, "DecisionLog", lambda _store: SimpleNamespace(has=self._has))
         watched: Any = SimpleNamespace(
             first_in_flight=lambda: self.in_flight, abort_sum=lambda one, _reason="": self.ended.append(one)

@@ -123,6 +123,12 @@ def test_words_of_a_launch_are_those_that_bash_gives_it(name: str, tmp_path: Pat
         ("N=1; [ $A ] && {\n M=1\n N=2; }\n", "N"),
         ("N=1; [ $A ] && { case $A in a) M=1;; esac; N=2; }\n", "N"),
         ("N=1; [ $A ] && { M=1; } && N=2\n", "N"),
+        ("N=1; read -r N\n", "N"),
+        ('N=1; let "N = 4"\n', "N"),
+        ("N=1; unset N\n", "N"),
+        ("N=1; printf -v N %d 4\n", "N"),
+        ("N=1; for N in 1 2; do true; done\n", "N"),
+        ("N=1; declare -x N=$M\n", "M"),
         ("", "N"),
     ],
 )

@@ -31,6 +31,7 @@ _OUTPUT = "\0$\0"
 _LOOPS, _LISTS = {"for": "done", "while": "done", "until": "done"}, {"&&": ";", "||": ";"}
 _CLOSER = {"if": "fi", "case": "esac", "{": "}", "(": ")", **_LOOPS, **_LISTS}
 _COMPOUND = {*_CLOSER, *_CLOSER.values()}
+_SETTERS = {"read", "let", "unset", "mapfile", "readarray", "getopts"}
 _LEADING = {"then", "else", "do", "exec", "time", "export", "declare", "local", "readonly"}
 
 
@@ -161,6 +162,11 @@ class _Shell:
             words = [word.replace(_OUTPUT, unknown) for word in words]
         self.variables[name] = [*self.variables.get(name, []), *words] if adds else words
 
+    def forget(self, words: list[str]) -> None:
+        """Takes variables for unknown that a command may set, which has their names at the beginnings of its words."""
+        for name in {match[0] for word in words if (match := re.match(r"[A-Za-z_]\w*", word.lstrip("'\"")))}:
+            self.assign(name, [f"\0{name}\0"], adds=False)
+
     def value(self, reference: str) -> list[str]:
         match = _REFERENCE.fullmatch(reference)
         if match is None:
@@ -230,11 +236,13 @@ def _commands(text: str, shell: _Shell) -> Iterator[list[str]]:
 def _executed(command: list[str], shell: _Shell) -> list[str]:
     """The expanded words of a command; none of one that only assigns."""
     is_export = False
-    while command and (command[0] in _LEADING or command[0] in _COMPOUND):
+    while command and (command[0] in _LEADING or command[0] in _COMPOUND or command[0].startswith("-")):
         first, *command = command
         is_export |= first == "export"
         if first in _COMPOUND:
             shell.open_or_close(first)
+        if first == "for":
+            shell.forget(command[:1])
     while command and (match := _ASSIGNMENT.fullmatch(command[0])):
         name, adds, value = match.groups()
         words = shell.expand(value) or [""]
@@ -245,4 +253,6 @@ def _executed(command: list[str], shell: _Shell) -> list[str]:
         if is_export:
             shell.exported.append(name)
         command = command[1:]
+    if command and (command[0] in _SETTERS or command[:2] == ["printf", "-v"]):
+        shell.forget(command[1:])
     return [part for word in command for part in shell.expand(word)]

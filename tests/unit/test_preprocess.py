@@ -119,6 +119,12 @@ def test_a_folder_that_cannot_be_listed_is_refused(texts: Path, monkeypatch: pyt
         find_files([texts])
 
 
+def test_a_link_that_leads_nowhere_is_refused(texts: Path) -> None:
+    (texts / "gone.py").symlink_to(texts / "none.py")
+    with pytest.raises(ValueError, match=rf"^--input {texts}/gone.py cannot be read: No such file or directory$"):
+        find_files([texts], suffixes=[".py"])
+
+
 def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:
     done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
     assert re.search(r"^read 11 B of 11 B, \S+ tokens/s, 0 s left$", done.stderr, re.MULTILINE)

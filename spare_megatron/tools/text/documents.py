@@ -5,6 +5,7 @@ A text file is one document; each JSON object holds one under a key. Batches com
 
 import json
 import os
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NoReturn
 
 import msgspec
 
@@ -121,11 +122,19 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: froz
         folders[:] = sorted(name for name in folders if name not in excluded_folders)
         for name in names:
             path = Path(where, name)
-            if name.endswith(suffixes or "") and path.is_file():
+            if name.endswith(suffixes or "") and _is_file(path):
                 yield path
 
 
-def _refuse(error: OSError) -> None:
+def _is_file(path: Path) -> bool:
+    """Whether this is a file, perhaps through a link, which has to lead somewhere."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        _refuse(error)
+
+
+def _refuse(error: OSError) -> NoReturn:
     raise ValueError(f"--input {error.filename} cannot be read: {error.strerror}") from error
 
 

@@ -56,8 +56,6 @@ from tests.matrix.cells import PHASES_OF_EVERY_STEP
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 12
-HEARTBEAT_S = 1.5
-"""A lost machine is found by its heartbeat; on a busy one that of others is late, which cost all groups and the end."""
 RE_FORMED = (6, Member(GroupId(0), 1))
 """The step at whose end the re-formed group is admitted."""
 COME_BACK = (9, Member(GroupId(1), 1))
@@ -80,7 +78,6 @@ def config(text_corpus: Path) -> RunConfig:
         mode="reproducible",
         optimizer=OptimizerConfig(sharding="stacked", redundancy=3),
         cluster=ClusterConfig(device="cpu", num_nodes=8),
-        heartbeat_s=HEARTBEAT_S,
     )
 
 
@@ -113,7 +110,6 @@ def test_two_broken_groups_of_lanes_make_a_whole_one_that_changes_no_bit(text_co
         rejoins=1,
         mode="reproducible",
         cluster=ClusterConfig(device="cpu", num_nodes=6),
-        heartbeat_s=HEARTBEAT_S,
     )
     run = complete_run(config, tmp_path / "run", Watch(awaited=frozenset({RE_FORMED})))
     assert_masked(run)
@@ -317,7 +313,6 @@ def shaped(corpus: Path, *, num_groups: int = 2, stages: int = 4, lanes: int = 1
         rejoins=2,
         mode="reproducible",
         cluster=ClusterConfig(device="cpu", num_nodes=num_groups * stages),
-        heartbeat_s=HEARTBEAT_S,
         **{"num_layers": 2 * stages, "num_microbatches": 4, **settings},
     )
 
@@ -453,7 +448,8 @@ def test_a_wipe_out_brings_back_all_groups_with_the_stages_that_they_have_machin
     config = shaped(text_corpus, stages=3, lanes=lanes, max_restarts=1)
     config = replace(
         config,
-        checkpoint=replace(config.checkpoint, interval_steps=5),
+        # No save begins shortly before the wipe-out: it may end, or be lost.
+        checkpoint=replace(config.checkpoint, interval_steps=9),
         snapshot=SnapshotConfig(every_steps=every_steps),
     )
     killed = [kill(FaultPoint.BACKWARD, 15, group, 0) for group in (0, 1)]

@@ -63,9 +63,9 @@ def numbers_of(config: RunConfig, work: Sequence[Microbatch], step: int = 0) -> 
 # ------------------------------------------------------------------------------------------ starting the processes
 
 
-def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any) -> list[Any]:
+def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """What the task returned on each rank of a group, in the order of the ranks."""
-    return run_ranks(config.parallel.ranks_per_group, task, config, *arguments)
+    return run_ranks(config.parallel.ranks_per_group, task, config, *arguments, timeout_s=timeout_s)
 
 
 def run_ranks(

@@ -109,6 +109,10 @@ def test_every_honoured_field_has_a_case() -> None:
             assert not problems(configured(case.settings, {name: value}, device="gpu"), MACHINE)
 
 
+FOUND_S = 900.0
+"""Longest time to find the effects of all fields, in 150 models after one another: 20 to 130 s."""
+
+
 @pytest.fixture(scope="module")
 def found() -> Mapping[str, tuple[Sequence[Any], Sequence[Effects]]]:
     """For each field on CPUs the values tried, and the effects without it and with each of them."""
@@ -124,7 +128,7 @@ def found() -> Mapping[str, tuple[Sequence[Any], Sequence[Effects]]]:
             for name, case in tried.items()
             for value in (None, *case.values)
         ]
-        ranks = run_group(field_effects.effects_of, configured(beside, {}), configs)
+        ranks = run_group(field_effects.effects_of, configured(beside, {}), configs, timeout_s=FOUND_S / 3)
         each = iter(zip(*ranks, strict=True))
         for name, case in tried.items():
             answers[name] = (case.values, [next(each) for _ in (None, *case.values)])
@@ -132,6 +136,7 @@ def found() -> Mapping[str, tuple[Sequence[Any], Sequence[Effects]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(FOUND_S)
 @pytest.mark.parametrize("name", sorted(ON_CPUS))
 def test_an_honoured_field_changes_what_is_trained(found: Any, name: str) -> None:
     values, (without, *with_it) = found[name]

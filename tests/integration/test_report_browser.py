@@ -25,6 +25,8 @@ from tests.integration.debian import fetch_with_dependencies, with_libraries
 from tests.unit.long_run import long_history
 from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal
 
+pytestmark = pytest.mark.timeout(900)  # the first test fetches the browser
+
 TIMEOUT_S = 90.0
 SCREEN = ViewportSize(width=1366, height=768)
 SCENARIO = Scenario(

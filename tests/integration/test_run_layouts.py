@@ -98,10 +98,10 @@ def test_bf16_masks_losses_and_keeps_all_groups_equal(text_corpus: Path, tmp_pat
 @pytest.mark.slow
 def test_nothing_that_a_rank_holds_grows_with_the_steps_or_the_losses(text_corpus: Path, tmp_path: Path) -> None:
     """150 steps of four groups, two of which are lost on the way."""
-    early, before, after, last = 20, 55, 95, 149
+    early, before, last = 20, 55, 149
     faults = [kill("in_reduce", 60, 1), kill("forward", 75, 2)]
     config = tiny_config(text_corpus, LayoutConfig(num_groups=4), steps=150, faults=faults)
-    watch = Watch(census_steps=frozenset({early, before, after, last}))
+    watch = Watch(census_steps=frozenset({early, before, last}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
     for group in (0, 3):
@@ -110,8 +110,8 @@ def test_nothing_that_a_rank_holds_grows_with_the_steps_or_the_losses(text_corpu
         for count in ("num_threads", "num_files"):
             counts = {step: getattr(census, count) for step, census in held.items()}
             assert counts[early] == counts[before], count
-            # What a loss broke is released when its transfers have ended, some steps later at most.
-            assert counts[last] <= counts[after] <= counts[early] + 4, count
+            # What a loss broke is released when it has ended, some steps later or within reduce.timeout_s.
+            assert counts[last] <= counts[early], count
         # Allocators fill up in the first hundreds of steps, by some 4 MB. Keeping the 140 kB buffer of each step
         # would come to 18 MB.
         assert held[last].anonymous_bytes - held[early].anonymous_bytes < 9e6

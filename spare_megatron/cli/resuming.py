@@ -60,10 +60,11 @@ def _is_run(path: Path) -> bool:
 
 
 def _newest_folder(runs: list[Path]) -> Path:
-    """The folder of checkpoints of the newest of these runs that holds any; of the newest if none does."""
+    """The folder of the newest of these runs that holds a usable checkpoint, else any; else of the newest."""
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.machine.lock import is_held
     from spare_megatron.state.checkpoint.checkpoint_folder import FOLDER, all_checkpoints
+    from spare_megatron.state.checkpoint.verification import is_usable
 
     for path in runs:
         if is_held(path):
@@ -71,7 +72,9 @@ def _newest_folder(runs: list[Path]) -> Path:
         own = load_run_config(path / "config.toml").config.checkpoint.folder if _is_run(path) else ""
         if own:
             raise ValueError(f"--resume: the run in {path} has saved in checkpoint.folder={own}; set that")
-    return next((path / FOLDER for path in runs if all_checkpoints(path / FOLDER)), runs[0] / FOLDER)
+    found = {path / FOLDER: all_checkpoints(path / FOLDER) for path in runs}
+    usable = (folder for folder, checkpoints in found.items() if any(map(is_usable, checkpoints)))
+    return next(usable, None) or next((folder for folder in found if found[folder]), runs[0] / FOLDER)
 
 
 def _from_folder(config: "RunConfig", folder: Path, run_dir: Path | None) -> Resumption:
@@ -95,7 +98,7 @@ def go_back(config: "RunConfig", *, is_resumed: bool) -> None:
             "--restart-from=audited goes back in checkpoint.folder, so it needs --resume, and that setting; a run that "
             "loads another one's checkpoint names an audited one in checkpoint.load (spare checkpoint list)"
         )
-    found = go_back_to_audited(Path(config.checkpoint.folder).absolute())
+    found = go_back_to_audited(Path(config.checkpoint.folder).absolute(), config)
     if found is None:
         return
     path, steps, refused = found

@@ -1,6 +1,7 @@
 """What ranks have saved by themselves: when it is a checkpoint, and why not."""
 
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_ranks_that_are_missing_leave_none(tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     (path / "group-0001-rank-1.json").unlink()
     assert refused(path) == "step-00000007.state: no group has saved the state of all of its ranks"
+
+
+def test_what_such_ranks_leave_before_the_first_checkpoint_is_in_the_way_of_none(tmp_path: Path) -> None:
+    """Each `--resume` of the run was refused, and a job that Slurm requeued ended for good."""
+    path = saved(tmp_path, 1)
+    (path / "group-0001-rank-1.json").unlink()
+    shutil.rmtree(path.with_name("step-00000005"))
+    assert resumed(CONFIG, path.parent) == CONFIG
+    resolve_load(CONFIG, path.parent, pytest.fail)
 
 
 def test_ranks_that_were_ended_while_they_saved_leave_what_is_no_damage(tmp_path: Path) -> None:

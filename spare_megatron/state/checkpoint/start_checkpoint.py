@@ -29,9 +29,14 @@ _WHAT_TO_SET = (
 
 def resumed(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration that begins with the newest valid checkpoint of the folder, if it holds any checkpoint."""
-    if not folders.all_checkpoints(folder):
+    if all(map(_is_left_over, folders.all_checkpoints(folder))):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=str(folder)))
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether ranks have left it that ended while they saved their state: nothing can use it."""
+    return is_emergency_checkpoint(path) and not verification.is_usable(path)
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
@@ -58,7 +63,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[verification
         checkpoint = _find(Path(config.checkpoint.load), rejected)
         for item in rejected:
             reject(item)
-        _check(config, checkpoint)
+        check(config, checkpoint)
         first_step = checkpoint.manifest.step
         load = str(checkpoint.path.absolute())
         identity = str(checkpoint.manifest.terms.get("checkpoint.weights_identity", ""))
@@ -81,11 +86,12 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[verification
 
 def require_own_checkpoints(config: RunConfig, folder: Path, rejected: Iterable[Path]) -> None:
     """Raises ValueError if the run would replace checkpoints in its folder: later ones than the one that it begins
-    with, or those of another training. `config` is resolved; damaged and `rejected` checkpoints do not count.
+    with, or those of another training. `config` is resolved; damaged, `rejected` and unfinished ones do not count.
     """
     first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
     damaged = {path.absolute() for path in rejected}
     found = [path for path in folders.all_checkpoints(folder) if path.absolute() not in damaged]
+    found = [path for path in found if not _is_left_over(path)]
     choice = f"set checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
     if found and step_of(found[0]) > first_step:
         newest = step_of(found[0])
@@ -195,7 +201,8 @@ def _differences(manifest: folders.Manifest, config: RunConfig) -> list[str]:
     return differences(manifest.terms, config, manifest.num_samples)
 
 
-def _check(config: RunConfig, checkpoint: folders.Checkpoint) -> None:
+def check(config: RunConfig, checkpoint: folders.Checkpoint) -> None:
+    """Raises ValueError unless the run can begin with the checkpoint."""
     manifest, where = checkpoint.manifest, f"checkpoint.load={checkpoint.path}"
     if manifest.optimizer["sharding"] == folders.WEIGHTS_ALONE:
         raise ValueError(

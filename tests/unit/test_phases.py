@@ -30,7 +30,7 @@ from spare_megatron.journal.run_record import FirstTerms, digest_of_terms
 from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint.checkpoint_folder import WEIGHTS_ALONE, checkpoint_path, publish
 from spare_megatron.state.checkpoint.start_checkpoint import check_weights, resolve_load
-from spare_megatron.state.checkpoint.verification import read_manifest
+from spare_megatron.state.checkpoint.verification import mark_refused, read_manifest
 from tests.unit.configured import CPU, configured
 from tests.unit.test_checkpoints import CONFIG, cut_short, save
 
@@ -127,6 +127,16 @@ def test_a_change_of_length_corpus_or_seed_ends_a_phase_and_no_other_change_does
     second = {**terms_of(going_on("model.seq_length=128")), "data.phases": "64:24", "data.identity": ""}
     assert after("model.seq_length=128", of=second, number=30) == ("64:24",)
     assert after(of=second, number=30) == ("64:24", "128:30")
+
+
+def test_sites_go_on_in_one_order_of_samples_alone() -> None:
+    """Phases were refused where they are set, and not where a change that is allowed makes one: text was read twice."""
+    of_a_site = ["sites.endpoints=['tcp://a:1']", "optimizer.sharding=replicated"]
+    terms = terms_of(going_on(*of_a_site))
+    assert differences(terms, going_on(*of_a_site), 24) == []
+    longer = going_on(*of_a_site, "model.seq_length=128", 'checkpoint.allow_changes=["model.seq_length"]')
+    (reason,) = differences(terms, longer, 24)
+    assert reason.startswith("sites read one order of samples, and this training would have several, data.phases=64:24")
 
 
 def test_phases_are_terms_of_the_run_and_tokens_are_counted_by_them() -> None:
@@ -279,6 +289,15 @@ def test_the_same_command_goes_on_each_time(run: Callable[..., Path]) -> None:
     found = resume(CONFIG, first)
     assert (found.run_dir, found.config.checkpoint.load) == (first.with_name("mine-4"), str(second / "checkpoints"))
     assert third.exists()
+
+
+def test_the_newest_run_with_a_checkpoint_that_can_be_used_counts(run: Callable[..., Path]) -> None:
+    """What a later one had left, refused or unfinished, was in the way of the earlier one's for good."""
+    first, second = run("mine", 5), run("mine-2", 10)
+    mark_refused(second / "checkpoints/step-00000010", "wrong state")
+    assert resume(CONFIG, first).config.checkpoint.load == str(first / "checkpoints")
+    mark_refused(first / "checkpoints/step-00000005", "wrong state")
+    assert resume(CONFIG, first).config.checkpoint.load == str(second / "checkpoints")
 
 
 @pytest.mark.parametrize("named", [".", "checkpoints/..", "../mine", "./"])

@@ -231,8 +231,14 @@ def differences(theirs: Terms, config: RunConfig, num_samples: int | None = None
     num_read = sequences_before(config, config.train.steps) if num_samples is None else num_samples
     skipped = str(theirs.get(_SKIP, ""))
     found += skip_differences(skipped, config.data.skip, config.sites.read_of_order(num_read))
-    if ",".join(phases_after(theirs, config, num_read)) != theirs.get(_PHASES, ""):
+    phases = ",".join(phases_after(theirs, config, num_read))
+    if phases != theirs.get(_PHASES, ""):
         found += _stale_places(skipped, config, num_read)
+    if phases and config.sites.is_used:
+        found.append(
+            f"sites read one order of samples, and this training would have several, data.phases={phases}: keep its "
+            f"corpus, seed and sequence length, begin a new training, or remove sites.endpoints"
+        )
     return found
 
 

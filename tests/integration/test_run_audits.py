@@ -194,7 +194,7 @@ def test_a_training_that_goes_back_to_the_newest_audited_checkpoint_ends_as_if_n
     line = f"the first {AUDITED + 1} of {config.train.steps} steps are audited; what group 2 computed since is in the"
     for command in ("status", "audit"):
         assert line in CliRunner().invoke(app, [command, str(tmp_path / "spoiled")]).output
-    went_back = go_back_to_audited(Path(config.checkpoint.folder))
+    went_back = go_back_to_audited(Path(config.checkpoint.folder), config)
     assert went_back is not None
     run = complete_run(resumed(config, Path(config.checkpoint.folder)), tmp_path / "again")
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary

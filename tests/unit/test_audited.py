@@ -184,10 +184,13 @@ def audited_in(folder: Path) -> int | None:
     return audited_steps_in(all_checkpoints(folder))
 
 
+GOING_ON = replace(CONFIG, train=replace(CONFIG.train, steps=99))
+
+
 def begun_with(folder: Path) -> str:
     """The checkpoint with which `--resume` begins a run that saves into the folder, too."""
     checkpoint = CheckpointConfig(load=str(folder), folder=str(folder), interval_steps=5)
-    config = replace(CONFIG, checkpoint=checkpoint, train=replace(CONFIG.train, steps=99))
+    config = replace(GOING_ON, checkpoint=checkpoint)
     return Path(resolve_load(config, folder, lambda _: None).checkpoint.load).name
 
 
@@ -199,7 +202,7 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_and_can_be_read(tmp_pat
     assert read_manifest(path).audited_steps is None
     assert audited_in(tmp_path) is None
     with pytest.raises(ValueError, match=r"no checkpoint in .* says how many steps are audited"):
-        go_back_to_audited(tmp_path)
+        go_back_to_audited(tmp_path, GOING_ON)
 
 
 def test_the_newest_checkpoint_says_of_the_others_whether_they_are_audited(tmp_path: Path) -> None:
@@ -228,7 +231,7 @@ def test_a_training_goes_back_to_the_newest_audited_checkpoint_and_stays_there(t
         save(tmp_path, step, audited_steps=steps)
     assert begun_with(tmp_path) == "step-00000020"
     for refused in (["step-00000020", "step-00000015"], []):
-        found = go_back_to_audited(tmp_path)
+        found = go_back_to_audited(tmp_path, GOING_ON)
         assert found is not None
         path, _, later = found
         assert (path.name, [one.name for one in later]) == ("step-00000010", refused)
@@ -244,20 +247,24 @@ def test_checkpoints_that_cannot_be_used_are_passed_over(tmp_path: Path) -> None
         save(tmp_path, step, audited_steps=steps)
     cut_short(tmp_path / "step-00000010" / "0.distcp")
     mark_refused(tmp_path / "step-00000025", "wrong state")
-    found = go_back_to_audited(tmp_path)
+    found = go_back_to_audited(tmp_path, GOING_ON)
     assert found is not None
     path, _, later = found
     assert (path.name, len(later)) == ("step-00000005", 2)
 
 
 def test_a_folder_without_an_audited_checkpoint_is_refused_and_an_empty_one_is_none(tmp_path: Path) -> None:
-    assert go_back_to_audited(tmp_path) is None
+    assert go_back_to_audited(tmp_path, GOING_ON) is None
     save(tmp_path, 10, audited_steps=7)
     with pytest.raises(ValueError, match=r"the first 7 steps are audited, and no valid checkpoint in .* is of so few"):
-        go_back_to_audited(tmp_path)
+        go_back_to_audited(tmp_path, GOING_ON)
+    assert refusal_of(tmp_path / "step-00000010") == ""
+    save(tmp_path, 5, audited_steps=5)
+    with pytest.raises(ValueError, match="is of another training"):  # the folder of another one: all of it stays
+        go_back_to_audited(tmp_path, replace(GOING_ON, train=replace(GOING_ON.train, seed=9)))
     assert refusal_of(tmp_path / "step-00000010") == ""
     with locked(tmp_path), pytest.raises(ValueError, match="is in use by"):
-        go_back_to_audited(tmp_path)
+        go_back_to_audited(tmp_path, GOING_ON)
 
 
 @pytest.mark.parametrize(("folder", "resume"), [("", True), ("somewhere", False)])
@@ -268,7 +275,7 @@ def test_going_back_needs_the_folder_of_the_training(folder: str, resume: bool) 
 
 
 def test_going_back_says_what_is_loaded_and_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = replace(CONFIG, checkpoint=CheckpointConfig(folder=str(tmp_path)))
+    config = replace(GOING_ON, checkpoint=CheckpointConfig(folder=str(tmp_path)))
     go_back(config, is_resumed=True)
     for step in (5, 10):
         save(tmp_path, step, audited_steps=5)

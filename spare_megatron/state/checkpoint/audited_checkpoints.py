@@ -5,11 +5,13 @@ audited at its save (`core.audits.clean_prefix`), which are fewer than its own: 
 from collections.abc import Sequence
 from pathlib import Path
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import step_of
 from spare_megatron.journal.event_texts import text_of_audited
 from spare_megatron.machine.lock import locked
 from spare_megatron.state.checkpoint import verification
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
+from spare_megatron.state.checkpoint.start_checkpoint import check
 
 WentBack = tuple[Path, int, Sequence[Path]]
 """The newest audited checkpoint of a folder, audited steps, and the later ones, which no run loads any more."""
@@ -37,9 +39,9 @@ def _audited_steps_of(path: Path) -> int | None:
         return None
 
 
-def go_back_to_audited(folder: Path) -> WentBack | None:
+def go_back_to_audited(folder: Path, config: RunConfig) -> WentBack | None:
     """Refuses all checkpoints later than the newest audited one; None if there are none. Raises ValueError if none is
-    audited, nothing says which, or a run uses the folder.
+    audited, nothing says which, a run uses the folder, or this one cannot begin with that checkpoint.
     """
     checkpoints = all_checkpoints(folder)
     if not checkpoints:
@@ -51,10 +53,10 @@ def go_back_to_audited(folder: Path) -> WentBack | None:
             f"without audits (audit.every_steps); leave it out to start from the newest"
         )
     with locked(folder):
-        return _go_back(folder, checkpoints, steps)
+        return _go_back(folder, config, checkpoints, steps)
 
 
-def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
+def _go_back(folder: Path, config: RunConfig, checkpoints: Sequence[Path], steps: int) -> WentBack:
     later: list[Path] = []
     for path in checkpoints:
         try:
@@ -64,6 +66,7 @@ def _go_back(folder: Path, checkpoints: Sequence[Path], steps: int) -> WentBack:
         if found.manifest.step > steps:
             later.append(path)
             continue
+        check(config, found)
         reason = f"it is later: {text_of_audited(steps)}, and a run went back to {path.name}"
         for one in later:
             verification.mark_refused(one, reason, audited_steps=found.manifest.step)

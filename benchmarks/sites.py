@@ -22,7 +22,7 @@ from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model.model_tensors import model_shape
 from spare_megatron.config.schema import RunConfig
-from tests.integration.relayed_site import Relay, Site, all_ended, later_port, until
+from tests.integration.relayed_site import Relay, Site, all_ended, end_together, later_port, until
 
 LONGEST_S = 900.0
 """Until a number of rounds."""
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         restored_at_s = time.time()
         relay.restore()
         until(lambda: joint(last, options.sites)[-1]["at_s"] > restored_at_s, LONGEST_S, "a joint round again")
-        summaries = [site.end() for site in sites]
+        summaries = end_together(*sites)
         rounds = [site.rounds() for site in sites]
     return figures(options, configs[0], rounds, summaries, relayed, (cut_at_s, restored_at_s))
 

@@ -189,9 +189,12 @@ class Site:
         with np.load(self.run_dir / f"round-{base_round}-rank-{rank}.npz") as arrays:
             return dict(arrays)
 
-    def end(self) -> dict[str, Any]:
-        """Has it end with the step under way. Returns its summary."""
+    def ask_to_end(self) -> None:
+        """With the step under way."""
         self._process.send_signal(signal.SIGUSR1)
+
+    def await_end(self) -> dict[str, Any]:
+        """Returns its summary."""
         self._process.wait(60.0)
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
@@ -200,6 +203,13 @@ class Site:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+def end_together(*sites: Site) -> list[dict[str, Any]]:
+    """Summaries. All are asked at once, since one that goes on may end a round without those that have ended."""
+    for site in sites:
+        site.ask_to_end()
+    return [site.await_end() for site in sites]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from spare_megatron.core.outer.entries import SiteId
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import RoundRecord
 from spare_megatron.mcore.optimizer.outer_step import OuterRule
-from tests.integration.relayed_site import FLIP_ROUND, Relay, Script, Site, all_ended, later_port, until
+from tests.integration.relayed_site import FLIP_ROUND, Relay, Script, Site, all_ended, end_together, later_port, until
 from tests.integration.whole_run import (
     MUON,
     REPLICATED,
@@ -120,7 +120,7 @@ def until_joint(number: int, *sites: Site) -> None:
 
 def assert_ended(*sites: Site) -> list[int]:
     """Steps of each."""
-    summaries = [site.end() for site in sites]
+    summaries = end_together(*sites)
     for summary in summaries:
         assert (summary["outcome"], summary["verdict"], summary["steps_lost"]) == ("stopped", "valid", 0)
     return [summary["steps_committed"] for summary in summaries]

@@ -39,6 +39,7 @@ def rank_context(
             config=config or RunConfig(),
             run_dir=run_dir,
             wiped_out_at_s=None,
+            stages=None,
         ),
         "controller": SimpleNamespace(head=head),
         "trainer": SimpleNamespace(slabs=[SimpleNamespace(position=0)]),

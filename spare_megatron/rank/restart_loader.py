@@ -154,10 +154,10 @@ class RestartLoader:
 
     def _load_checkpoint(self, action: LoadCheckpoint) -> None:
         path = checkpoint_path(self._folder, action.step)
-        if path.exists():
+        if self._first is not None and action.step == step_of(self._first):
+            self._load_first(self._first, action.hosts)  # the folder may have one of as many steps that is refused
+        elif path.exists():
             self._ctx.trainer.load_checkpoint(path, hosted_by(action.hosts, self._ctx.member))
-        elif self._first is not None and action.step == step_of(self._first):
-            self._load_first(self._first, action.hosts)
         elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 

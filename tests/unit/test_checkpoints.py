@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.training.terms import differences, other_corpus, sequences_before, step_of, terms_of
-from spare_megatron.core.log.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.log.actions import LoadCheckpoint, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.log.entries import Fence, Retry, encode_entry
 from spare_megatron.faults.points import FaultPoint
 from spare_megatron.machine.lock import locked
@@ -35,6 +36,7 @@ from spare_megatron.state.checkpoint.start_checkpoint import last_checkpoint, re
 from spare_megatron.state.checkpoint.verification import (
     REFUSAL,
     DamagedCheckpoint,
+    mark_refused,
     newest_valid,
     read_manifest,
     refusal_in_log,
@@ -441,6 +443,26 @@ def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_
     place, reason = starting.rejected
     assert place.endswith("its steps have read 112 sequences, and those of this run 224")
     assert reason.startswith("step-00000005 is of another training: data.corpus = OTHER (60303ae2, 300 tokens)")
+
+
+def test_a_restart_before_the_first_save_loads_what_the_run_began_with(tmp_path: Path) -> None:
+    """It took another checkpoint of as many steps in checkpoint.folder, which may be one that was refused."""
+    from spare_megatron.rank.restart_loader import RestartLoader
+
+    begun_with, loaded = save(tmp_path / "mirror", 5), []
+    mark_refused(save(tmp_path / "checkpoints", 5), "wrong state")
+    ctx = rank_context(
+        config=replace(load_config(begun_with), name="run"),
+        run_dir=tmp_path,
+        agreement=SimpleNamespace(is_leader=False),
+        controller=SimpleNamespace(num_restarts=1, stages={}),
+        send=lambda _: None,
+        probe=MagicMock(),
+        trainer=SimpleNamespace(load_checkpoint=lambda path, _: loaded.append(path)),
+    )
+    action = LoadCheckpoint(step=5, rework_steps=2)
+    RestartLoader(ctx, None).restart(action, SimpleNamespace(check=lambda _: None))  # type: ignore[arg-type]
+    assert loaded == [begun_with]
 
 
 def test_a_restart_does_not_count_an_earlier_phase_in_batches_of_this_one(tmp_path: Path) -> None:

@@ -235,6 +235,22 @@ def settings_of(text: str) -> dict[str, Any]:
         ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}),
         ("--position-embedding-type rope --rotary-base 500000", {"model.rope_base": 500000.0}),
         ("--lr-warmup-fraction 0.01 --lr-decay-iters 3000", {"optimizer.warmup_steps": 30}),
+        (  # 64 samples a step from the first on: 10 and 60 whole batches of 64
+            "--lr-warmup-iters 10 --lr-decay-iters 60 --rampup-batch-size 16 16 380",
+            {"optimizer.warmup_steps": 12 + 4, "optimizer.decay_steps": 12 + 54},
+        ),
+        (
+            "--lr-warmup-fraction 0.1 --lr-decay-iters 100 --rampup-batch-size 16 16 380",
+            {"optimizer.warmup_steps": 12 + 4, "optimizer.decay_steps": 12 + 94},
+        ),
+        (
+            "--swiglu --disable-bias-linear --activation-func-clamp-value 7.0 --no-bias-swiglu-fusion",
+            {"megatron.activation_func_clamp_value": 7.0},
+        ),
+        (
+            "--swiglu --disable-bias-linear --activation-func-clamp-value 7.0",
+            {"megatron.activation_func_clamp_value": None},
+        ),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 20", {"optimizer.wsd_decay_steps": 20}),
         ("--exit-interval 40", {"train.steps": 40, "optimizer.decay_steps": 100}),
         ("--eval-interval 10 --eval-iters 3", {"eval.every_steps": 10, "eval.sequences": 192}),
@@ -289,7 +305,7 @@ def test_a_ramp_in_samples_is_one_in_steps_through_which_other_samples_become_st
         while left >= spare.ramp.at(whole):
             left -= spare.ramp.at(whole)
             whole += 1
-        assert steps_of(args, "train_samples") == pytest.approx(whole + left / spare.ramp.at(whole))
+        assert steps_of(args, samples) == pytest.approx(whole + left / spare.ramp.at(whole))
     report = invoke("--", *words.split()).stderr
     assert "train.rampup_batch_size = [16, 16, 380], in stages of equally many steps, 12 together; those of" in report
     assert "and take about 15 steps" in report  # 380 / 3 / 16 + 380 / 3 / 32 + 380 / 3 / 48 = 14.5
@@ -301,6 +317,7 @@ def test_a_ramp_in_samples_is_one_in_steps_through_which_other_samples_become_st
         ("--fp16", "fp16", "model.precision is fp32 or bf16"),
         ("--rampup-batch-size 8 8 1000", "rampup_batch_size", "[8, 8, 1000] does not lead from 8 to the global batch"),
         ("--rampup-batch-size 16 x 1000", "rampup_batch_size", "'16 x 1000' is not three whole numbers"),
+        ("--lr-decay-style inverse-square-root", "lr_decay_style", "and by steps here; give a warm-up"),
         ("--rampup-batch-size 16 16", "rampup_batch_size", "it takes three values, not 2"),
         ("--step-batch-size-schedule 0:16", "step_batch_size_schedule", "set train.rampup_batch_size"),
         ("--load other", "load", "spare checkpoint import"),
@@ -371,6 +388,14 @@ def test_the_report_names_another_divisor_of_the_loss(more: str) -> None:
     report = invoke("--", *f"{LAUNCH} {DATA} {GPUS} --eod-mask-loss {more}".split()).stderr
     setting = "--eod-mask-loss: data.eod_mask_loss = True"
     assert f"{setting}\n" in report if more else f"{setting}, and the loss is divided by the tokens that" in report
+
+
+def test_the_report_names_what_megatron_does_not_do() -> None:
+    words = "--reset-attention-mask --tokenizer-type NullTokenizer --swiglu --activation-func-clamp-value 7.0"
+    report = invoke("--", *f"{LAUNCH} {DATA} {GPUS} {words} --disable-bias-linear".split()).stderr
+    assert "data.reset_attention_mask = True, and attention stays within documents; Megatron's layers of" in report
+    assert "--activation-func-clamp-value 7.0: fused swiglu ignores it" in report
+    assert "up to 0.16 its NullTokenizer has one token more" in report
 
 
 def test_the_command_refuses_what_is_not_had_here_unless_it_is_left_out() -> None:

@@ -33,7 +33,11 @@ LLAMA = {
         (config_of(), ["--no-bias-gelu-fusion"]),
         (config_of(activation="gelu_tanh", norm_eps=1e-6), ["--norm-epsilon=1e-06"]),
         (config_of(activation="squared_relu", linear_bias=False, vocab_size=50257), []),
-        (config_of(activation="quick_geglu", linear_bias=False), []),
+        (config_of(activation="quick_geglu", linear_bias=False), ["--quick-geglu"]),
+        (
+            config_of({"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}, **LLAMA),
+            ["--no-bias-swiglu-fusion", "--activation-func-clamp-value=7.0", "--glu-linear-offset=1.0"],
+        ),
         (config_of(**LLAMA, rope_base=5e5, rope_scaling_factor=8.0), ["--use-rope-scaling"]),
         (config_of(**LLAMA, qkv_bias=True, sliding_window=9), ["--window-size=(8,0)"]),
         (config_of({"kv_channels": 32}, **LLAMA, qk_norm=True), ["--qk-layernorm"]),
@@ -50,6 +54,13 @@ def test_settings_come_back_from_the_arguments_that_they_become(config: RunConfi
     back, mistakes = build_run_config(flat)
     assert (list(mistakes), back.model.precision, back.model.seq_length) == ([], "bf16", config.model.seq_length)
     assert weights_terms_of(back) == weights_terms_of(config)
+
+
+def test_swiglu_that_megatron_fuses_is_not_clamped() -> None:
+    args = {**args_of(config_of({"activation_func_clamp_value": 7.0}, **LLAMA)), "bias_swiglu_fusion": True}
+    assert "megatron" not in settings_in(args, 256, "fp32")
+    del args["bias_swiglu_fusion"]  # on in Megatron-LM unless it is switched off
+    assert "megatron" not in settings_in(args, 256, "fp32")
 
 
 def test_gelu_that_megatron_fuses_with_a_bias_is_the_tanh_form() -> None:

@@ -220,10 +220,10 @@ def _spare(args: Arguments) -> SpareConfig:
         raise ValueError(f"{name}: {value} {error}") from error
 
 
-def steps_of(args: Arguments, name: str) -> float:
-    """The steps, the last one in part, that read the samples of an argument."""
+def steps_of(args: Arguments, num_samples: float) -> float:
+    """The steps, the last one in part, that read so many samples."""
     ramp = _spare(args).ramp
-    microbatches: float = args[name] / (args["micro_batch_size"] * _groups(args))
+    microbatches: float = num_samples / (args["micro_batch_size"] * _groups(args))
     step = bisect_right(range(int(microbatches) + 1), microbatches, key=ramp.before) - 1
     return step + (microbatches - ramp.before(step)) / ramp.at(step)
 
@@ -246,16 +246,20 @@ def _model(args: Arguments, preset: Preset) -> None:
     ]:
         raise ValueError(f"{absent[0]}: it is absent, and Megatron has no default; give it")
     given = {name: args[name] for name in ModelArgs.__annotations__ if name in TAKEN}
-    given |= {"max_position_embeddings": args["seq_length"], "bias_gelu_fusion": not args["no_bias_gelu_fusion"]}
+    given |= {"max_position_embeddings": args["seq_length"]}
+    given |= {f"bias_{kind}_fusion": f"no_bias_{kind}_fusion" not in args.given for kind in ("gelu", "swiglu")}
     if args["swiglu"] and args["ffn_hidden_size"] is None:
         given["ffn_hidden_size"] = int((4 * args["hidden_size"] * 2 / 3) / 64) * 64
     if (args["max_position_embeddings"] or args["seq_length"]) < args["seq_length"]:
         raise ValueError(f"max_position_embeddings: it is below --seq-length {args['seq_length']}; raise it")
-    tables = settings_in(given, _vocabulary(args), "bf16" if args["bf16"] else "fp32")
+    tables = settings_in(given, _vocabulary(args, preset), "bf16" if args["bf16"] else "fp32")
     for table, values in tables.items():
         for key, value in values.items():
             setting = f"{table}.{key}"
             preset.put(setting, value, *(name for name, row in TAKEN.items() if setting == row.setting))
+    clamp = "activation_func_clamp_value"
+    if clamp in args.given and TAKEN[clamp].setting not in preset.settings:
+        preset.classes[clamp] = Class("without effect", "fused swiglu ignores it (--no-bias-swiglu-fusion)")
     if tables["model"]["position_embedding"] != "rope":
         for key in ("rope_base", "rope_scaling_factor"):
             preset.settings.pop(f"model.{key}", None)
@@ -264,7 +268,7 @@ def _model(args: Arguments, preset: Preset) -> None:
                 preset.classes[name] = Class("without effect", "positions are learned here")
 
 
-def _vocabulary(args: Arguments) -> int:
+def _vocabulary(args: Arguments, preset: Preset) -> int:
     """Rows of the table, padded as Megatron does, whose softmax has the padding, too."""
     size, file = args["vocab_size"], args["vocab_file"]
     try:
@@ -274,6 +278,8 @@ def _vocabulary(args: Arguments) -> int:
             raise ValueError(
                 f"vocab_size: the tokenizer is not here ({file or 'no --vocab-file'}); give --vocab-size behind --"
             ) from None
+    if args.given.get("tokenizer_type") == ("NullTokenizer",):
+        preset.notes["vocab_size"] = "as of Megatron 0.19; up to 0.16 its NullTokenizer has one token more: add it"
     multiple = args["make_vocab_size_divisible_by"] * args["tensor_model_parallel_size"]
     return int(-(-size // multiple) * multiple)
 
@@ -290,24 +296,28 @@ def _experts(args: Arguments, preset: Preset) -> None:
         preset.put("model.num_dense_layers", int(match[1]), "moe_layer_freq")
 
 
-def _in_steps(args: Arguments, preset: Preset, of_steps: str, of_samples: str) -> int | None:
-    """The value of one of two arguments, in steps; samples that do not fill a step count as one."""
-    steps: int | None = args[of_steps]
-    if steps or not args[of_samples]:
-        return steps or None
-    return preset.rounded(of_samples, steps_of(args, of_samples))
+def _samples(args: Arguments, *names: str) -> tuple[str, float]:
+    """The first of these arguments that is given, and its samples: a schedule counts an iteration as a whole batch."""
+    name = next((name for name in names if args[name]), names[0])
+    return name, (args[name] or 0) * (_global_batch(args) if name.endswith("iters") else 1)
+
+
+def _in_steps(args: Arguments, preset: Preset, name: str, num_samples: float) -> int:
+    """Steps that read these samples, of an argument; samples that do not fill a step count as one."""
+    return preset.rounded(name, steps_of(args, num_samples)) if num_samples else 0
 
 
 def _steps(args: Arguments, preset: Preset) -> None:
     steps = args["train_iters"] or (
-        args["train_samples"] and preset.rounded("train_samples", steps_of(args, "train_samples"), up=False)
+        args["train_samples"] and preset.rounded("train_samples", steps_of(args, args["train_samples"]), up=False)
     )
     if not steps:
         raise ValueError("train_iters: it is absent, and so is --train-samples; give one")
     end = min(steps, args["exit_interval"] or steps)
     preset.put("train.steps", end, "train_iters", "train_samples", "exit_interval")
-    preset.put("optimizer.decay_steps", _in_steps(args, preset, "lr_decay_iters", "lr_decay_samples") or steps)
-    preset.sources["optimizer.decay_steps"] = ("lr_decay_iters", "lr_decay_samples")
+    names = ("lr_decay_iters", "lr_decay_samples")
+    name, samples = _samples(args, *names, "train_iters")
+    preset.put("optimizer.decay_steps", _in_steps(args, preset, name, samples) or steps, *names)
 
 
 def _optimizer(args: Arguments, preset: Preset) -> None:
@@ -323,10 +333,13 @@ def _optimizer(args: Arguments, preset: Preset) -> None:
 def _schedule(args: Arguments, preset: Preset) -> None:
     style = args["lr_decay_style"].lower().replace("-", "_")
     preset.put("optimizer.decay_style", style, "lr_decay_style")
-    warmup = _in_steps(args, preset, "lr_warmup_iters", "lr_warmup_samples") or 0
+    name, samples = _samples(args, "lr_warmup_iters", "lr_warmup_samples")
     if args["lr_warmup_fraction"] is not None:
-        exact = args["lr_warmup_fraction"] * preset.settings.get("optimizer.decay_steps", 0)
-        warmup = preset.rounded("lr_warmup_fraction", exact)
+        name, decay = "lr_warmup_fraction", ("lr_decay_iters", "lr_decay_samples", "train_iters", "train_samples")
+        samples = args[name] * _samples(args, *decay)[1]
+    warmup = _in_steps(args, preset, name, samples)
+    if style == "inverse_square_root" and not warmup:
+        raise ValueError("lr_decay_style: without a warm-up it falls by samples, and by steps here; give a warm-up")
     preset.put("optimizer.warmup_steps", warmup, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
     if args["decoupled_lr"] is not None:
         preset.put("optimizer.rules", list(_decoupled(args)), "decoupled_lr", "decoupled_min_lr")
@@ -369,6 +382,10 @@ def _data(args: Arguments, preset: Preset) -> None:
     sets = [part["corpus"] for part in _blend("valid_data_path", args["valid_data_path"] or [])]
     validation = [{"name": f"valid{index}", "corpus": corpus} for index, corpus in enumerate(sets)]
     preset.put("data.validation", validation or None, "valid_data_path")
+    if args["reset_attention_mask"] and args["transformer_impl"] == "transformer_engine":
+        preset.notes["reset_attention_mask"] = (
+            "and attention stays within documents; Megatron's layers of transformer-engine ignore the mask"
+        )
     if args["eod_mask_loss"] and "calculate_per_token_loss" not in args.given:
         preset.notes["eod_mask_loss"] = (
             "and the loss is divided by the tokens that count in the whole step; without --calculate-per-token-loss "

@@ -87,6 +87,7 @@ def args_of(config: RunConfig) -> dict[str, Any]:
         "squared_relu": function == "squared_relu",
         "quick_geglu": function == "quick_geglu",
         "bias_gelu_fusion": function == "gelu_tanh",
+        "bias_swiglu_fusion": not (fields.get("activation_func_clamp_value") or fields.get("glu_linear_offset")),
         "window_size": None if fields["window_size"] is None else tuple(fields["window_size"]),
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "vocab_size": model.vocab_size,
@@ -125,7 +126,9 @@ def flags_of(args: Mapping[str, Any]) -> list[str]:
     switches = {
         "--apply-layernorm-1p": args["layernorm_zero_centered_gamma"],
         "--no-bias-gelu-fusion": is_gelu_alone,
+        "--no-bias-swiglu-fusion": args["swiglu"] and not args["bias_swiglu_fusion"],
         "--qk-layernorm": args["qk_layernorm"],
+        "--quick-geglu": args["quick_geglu"],
         "--use-rope-scaling": args["use_rope_scaling"],
     }
     window = args["window_size"]
@@ -172,6 +175,7 @@ class ModelArgs:
     quick_geglu: bool = False
     squared_relu: bool = False
     bias_gelu_fusion: bool = True
+    bias_swiglu_fusion: bool = True
     window_size: tuple[int, ...] | list[int] | None = None
     activation_func_clamp_value: int | float | None = None
     glu_linear_offset: int | float = 0.0
@@ -209,6 +213,8 @@ def settings_in(args: Mapping[str, Any], vocab_size: int, precision: str) -> dic
     if (window := _window(found.window_size)) is not None:
         model["sliding_window"] = window
     others = {field: getattr(found, field) for field in _SAME_NAME}
+    if found.swiglu and found.bias_swiglu_fusion:
+        others["activation_func_clamp_value"] = None  # the fused function ignores it
     others["layernorm_zero_centered_gamma"] |= found.apply_layernorm_1p
     if found.kv_channels is not None and found.kv_channels * found.num_attention_heads != found.hidden_size:
         others["kv_channels"] = found.kv_channels

@@ -29,6 +29,8 @@ values are the output of a command.
 - Arguments in samples become steps; what does not fill a step counts as one.
 - With `--eod-mask-loss` the loss is divided by the tokens that count in the whole step, as Megatron does with
   `--calculate-per-token-loss`; without that it divides each microbatch by its own: the report names the difference.
+- Warm-up and decay keep their samples: Megatron's schedule counts each iteration as a whole batch, also while a ramp
+  reads smaller ones, so that with a ramp they take more steps here than `--lr-warmup-iters` and `--lr-decay-iters` say.
 - `--rampup-batch-size` becomes a ramp that reads as many samples in stages of equally many steps, where Megatron's have
   equally many samples: the report names the steps of both ([a batch that grows](models.md#a-batch-that-grows)).
 - Of a checkpoint that is loaded with `--finetune` only weights count: `spare checkpoint import` it, and set
